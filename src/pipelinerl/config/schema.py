@@ -1,0 +1,253 @@
+"""The run file's schema: typed, frozen, every field documented where it is defined.
+
+`msgspec` checks types and ranges while decoding, and rejects unknown keys; `checks.py` rejects combinations that make no
+sense. This package imports neither torch nor transformers, so that a mistake in a run file costs no start-up time.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section of the run file."""
+
+
+
+
+class ModelConfig(Section):
+    path: Annotated[
+        str, Meta(description="Folder or hub id of a Hugging Face causal LM; `demo` is the small model in the package.")
+    ] = "demo"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Meta(description="Type of the trainer's and engine's weights. float32 is the fast one on most CPUs."),
+    ] = "float32"
+    trust_remote_code: Annotated[
+        bool, Meta(description="Run Python code that comes with the model. Only for models you have read.")
+    ] = False
+
+
+class EnvironmentConfig(Section):
+    kind: Annotated[
+        str,
+        Meta(
+            description="`gcd`, `math_words`, `guess_number`, or your own: `path/to/file.py:ClassName` or "
+            "`package.module:ClassName`."
+        ),
+    ] = "gcd"
+    args: Annotated[dict[str, Any], Meta(description="Keyword arguments of the environment's constructor.")] = {}
+
+
+class ScheduleConfig(Section):
+    kind: Annotated[
+        Literal["pipeline", "conventional", "async"],
+        Meta(
+            description="`pipeline`: generation and training at once, new weights in flight after every step. "
+            "`conventional`: generate B*G samples with frozen weights, then G steps. `async`: generate for the next G "
+            "steps while training on the last; weights change between rounds."
+        ),
+    ] = "pipeline"
+    steps_per_round: Annotated[
+        int, Meta(ge=1, description="G, optimizer steps per round (conventional and async).")
+    ] = 1
+    max_lag: Annotated[
+        int | None,
+        Meta(
+            description="pipeline: no token older than this many optimizer steps is trained on. The actor admits work so "
+            "that the bound holds without waste, and the trainer's side drops what would still break it. null: no bound."
+        ),
+    ] = None
+
+
+class ActorConfig(Section):
+    group_size: Annotated[int, Meta(ge=1, description="K, attempts at each problem.")] = 8
+    max_tokens: Annotated[int, Meta(ge=1, description="Longest completion, in tokens.")] = 256
+    temperature: Annotated[float, Meta(gt=0, description="Sampling temperature of training rollouts.")] = 1.0
+    top_p: Annotated[
+        float, Meta(gt=0, le=1, description="Nucleus truncation. Must stay 1 in training: see `top_k`.")
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Truncation to the k likeliest tokens, 0 = off. Must stay 0 in training: the trainer's ratio is "
+            "over the whole distribution.",
+        ),
+    ] = 0
+    rollout_timeout_s: Annotated[
+        float, Meta(gt=0, description="A rollout that takes longer than this is dropped (reason `timeout`).")
+    ] = 600.0
+    code_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Environment or reward code that computes for longer than this without yielding is interrupted "
+            "(reason `timeout`).",
+        ),
+    ] = 20.0
+    max_failure_fraction: Annotated[
+        float,
+        Meta(ge=0, le=1, description="The run ends when more than this share of the last `failure_window` rollouts failed."),
+    ] = 0.5
+    failure_window: Annotated[int, Meta(ge=1, description="How many rollouts the failure share is taken over.")] = 64
+
+
+class EngineConfig(Section):
+    kind: Annotated[Literal["local"], Meta(description="`local`: the embedded slot engine.")] = "local"
+    slots: Annotated[int, Meta(ge=1, description="H, sequences in progress at once.")] = 64
+    max_length: Annotated[
+        int | None,
+        Meta(description="Longest prompt + completion a slot holds. null: the model's maximum, at most 2048."),
+    ] = None
+    kv_on_update: Annotated[
+        Literal["keep", "recompute"],
+        Meta(description="What happens to the KV cache at a weight update: keep the old entries, or recompute them."),
+    ] = "keep"
+    prefill_tokens: Annotated[
+        int, Meta(ge=1, description="Most prompt tokens processed in one engine step; longer prompts come in chunks.")
+    ] = 2048
+    device: Annotated[str, Meta(description="torch device of the engine, e.g. `cpu` or `cuda:0`.")] = "cpu"
+    threads: Annotated[
+        int | None, Meta(description="CPU threads of the engine. null: the schedule decides (half the cores, or all).")
+    ] = None
+
+
+class StreamConfig(Section):
+    kind: Annotated[
+        Literal["files", "memory"],
+        Meta(description="`files`: append-only files in the run directory. `memory`: within one process only."),
+    ] = "files"
+    capacity: Annotated[
+        int | None, Meta(description="Most groups waiting in the stream. null: two optimizer steps' worth, or a round.")
+    ] = None
+    when_full: Annotated[
+        Literal["block", "drop_oldest"],
+        Meta(description="A full stream makes the actor wait, or replaces the oldest group with fresh data (counted)."),
+    ] = "block"
+
+
+class PreprocessConfig(Section):
+    advantage: Annotated[
+        Literal["group_mean", "leave_one_out"],
+        Meta(description="Baseline v of a rollout: mean reward of its group (the paper), or of the others in it."),
+    ] = "group_mean"
+    normalize_std: Annotated[bool, Meta(description="Divide advantages by the group's standard deviation (GRPO).")] = False
+    zero_advantage: Annotated[
+        Literal["skip", "keep", "drop"],
+        Meta(
+            description="Samples whose advantage is 0 have no gradient. `skip`: they count among the B of a step but cost no "
+            "forward pass. `keep`: compute them all the same. `drop`: leave them out, so that a step has B others."
+        ),
+    ] = "skip"
+    overlong: Annotated[
+        Literal["keep", "drop"],
+        Meta(description="Completions cut at their token limit: train on them, or drop them (counted by length)."),
+    ] = "keep"
+
+
+class TrainerConfig(Section):
+    steps: Annotated[int, Meta(ge=1, description="Optimizer steps to take.")] = 100
+    batch_size: Annotated[int, Meta(ge=1, description="B, rollouts per optimizer step.")] = 64
+    loss: Annotated[
+        Literal["reinforce", "ppo", "gspo", "cispo"],
+        Meta(
+            description="`reinforce`: importance-weighted REINFORCE with clamp (the paper). `ppo`: PPO-clip, with group "
+            "advantages this is GRPO. `gspo`: sequence-level ratios. `cispo`: weight clipped on both sides."
+        ),
+    ] = "reinforce"
+    clamp: Annotated[float, Meta(gt=0, description="c, upper clamp of the importance weight (reinforce).")] = 5.0
+    clip_low: Annotated[float, Meta(ge=0, description="Ratio is clipped below at 1 - clip_low (ppo, gspo, cispo).")] = 0.2
+    clip_high: Annotated[float, Meta(ge=0, description="Ratio is clipped above at 1 + clip_high (ppo, gspo, cispo).")] = 0.2
+    loss_normalization: Annotated[
+        Literal["sequences", "tokens"],
+        Meta(description="Divide the summed loss by the number of rollouts of the step, or of its sampled tokens."),
+    ] = "tokens"
+    kl_coefficient: Annotated[
+        float,
+        Meta(ge=0, description="Weight of the KL penalty to the initial model; above 0 costs a second copy and a forward."),
+    ] = 0.0
+    learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
+    lr_schedule: Annotated[
+        Literal["constant", "linear", "cosine"], Meta(description="What the rate does after warm-up, down to 10%.")
+    ] = "constant"
+    warmup_steps: Annotated[int, Meta(ge=0, description="Steps of linear warm-up.")] = 0
+    betas: Annotated[tuple[float, float], Meta(description="AdamW's beta1 and beta2.")] = (0.9, 0.95)
+    weight_decay: Annotated[float, Meta(ge=0, description="AdamW's decoupled weight decay.")] = 0.0
+    max_grad_norm: Annotated[float, Meta(gt=0, description="Gradients are clipped to this global norm.")] = 1.0
+    micro_batch_tokens: Annotated[
+        int,
+        Meta(ge=1, description="Token budget of one packed forward/backward; the step does not depend on it."),
+    ] = 8192
+    ess_threshold: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="When a batch's normalised effective sample size is below this, no step is taken: the batch and "
+            "what is stale are dropped (counted) and the trainer waits for on-policy data. 0: off.",
+        ),
+    ] = 0.0
+    checkpoint_every: Annotated[
+        int, Meta(ge=0, description="Optimizer steps between checkpoints; 0: only at the end and when stopped.")
+    ] = 0
+    keep_checkpoints: Annotated[int, Meta(ge=1, description="How many checkpoints to keep.")] = 2
+    gradient_checkpointing: Annotated[bool, Meta(description="Trade compute for activation memory.")] = False
+    device: Annotated[str, Meta(description="torch device of the trainer.")] = "cpu"
+    threads: Annotated[
+        int | None, Meta(description="CPU threads of the trainer. null: the schedule decides (half the cores, or all).")
+    ] = None
+
+
+class EvaluationConfig(Section):
+    problems: Annotated[
+        int, Meta(ge=0, description="Held-out problems answered once each before and after training; 0: no evaluation.")
+    ] = 0
+    temperature: Annotated[float, Meta(ge=0, description="Sampling temperature of evaluations; 0 = greedy.")] = 1.0
+
+
+class MetricsConfig(Section):
+    view: Annotated[
+        Literal["auto", "live", "plain", "none"],
+        Meta(description="What the terminal shows; `auto`: live in a terminal, plain lines otherwise."),
+    ] = "auto"
+    tensorboard: Annotated[bool, Meta(description="Also write TensorBoard events (extra `tensorboard`).")] = False
+    plot: Annotated[bool, Meta(description="Draw `curves.png` into the run directory at the end.")] = True
+
+
+class LaunchConfig(Section):
+    kind: Annotated[
+        Literal["processes", "embedded"],
+        Meta(
+            description="`processes`: generation and training in a process each. `embedded`: all in one process, "
+            "deterministic, for debugging, teaching and tests."
+        ),
+    ] = "processes"
+    watchdog_s: Annotated[
+        float,
+        Meta(gt=0, description="When nothing has moved for this long, the run says who waits on whom and ends (status 3)."),
+    ] = 180.0
+    startup_timeout_s: Annotated[float, Meta(gt=0, description="Longest time for the processes to load and be ready.")] = 600.0
+
+
+class RunConfig(Section):
+    """A whole run. Every field has a default; the defaults of the demo are in its own run file."""
+
+    run_dir: Annotated[
+        str | None, Meta(description="Where everything is written. null: `runs/<date>-<environment>-<schedule>`.")
+    ] = None
+    seed: Annotated[int, Meta(ge=0, description="Seed of problems, sampling and everything else that is random.")] = 0
+    model: ModelConfig = ModelConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    actor: ActorConfig = ActorConfig()
+    engine: EngineConfig = EngineConfig()
+    stream: StreamConfig = StreamConfig()
+    preprocess: PreprocessConfig = PreprocessConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    launch: LaunchConfig = LaunchConfig()

@@ -1,0 +1,234 @@
+"""The seams between stages. Stages never import each other: they meet here and in `types`.
+
+Nothing here imports torch at run time; tensors appear in annotations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from pipelinerl.types import (
+    Completion,
+    GenerationRequest,
+    Problem,
+    Rollout,
+    StageStatus,
+    TokenEvent,
+    UpdateReceipt,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+ItemIn = TypeVar("ItemIn", contravariant=True)
+ItemOut = TypeVar("ItemOut", covariant=True)
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that environments use."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+
+class GenerationClient(Protocol):
+    """What an environment sees of the model: token ids in, a `Completion` with provenance out.
+
+    Each rollout gets a client of its own, which knows the run's sampling parameters, the model's stop tokens and the
+    rollout's seed. Cancelling the awaiting task cancels the request.
+    """
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
+        """One completion. Raises PromptTooLongError at once when the prompt can't fit."""
+        ...
+
+    def stream(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> AsyncIterator[TokenEvent]:
+        """The same, token by token; leaving the loop early cancels the request."""
+        ...
+
+
+class Environment(Protocol):
+    """A source of problems and the judge of attempts at them.
+
+    `problem` is a pure function of `index`: that is what lets a resumed run continue where it stopped.
+    """
+
+    def problem(self, index: int) -> Problem:
+        """The training problem number `index` (0, 1, 2, ... without end)."""
+        ...
+
+    def held_out(self, count: int) -> Sequence[Problem]:
+        """The first `count` problems of a fixed evaluation set that training never sees (fewer if there are fewer)."""
+        ...
+
+    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
+        """One attempt: call the client as often as needed, return its turns in order and a finite reward."""
+        ...
+
+
+class StepOutput(NamedTuple):
+    """What one engine step produced: tokens in slot order, and the requests that finished with it."""
+
+    tokens: Sequence[TokenEvent]
+    finished: Sequence[Completion]
+
+
+class Engine(Protocol):
+    """Keeps up to H sequences in progress and advances all of them by one token a step."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def in_progress(self) -> int: ...
+
+    @property
+    def queued(self) -> int: ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises RequestError, for this request alone, if it can never be served."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Free the request's slot at the next token boundary; its completion ends with reason "cancelled"."""
+        ...
+
+    def step(self) -> StepOutput:
+        """One token boundary and one decode step. Does nothing when there is nothing in progress or queued."""
+        ...
+
+    def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
+        """Take new weights now, between two decode steps: all of them, or none (then the receipt has an error)."""
+        ...
+
+
+class StreamStats(NamedTuple):
+    """Counts over the life of the stream. pending = written - dropped - taken."""
+
+    written: int
+    taken: int
+    dropped: int
+
+    @property
+    def pending(self) -> int:
+        return self.written - self.taken - self.dropped
+
+
+class StreamWriter(Protocol[ItemIn]):
+    def try_write(self, item: ItemIn) -> bool:
+        """Append one item. False when the stream is full and set to block (nothing was written then)."""
+        ...
+
+    def stats(self) -> StreamStats: ...
+
+    def close(self) -> None: ...
+
+
+class StreamReader(Protocol[ItemOut]):
+    def read(self, limit: int) -> Sequence[tuple[int, ItemOut]]:
+        """Take up to `limit` items that are there now, oldest first, each with its offset. Never waits."""
+        ...
+
+    def commit(self, offset: int) -> None:
+        """Everything before `offset` is dealt with for good: a reader opened later starts there, disk is reclaimed."""
+        ...
+
+    def stats(self) -> StreamStats: ...
+
+    def close(self) -> None: ...
+
+
+class WeightUpdate(NamedTuple):
+    """A whole set of weights: parameter name -> tensor, with the checksum its sender computed over them."""
+
+    version: int
+    checksum: str
+    tensors: Mapping[str, torch.Tensor]
+
+
+class WeightSender(Protocol):
+    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Hand the weights over and return their checksum. Returns as soon as they are copied.
+
+        Raises WeightUpdateError if an engine did not acknowledge the update before this one within the bound.
+        """
+        ...
+
+    def receipts(self) -> Sequence[UpdateReceipt]:
+        """Receipts that came since the last call. Raises WeightUpdateError on a checksum that differs or an error."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    def poll(self) -> WeightUpdate | None:
+        """The newest update that is whole and not yet taken, or None. Cheap: called at every token boundary."""
+        ...
+
+    def acknowledge(self, receipt: UpdateReceipt) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Board(Protocol):
+    """Where every stage says what it does and waits for; anyone may look. Survives the death of the stage."""
+
+    def publish(self, status: StageStatus) -> None: ...
+
+    def read(self, stage: str) -> StageStatus | None: ...
+
+    def stages(self) -> Iterable[str]: ...
+
+
+class Verdict(NamedTuple):
+    """A schedule's answer: whether a stage may go on and, if not, what it waits for, in words for people."""
+
+    allowed: bool
+    waiting_for: str = ""
+
+
+class PipelineState(NamedTuple):
+    """What admission looks at. `outstanding` counts rollouts started and neither trained nor dropped yet.
+
+    `oldest_version` is the version the engine held when the oldest outstanding group was started.
+    """
+
+    engine_version: int
+    trainer_version: int
+    oldest_version: int
+    outstanding: int
+
+
+class Schedule(Protocol):
+    """Who may go on when: the only place where pipeline, conventional and asynchronous RL differ."""
+
+    @property
+    def name(self) -> str: ...
+
+    def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
+        """May the actor start `rollouts` more now?"""
+        ...
+
+    def may_take_weights(self, sequences_in_progress: int) -> Verdict:
+        """May the engine take new weights at this token boundary?"""
+        ...
+
+    def may_train(self, version: int, queued: int) -> Verdict:
+        """May the trainer, at `version`, with `queued` samples at hand, take its next optimizer step?"""
+        ...
+
+    def publishes(self, version: int) -> bool:
+        """Are the weights of `version` handed to the engines?"""
+        ...
+
+    def takes_turns(self) -> bool:
+        """True when generation and training never overlap, so that each phase may have the whole machine."""
+        ...
