@@ -74,7 +74,7 @@ class Environment(Protocol):
 
 
 class StepOutput(NamedTuple):
-    """What one engine step produced: tokens in slot order, and the requests that finished with it."""
+    """What one engine step produced: new tokens of the requests that stream, and the requests that ended with it."""
 
     tokens: Sequence[TokenEvent]
     finished: Sequence[Completion]

@@ -72,9 +72,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is asked for. With `stream`, every step also reports the request's new token."""
+
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    stream: bool = False
 
 
 class TokenEvent(msgspec.Struct, frozen=True):

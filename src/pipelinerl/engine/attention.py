@@ -1,0 +1,185 @@
+"""The attention of the slot engine, called by any Hugging Face model that has a pluggable attention function.
+
+The model runs on one ragged row of tokens, `[1, T]`: first one token for each decoding slot, then chunks of prompts. It
+knows nothing of slots: our function receives the projected queries, keys and values of each layer together with the
+`StepBatch` that was passed through the forward's keyword arguments, writes the keys and values into the slots, and
+attends to exactly what each token may see. There is no mask and no cache on the model's side to go wrong.
+
+Shapes: Hq query heads, Hk key/value heads, G = Hq / Hk, D head size, R decoding rows, L length of a row class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipelinerl.engine.kv_cache import KVCache
+from pipelinerl.errors import UnsupportedModelError
+
+ATTENTION_NAME = "pipelinerl_slots"
+
+# What models pass that does not change the result here: masks and caches are ours, the rest is bookkeeping.
+_HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "past_key_values", "cache_position", "is_causal"})
+
+
+@dataclass(frozen=True, slots=True)
+class RowClass:
+    """Decoding rows `start <= row < end`, none of which holds more than `length` tokens, this step's included."""
+
+    start: int
+    end: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `begin <= t < begin + count` of the ragged row: positions `offset...` of the sequence in `row`."""
+
+    begin: int
+    count: int
+    row: int
+    offset: int
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """Everything that one forward needs to know about slots. `positions_R` are the decoding tokens' positions."""
+
+    kv: KVCache
+    positions_R: Tensor
+    rows_R: Tensor
+    classes: tuple[RowClass, ...]
+    chunks: tuple[Chunk, ...]
+    windows_seen: set[int | None] = field(default_factory=set)
+    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    @property
+    def decoding(self) -> int:
+        return int(self.positions_R.shape[0])
+
+    def decode_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask [r, 1, 1, L] of a row class, made once a step for each window size."""
+        mask = self._masks.get((index, window))
+        if mask is None:
+            part = self.classes[index]
+            last_r1 = self.positions_R[part.start : part.end, None]
+            columns_L = torch.arange(part.length, device=last_r1.device)
+            hidden = columns_L > last_r1
+            if window is not None:
+                hidden |= columns_L <= last_r1 - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            mask = mask[:, None, None, :]
+            self._masks[(index, window)] = mask
+        return mask
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    slot_batch: StepBatch,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: query [1, Hq, T, D], key and value [1, Hk, T, D] -> output [1, T, Hq, D].
+
+    Raises UnsupportedModelError if the model asks for something that this function would not honour.
+    """
+    unknown = sorted(name for name, given in other.items() if given is not None and name not in _HARMLESS)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} uses attention features that the embedded engine does not have: {', '.join(unknown)}"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    slot_batch.windows_seen.add(sliding_window)
+    keys, values = slot_batch.kv.layer(layer)
+    out = query.new_empty((query.shape[2], query.shape[1], value.shape[-1]))
+    if slot_batch.decoding:
+        _decode(slot_batch, query, key, value, keys, values, scale, sliding_window, softcap, out)
+    for chunk in slot_batch.chunks:
+        _prefill(chunk, query, key, value, keys, values, scale, sliding_window, softcap, out)
+    return out[None], None
+
+
+def _decode(
+    batch: StepBatch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> None:
+    rows = batch.decoding
+    kv_heads = key.shape[1]
+    keys[batch.rows_R, :, batch.positions_R] = key[0, :, :rows].transpose(0, 1)
+    values[batch.rows_R, :, batch.positions_R] = value[0, :, :rows].transpose(0, 1)
+    # The query heads that share a key/value head become the query positions of that head: no copy of keys or values.
+    grouped = query[0, :, :rows].transpose(0, 1).reshape(rows, kv_heads, -1, query.shape[-1])
+    for index, part in enumerate(batch.classes):
+        rows_r = slice(part.start, part.end)
+        mask = batch.decode_mask(index, window, query.dtype)
+        attended = attend(
+            grouped[rows_r], keys[rows_r, :, : part.length], values[rows_r, :, : part.length], mask, scale, softcap
+        )
+        out[rows_r] = attended.reshape(part.end - part.start, -1, value.shape[-1])
+
+
+def _prefill(
+    chunk: Chunk,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> None:
+    tokens = slice(chunk.begin, chunk.begin + chunk.count)
+    end = chunk.offset + chunk.count
+    keys[chunk.row, :, chunk.offset : end] = key[0, :, tokens]
+    values[chunk.row, :, chunk.offset : end] = value[0, :, tokens]
+    groups = query.shape[1] // key.shape[1]
+    q = query[:, :, tokens]
+    k, v = keys[None, chunk.row, :, :end], values[None, chunk.row, :, :end]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    mask = None
+    if chunk.offset or softcap is not None or (window is not None and end > window):
+        positions_c1 = torch.arange(chunk.offset, end, device=q.device)[:, None]
+        columns = torch.arange(end, device=q.device)
+        hidden = columns > positions_c1
+        if window is not None:
+            hidden |= columns <= positions_c1 - window
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+    out[tokens] = attend(q, k, v, mask, scale, softcap)[0].transpose(0, 1)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """softmax(cap(scale q k^T) + mask) v; causal when there is no mask. All [.., .., length, D]."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
+    scores = torch.matmul(query, key.transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value)

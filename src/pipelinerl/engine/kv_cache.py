@@ -1,0 +1,59 @@
+"""The slots' keys and values: one preallocated tensor for all layers of the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LayerShape(NamedTuple):
+    """Key/value heads of a layer and the sizes of one head's key and value."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class KVCache:
+    """Keys [layers, H, heads, max_length, key_dim] and values likewise, for H slots (rows) of `max_length` tokens.
+
+    Layers of different shapes get tensors of their own. The memory of positions never written is never touched, so on
+    most systems it costs nothing.
+    """
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], rows: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.max_length = max_length
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._blocks: list[tuple[Tensor, Tensor]] = []
+        by_shape: dict[LayerShape, list[int]] = {}
+        for layer, shape in enumerate(shapes):
+            by_shape.setdefault(shape, []).append(layer)
+        views: dict[int, tuple[Tensor, Tensor]] = {}
+        for shape, layers in by_shape.items():
+            size = (len(layers), rows, shape.heads, max_length)
+            keys = torch.zeros((*size, shape.key_dim), dtype=dtype, device=device)
+            values = torch.zeros((*size, shape.value_dim), dtype=dtype, device=device)
+            self._blocks.append((keys, values))
+            views |= {layer: (keys[i], values[i]) for i, layer in enumerate(layers)}
+        self._layers = [views[layer] for layer in range(len(shapes))]
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(block.numel() * block.element_size() for pair in self._blocks for block in pair)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, heads, max_length, dim] of one layer, to read and write."""
+        return self._layers[index]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of rows `sources` to rows `targets`, all at once (a permutation is fine)."""
+        if not sources or length == 0:
+            return
+        for keys, values in self._blocks:
+            for block in (keys, values):
+                block[:, targets, :, :length] = block[:, sources, :, :length]

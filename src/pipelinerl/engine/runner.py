@@ -1,0 +1,158 @@
+"""The model behind the slots: one forward over a ragged row of tokens, and the proof that it is right for this model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.engine.attention import ATTENTION_NAME, Chunk, RowClass, StepBatch, slot_attention
+from pipelinerl.engine.kv_cache import KVCache, LayerShape
+from pipelinerl.errors import UnsupportedModelError
+
+_PROBE_TOKENS = 24
+
+
+class ModelRunner:
+    """Runs a Hugging Face causal LM over slots. The model is this object's own from here on (its attention is replaced).
+
+    Raises UnsupportedModelError if the model's architecture does not fit, or if its log-probabilities over slots differ
+    from those of its own forward: a model is either run right or not at all.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, max_length: int) -> None:
+        self.model: Any = model.eval()
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        self._windows_seen: set[int | None] = set()
+        _register_attention()
+        _refuse_unfit(self.model)
+        self._check(max_length)
+        self.kv = KVCache(self._shapes, rows, max_length, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        kv: KVCache,
+        token_ids: Sequence[int] | Tensor,
+        positions: Sequence[int] | Tensor,
+        decoding: int,
+        classes: tuple[RowClass, ...],
+        chunks: tuple[Chunk, ...],
+        keep: Sequence[int] | Tensor,
+    ) -> Tensor:
+        """Logits [len(keep), V] at the ragged row's indices `keep`. The first `decoding` tokens belong to rows 0, 1, ..."""
+        ids_T = torch.as_tensor(token_ids, device=self.device)
+        positions_T = torch.as_tensor(positions, device=self.device)
+        batch = StepBatch(
+            kv=kv,
+            positions_R=positions_T[:decoding],
+            rows_R=torch.arange(decoding, device=self.device),
+            classes=classes,
+            chunks=chunks,
+        )
+        out = self.model(
+            input_ids=ids_T[None],
+            position_ids=positions_T[None],
+            use_cache=False,
+            logits_to_keep=torch.as_tensor(keep, device=self.device),
+            slot_batch=batch,
+        )
+        self._windows_seen |= batch.windows_seen
+        logits: Tensor = out.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _check(self, max_length: int) -> None:
+        """Compare with the model's own attention on a probe: two chunks of prompt, then single tokens, in two rows."""
+        name = type(self.model).__name__
+        window = _sliding_window(self.model)
+        length = _PROBE_TOKENS if window is None or window > 512 else window + _PROBE_TOKENS
+        length = min(length, max_length)
+        ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        self.model.set_attn_implementation("eager")
+        reference = self.model(input_ids=ids_T[None], use_cache=True)
+        self._shapes = _layer_shapes(reference.past_key_values, name)
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        kv = KVCache(self._shapes, 2, length, self.dtype, self.device)
+        logits_TV = self._probe(kv, ids_T)
+        expected_TV = reference.logits[0].float().log_softmax(-1)
+        error = float((logits_TV.float().log_softmax(-1) - expected_TV).abs().max())
+        limit = 1e-3 if self.dtype == torch.float32 else 0.25
+        if not error <= limit:
+            raise UnsupportedModelError(
+                f"{name} can't be run by the embedded engine: on a probe its log-probabilities are off by {error:.2g} "
+                f"(limit {limit:g})"
+            )
+        if window is not None and window < max_length and not any(self._windows_seen):
+            raise UnsupportedModelError(f"{name} has a sliding window of {window} but does not pass it to its attention")
+
+    def _probe(self, kv: KVCache, ids_T: Tensor) -> Tensor:
+        length = int(ids_T.shape[0])
+        split, prompt = length // 3, 2 * length // 3
+        parts = []
+        for begin, end in ((0, split), (split, prompt)):
+            # Row 1 holds the prompt, as it would in a busy engine; decoding then happens in row 0.
+            chunk = Chunk(begin=0, count=end - begin, row=1, offset=begin)
+            parts.append(
+                self.forward(kv, ids_T[begin:end], range_tensor(begin, end), 0, (), (chunk,), range_tensor(0, end - begin))
+            )
+        kv.move([1], [0], prompt)
+        for position in range(prompt, length):
+            classes = (RowClass(0, 1, position + 1),)
+            parts.append(self.forward(kv, ids_T[position : position + 1], [position], 1, classes, (), [0]))
+        return torch.cat(parts)
+
+
+def range_tensor(start: int, end: int) -> Tensor:
+    return torch.arange(start, end)
+
+
+def _register_attention() -> None:
+    """Make our attention known to transformers under its name (idempotent; no mask is ever built for it)."""
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415 (heavy)
+
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+def _no_mask(*_args: Any, **_options: Any) -> None:
+    return None
+
+
+def _refuse_unfit(model: Any) -> None:
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{name} has no pluggable attention in this version of transformers, so the embedded engine can't run it"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; the embedded engine runs decoder-only language models")
+
+
+def _sliding_window(model: Any) -> int | None:
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    types = getattr(config, "layer_types", None)
+    if window is None or not used or (types is not None and "sliding_attention" not in types):
+        return None
+    return int(window)
+
+
+def _layer_shapes(cache: Any, name: str) -> list[LayerShape]:
+    shapes = []
+    for layer in getattr(cache, "layers", []):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.dim() != 4:
+            raise UnsupportedModelError(
+                f"{name} has layers without a key/value cache (recurrent or linear attention); the embedded engine has no "
+                "state for them"
+            )
+        shapes.append(LayerShape(int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3])))
+    if not shapes:
+        raise UnsupportedModelError(f"{name} returned no key/value cache, so the embedded engine can't run it")
+    return shapes

@@ -1,0 +1,142 @@
+"""The processes of a run, seen from outside: start them, notice their end, say why, leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl import errors
+from pipelinerl.errors import PipelineRLError, StageDiedError
+
+
+class LastWords(msgspec.Struct, frozen=True):
+    """What a worker leaves behind when it ends with an error: the error's class in `errors`, and its message."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+class WorkerResult(msgspec.Struct, frozen=True):
+    """What a worker leaves behind when it ends well."""
+
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class WorkerFiles:
+    """Where a worker's output and last words go."""
+
+    log: Path
+    last_words: Path
+    result: Path
+
+
+class Worker:
+    """One process of the run. It lives in a session of its own, so that Ctrl-C reaches only the launcher."""
+
+    def __init__(
+        self, role: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], files: WorkerFiles
+    ) -> None:
+        self.role = role
+        self.files = files
+        for stale in (files.last_words, files.result):
+            stale.unlink(missing_ok=True)
+        with files.log.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603 (our own module, our own arguments)
+                [sys.executable, "-m", "pipelinerl.launch.worker", role, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+                pass_fds=tuple(fds),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def running(self) -> bool:
+        return self.exit_code is None
+
+    def ask_to_stop(self) -> None:
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+
+    def dump_stacks(self) -> None:
+        """Have the worker write the stacks of its threads to its log (see faulthandler)."""
+        if self.running and hasattr(signal, "SIGUSR1"):
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        if self.running:
+            self._process.kill()
+        self._process.wait()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Has it ended within `timeout_s`?"""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def peak_memory_bytes(self) -> int | None:
+        try:
+            return msgspec.json.decode(self.files.result.read_bytes(), type=WorkerResult).peak_memory_bytes
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def failure(self) -> PipelineRLError | None:
+        """Why it ended, as the error it ended with; None while it runs or if it ended well."""
+        code = self.exit_code
+        if code is None or code == 0:
+            return None
+        try:
+            words = msgspec.json.decode(self.files.last_words.read_bytes(), type=LastWords)
+        except (OSError, msgspec.DecodeError):
+            return StageDiedError(self._obituary(code))
+        kind = getattr(errors, words.kind, StageDiedError)
+        error: PipelineRLError = kind(words.message)
+        error.add_note(words.traceback)
+        return error
+
+    def _obituary(self, code: int) -> str:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        tail = _last_lines(self.files.log, 5)
+        said = f"; its last words:\n{tail}" if tail else " without a word"
+        return f"the {self.role} process (pid {self.pid}) {how}{said}\n(its log: {self.files.log})"
+
+
+def stop_all(workers: Sequence[Worker], patience_s: float, hurry: Callable[[], bool]) -> None:
+    """Ask all workers to end, wait, and kill what is left after `patience_s` or when `hurry` says so."""
+    for worker in workers:
+        worker.ask_to_stop()
+    deadline_s = time.monotonic() + patience_s
+    while any(worker.running for worker in workers) and time.monotonic() < deadline_s and not hurry():
+        time.sleep(0.02)
+    for worker in workers:
+        worker.kill()
+
+
+def _last_lines(path: Path, count: int) -> str:
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - 4096))
+            return b"\n".join(log.read().splitlines()[-count:]).decode(errors="replace").strip()
+    except OSError:
+        return ""

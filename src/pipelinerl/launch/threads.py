@@ -1,0 +1,36 @@
+"""How many CPU threads each role computes with."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.interfaces import Schedule
+
+
+class Threads(NamedTuple):
+    generation: int
+    training: int
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
+    """Threads of each role: what the run file says, else half the cores each, never more threads than cores.
+
+    A schedule whose phases take turns gives each phase the whole machine: while one computes, the other sleeps. So does the
+    embedded launcher, where there is one thread of control.
+    """
+    whole = schedule.takes_turns() or config.launch.kind == "embedded"
+    generation = cores if whole else max(1, cores // 2)
+    training = cores if whole else max(1, cores - cores // 2)
+    return Threads(config.engine.threads or generation, config.trainer.threads or training)
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment variables that keep every numerical library of a process to `threads` threads from its first import."""
+    return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}

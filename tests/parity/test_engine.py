@@ -1,0 +1,153 @@
+"""The engine against transformers: same tokens, same log-probabilities, exact versions, whatever happens in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from pipelinerl.engine import LocalEngine
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, versions_from_spans
+from tests.parity.models import CONFIGS, VOCABULARY, make_model
+
+pytestmark = pytest.mark.parametrize("family", sorted(CONFIGS))
+TOLERANCE = 1e-4
+MAX_LENGTH = 128
+
+
+def engine_of(model: Any, **options: Any) -> LocalEngine:
+    return LocalEngine(model, **{"slots": 6, "max_length": MAX_LENGTH, "prefill_tokens": 24} | options)
+
+
+def requests(count: int, temperature: float, max_tokens: int = 40) -> list[GenerationRequest]:
+    """Prompts of many lengths, some of them equal, some longer than a chunk and than the sliding windows."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = [3, 1, 30, 30, 7, 55, 12, 3, 21, 2][:count]
+    prompts = [tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in lengths]
+    prompts[3] = prompts[2]
+    return [
+        GenerationRequest(
+            id=f"r{i}",
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens - 3 * i, temperature=temperature, stop_token_ids=(2,), seed=i),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def update_of(model: Any, version: int) -> WeightUpdate:
+    tensors = named_weights(model)
+    return WeightUpdate(version, checksum(tensors), tensors)
+
+
+def run_with_updates(
+    engine: LocalEngine, wanted: list[GenerationRequest], updates: dict[int, WeightUpdate]
+) -> dict[str, Completion]:
+    """Serve `wanted`; before step number s, apply updates[s]."""
+    for request in wanted:
+        engine.submit(request)
+    done: dict[str, Completion] = {}
+    step = 0
+    while len(done) < len(wanted):
+        if step in updates:
+            engine.update_weights(updates[step])
+        done |= {completion.request_id: completion for completion in engine.step().finished}
+        step += 1
+        assert step < 1000
+    return done
+
+
+@torch.no_grad()
+def full_forward_logprobs(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> torch.Tensor:
+    """Log-probabilities [len(prompt) + len(completion) - 1, V] of a plain forward over the whole sequence."""
+    ids = torch.tensor([[*prompt, *completion]])
+    return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+
+
+@torch.no_grad()
+def mixed_cache_logprobs(models: dict[int, Any], request: GenerationRequest, done: Completion) -> list[float]:
+    """Token by token over transformers' own cache: each position's entries by the weights that fed it to the model."""
+    cache = DynamicCache(config=models[0].config)
+    prompt = request.prompt_ids
+    versions = versions_from_spans(done.weight_versions, len(done.token_ids))
+    logits = None
+    for span in done.prompt_versions:
+        ids = torch.tensor([prompt[span.start : span.end]])
+        logits = models[span.version](input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+    found = []
+    for i, token in enumerate(done.token_ids):
+        if i:
+            ids = torch.tensor([[done.token_ids[i - 1]]])
+            logits = models[versions[i]](input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+        assert logits is not None
+        found.append(float(logits.float().log_softmax(-1)[token]))
+    return found
+
+
+def test_greedy_tokens_are_those_of_generate(family: str) -> None:
+    reference = make_model(family)
+    engine = engine_of(make_model(family))
+    wanted = requests(10, temperature=0.0)
+    for request, done in zip(wanted, engine.generate(wanted), strict=True):
+        out = reference.generate(
+            torch.tensor([request.prompt_ids]),
+            attention_mask=torch.ones(1, len(request.prompt_ids), dtype=torch.long),
+            max_new_tokens=request.sampling.max_tokens,
+            do_sample=False,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+        assert list(done.token_ids) == out[0, len(request.prompt_ids) :].tolist()
+
+
+def test_log_probabilities_are_those_of_a_full_forward(family: str) -> None:
+    reference = make_model(family)
+    engine = engine_of(make_model(family))
+    wanted = requests(10, temperature=1.0)
+    for request, done in zip(wanted, engine.generate(wanted), strict=True):
+        rows = full_forward_logprobs(reference, request.prompt_ids, done.token_ids)[len(request.prompt_ids) - 1 : -1]
+        expected = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        assert (expected - torch.tensor(done.logprobs)).abs().max() < TOLERANCE
+
+
+def test_after_an_update_with_recompute_everything_is_as_with_the_new_weights(family: str) -> None:
+    models = {version: make_model(family, seed=version) for version in range(3)}
+    engine = engine_of(make_model(family, seed=0), kv_on_update="recompute")
+    wanted = requests(10, temperature=1.0)
+    done = run_with_updates(engine, wanted, {2: update_of(models[1], 1), 17: update_of(models[2], 2)})
+    switched = 0
+    for request in wanted:
+        completion = done[request.id]
+        versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
+        switched += len(set(versions)) > 1
+        for version in set(versions):
+            rows = full_forward_logprobs(models[version], request.prompt_ids, completion.token_ids)
+            for i, token in enumerate(completion.token_ids):
+                if versions[i] == version:
+                    expected = float(rows[len(request.prompt_ids) - 1 + i, token])
+                    assert abs(expected - completion.logprobs[i]) < TOLERANCE
+    assert switched >= 3
+
+
+def test_after_an_update_with_kept_entries_a_mixed_cache_gives_the_same(family: str) -> None:
+    models = {version: make_model(family, seed=version) for version in range(3)}
+    engine = engine_of(make_model(family, seed=0), kv_on_update="keep")
+    wanted = requests(10, temperature=1.0)
+    done = run_with_updates(engine, wanted, {2: update_of(models[1], 1), 17: update_of(models[2], 2)})
+    for request in wanted:
+        completion = done[request.id]
+        expected = mixed_cache_logprobs(models, request, completion)
+        assert max(abs(a - b) for a, b in zip(expected, completion.logprobs, strict=True)) < TOLERANCE
+
+
+def test_versions_are_exact_to_the_token(family: str) -> None:
+    """One sequence whose prompt is done in the first step samples token i in step i: versions follow from the steps."""
+    models = {version: make_model(family, seed=version) for version in range(3)}
+    engine = engine_of(make_model(family, seed=0))
+    request = GenerationRequest(id="x", prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=12, seed=1))
+    done = run_with_updates(engine, [request], {4: update_of(models[1], 1), 9: update_of(models[2], 2)})["x"]
+    assert versions_from_spans(done.weight_versions, 12) == [0] * 4 + [1] * 5 + [2] * 3

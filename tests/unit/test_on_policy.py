@@ -1,0 +1,164 @@
+"""On-policyness metrics against NumPy in float64, and independent of packing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats, effective_sample_size
+
+
+def slow_ess(log_ratios: np.ndarray) -> float:
+    total = squares = 0.0
+    for log_ratio in log_ratios:
+        total += math.exp(log_ratio)
+        squares += math.exp(log_ratio) ** 2
+    return total**2 / (len(log_ratios) * squares)
+
+
+@given(st.lists(st.floats(-30, 30), min_size=1, max_size=50))
+@settings(deadline=None)
+def test_ess_equals_its_formula_and_is_in_range(log_ratios: list[float]) -> None:
+    ess = effective_sample_size(torch.tensor(log_ratios, dtype=torch.float64))
+    assert ess == pytest.approx(slow_ess(np.array(log_ratios)), rel=1e-9)
+    assert 1 / len(log_ratios) * (1 - 1e-9) <= ess <= 1 + 1e-12
+
+
+def test_ess_at_known_points() -> None:
+    assert effective_sample_size(torch.zeros(7)) == 1.0
+    assert effective_sample_size(torch.full((7,), -3.0)) == pytest.approx(1.0)
+    # Two equal weights that dwarf two others: half of the samples count.
+    assert effective_sample_size(torch.tensor([40.0, 40.0, -40.0, -40.0])) == pytest.approx(0.5)
+
+
+def test_ess_does_not_overflow() -> None:
+    assert effective_sample_size(torch.tensor([1000.0, 0.0])) == pytest.approx(0.5)
+    assert effective_sample_size(torch.tensor([-1000.0, -1000.0])) == 1.0
+
+
+def test_ess_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        effective_sample_size(torch.zeros(0))
+
+
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_tokens(count: int, seed: int, highest_lag: int = 5) -> Tokens:
+    rng = np.random.default_rng(seed)
+    return (
+        torch.tensor(rng.normal(0, 0.5, count), dtype=torch.float32),
+        torch.tensor(rng.random(count) < 0.3),
+        torch.tensor(rng.exponential(1.0, count), dtype=torch.float32),
+        torch.tensor(rng.integers(0, highest_lag + 1, count)),
+    )
+
+
+def metrics_of(tokens: Tokens, chunks: list[np.ndarray]) -> OnPolicyMetrics:
+    stats = OnPolicyStats()
+    for chunk in chunks:
+        stats.add(*(tensor[chunk] for tensor in tokens))
+    metrics = stats.result()
+    assert metrics is not None
+    return metrics
+
+
+def test_metrics_equal_numpy() -> None:
+    tokens = make_tokens(257, seed=0)
+    metrics = metrics_of(tokens, [np.arange(257)])
+    logs = tokens[0].numpy().astype(np.float64)
+    lags = tokens[3].numpy()
+    weights = np.exp(logs)
+    expected = OnPolicyMetrics(
+        tokens=257,
+        ess=slow_ess(logs),
+        kl_behaviour_policy=np.mean([-log for log in logs]),
+        kl_behaviour_policy_k3=np.mean([math.exp(log) - 1 - log for log in logs]),
+        lag_mean=lags.mean(),
+        lag_max=lags.max(),
+        lag_p50=np.percentile(lags, 50, method="inverted_cdf"),
+        lag_p99=np.percentile(lags, 99, method="inverted_cdf"),
+        clamp_fraction=tokens[1].numpy().mean(),
+        entropy_mean=tokens[2].numpy().astype(np.float64).mean(),
+        weight_mean=weights.mean(),
+        weight_max=weights.max(),
+        on_policy_gap=np.abs(logs[lags == 0]).max(),
+    )
+    assert dataclasses.asdict(metrics) == pytest.approx(dataclasses.asdict(expected), rel=1e-10)
+
+
+@given(st.integers(1, 60), st.integers(0, 1000), st.data())
+@settings(deadline=None, max_examples=50)
+def test_metrics_do_not_depend_on_packing(count: int, seed: int, data: st.DataObject) -> None:
+    tokens = make_tokens(count, seed)
+    order = np.array(data.draw(st.permutations(range(count))))
+    cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=6)))
+    once = dataclasses.asdict(metrics_of(tokens, [np.arange(count)]))
+    packed = dataclasses.asdict(metrics_of(tokens, np.split(order, cuts)))
+    exact = ["tokens", "lag_max", "lag_p50", "lag_p99", "clamp_fraction", "weight_max", "on_policy_gap"]
+    assert [packed[name] for name in exact] == [once[name] for name in exact]
+    assert packed == pytest.approx(once, rel=1e-12, abs=1e-14)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=300))
+@settings(deadline=None)
+def test_lag_percentiles_are_lags_that_occurred(lags: list[int]) -> None:
+    zeros = torch.zeros(len(lags))
+    metrics = metrics_of((zeros, zeros > 0, zeros, torch.tensor(lags)), [np.arange(len(lags))])
+    assert metrics.lag_p50 == np.percentile(lags, 50, method="inverted_cdf")
+    assert metrics.lag_p99 == np.percentile(lags, 99, method="inverted_cdf")
+    assert metrics.lag_p50 <= metrics.lag_p99 <= metrics.lag_max == max(lags)
+
+
+def test_both_kl_estimates_converge_to_the_divergence() -> None:
+    rng = np.random.default_rng(0)
+    mu, pi = rng.dirichlet(np.full(30, 5.0)), rng.dirichlet(np.full(30, 5.0))
+    sampled = rng.choice(30, size=200_000, p=mu)
+    logs = torch.tensor(np.log(pi / mu)[sampled])
+    zeros = torch.zeros(len(sampled))
+    metrics = metrics_of((logs, zeros > 0, zeros, zeros.long()), [np.arange(len(sampled))])
+    divergence = float((mu * np.log(mu / pi)).sum())
+    assert metrics.kl_behaviour_policy == pytest.approx(divergence, rel=0.03)
+    assert metrics.kl_behaviour_policy_k3 == pytest.approx(divergence, rel=0.03)
+    assert metrics.weight_mean == pytest.approx(1.0, abs=0.01)
+
+
+def test_on_policy_gap_looks_at_tokens_of_lag_0_alone() -> None:
+    logs, zeros = torch.tensor([0.5, -0.001, 0.0005]), torch.zeros(3)
+    some = metrics_of((logs, zeros > 0, zeros, torch.tensor([3, 0, 0])), [np.arange(3)])
+    assert some.on_policy_gap == pytest.approx(0.001)
+    none = metrics_of((logs, zeros > 0, zeros, torch.tensor([3, 1, 2])), [np.arange(3)])
+    assert none.on_policy_gap is None
+
+
+def test_no_tokens_have_no_metrics() -> None:
+    stats = OnPolicyStats()
+    assert stats.result() is None
+    stats.add(torch.zeros(0), torch.zeros(0) > 0, torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    assert stats.result() is None
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_log_ratios_that_are_not_finite_are_reported(broken: float) -> None:
+    stats = OnPolicyStats()
+    stats.add(torch.tensor([0.0, broken]), torch.zeros(2) > 0, torch.zeros(2), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="1 of 2 tokens"):
+        stats.result()
+
+
+def test_tensors_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="same shape"):
+        OnPolicyStats().add(torch.zeros(2), torch.zeros(3) > 0, torch.zeros(2), torch.zeros(2, dtype=torch.long))
+
+
+def test_statistics_hold_no_graph() -> None:
+    stats = OnPolicyStats()
+    leaf = torch.zeros(2, requires_grad=True)
+    stats.add(leaf * 2, torch.zeros(2) > 0, leaf * 3, torch.zeros(2, dtype=torch.long))
+    assert not any(chunk.requires_grad for chunk in stats._log_ratios + stats._entropy)

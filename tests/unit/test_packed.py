@@ -1,0 +1,171 @@
+"""Packed forward and backward against the model's own eager attention on each sequence alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.types import Segment
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
+    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=6),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=16,
+        sliding_window=7,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=4.0,
+    ),
+    "gpt_neox": GPTNeoXConfig(**SIZES, rotary_pct=0.5, attention_dropout=0.1, hidden_dropout=0.1),
+    "phi": PhiConfig(**SIZES, partial_rotary_factor=0.5, resid_pdrop=0.1),
+}
+# Single tokens of context, equal lengths, several sampled ranges, and sequences longer than the sliding windows.
+LENGTHS = (9, 23, 2, 9, 17, 30, 8, 3)
+
+
+def make_segments(lengths: tuple[int, ...]) -> list[Segment]:
+    generator = torch.Generator().manual_seed(7)
+    segments = []
+    for n in lengths:
+        ids = torch.randint(0, SIZES["vocab_size"], (n,), generator=generator).tolist()
+        sampled = ((1, 3), (5, n)) if n > 6 else ((1, n),)
+        segments.append(Segment(token_ids=tuple(ids), sampled=sampled))
+    return segments
+
+
+def make_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").double().eval()
+
+
+def weighted_sum(logits_PV: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (logits_PV * torch.randn(logits_PV.shape, generator=generator, dtype=logits_PV.dtype)).sum()
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_packed_logits_and_gradients_equal_those_of_each_sequence_alone(name: str) -> None:
+    model, segments = make_model(name), make_segments(LENGTHS)
+    alone = []
+    for segment in segments:
+        logits_TV = model(torch.tensor([segment.token_ids])).logits[0]
+        alone.append(logits_TV[[p - 1 for p in segment.sampled_positions]])
+    alone_PV = torch.cat(alone)
+    weighted_sum(alone_PV).backward()
+    expected = gradients(model)
+
+    use_packed_attention(model)
+    row = PackedRow.of(segments)
+    packed_PV = sampled_logits(model, row)
+    weighted_sum(packed_PV).backward()
+    actual = gradients(model)
+
+    assert row.sampled_ids_P.tolist() == [s.token_ids[p] for s in segments for p in s.sampled_positions]
+    torch.testing.assert_close(packed_PV, alone_PV, atol=1e-5, rtol=0)
+    assert actual.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(actual[parameter], gradient, atol=1e-6 * max(scale, 10.0), rtol=0, msg=parameter)
+
+
+def test_tokens_of_one_sequence_do_not_reach_another() -> None:
+    model = make_model("llama")
+    use_packed_attention(model)
+    first, second = make_segments((12, 10))
+    changed = Segment(token_ids=tuple((t + 1) % 61 for t in second.token_ids), sampled=second.sampled)
+    count = len(first.sampled_positions)
+    before = sampled_logits(model, PackedRow.of([first, second]))
+    after = sampled_logits(model, PackedRow.of([first, changed]))
+    assert torch.equal(before[:count], after[:count])
+    assert not torch.allclose(before[count:], after[count:])
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40))
+@settings(deadline=None, max_examples=60)
+def test_buckets_cover_every_token_once_with_little_padding(lengths: list[int]) -> None:
+    row = PackedRow.of([Segment(token_ids=tuple(range(n)), sampled=()) for n in lengths])
+    assert sum(bucket.end - bucket.start for bucket in row.buckets) == sum(lengths)
+    tokens_11T1 = row.token_ids_1T.double()[:, None, :, None]
+    for bucket in row.buckets:
+        cells = bucket.count * bucket.length
+        assert cells - (bucket.end - bucket.start) <= MAX_PADDING_WASTE * cells
+        batch = bucket.batch(tokens_11T1)
+        assert (batch[:, 0, 0, 0] == 0).all(), "every row of the batch starts with a sequence's first token"
+        assert torch.equal(bucket.tokens(batch)[:, 0, 0], tokens_11T1[0, 0, bucket.start : bucket.end, 0])
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [[], [Segment(token_ids=(), sampled=())], [Segment(token_ids=(1, 2), sampled=((0, 1),))]],
+    ids=["none", "empty", "first token sampled"],
+)
+def test_impossible_segments_are_refused(segments: list[Segment]) -> None:
+    with pytest.raises(ValueError, match="segment"):
+        PackedRow.of(segments)
+
+
+def test_a_model_with_attention_sinks_is_refused() -> None:
+    sizes = SIZES | {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes), attn_implementation="eager").eval()
+    with pytest.raises(UnsupportedModelError, match="s_aux"):
+        use_packed_attention(model)
+
+
+def test_a_model_without_pluggable_attention_is_refused() -> None:
+    config = FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match="FalconForCausalLM"):
+        use_packed_attention(model)
+
+
+def test_a_model_with_dropout_in_training_mode_is_refused() -> None:
+    model = make_model("gpt_neox").train()
+    with pytest.raises(UnsupportedModelError, match="dropout"):
+        use_packed_attention(model)
+
+
+def test_sequences_beyond_a_length_dependent_rope_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(**(SIZES | {"max_position_embeddings": 16}), rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    use_packed_attention(model)
+    sampled_logits(model, PackedRow.of(make_segments((16, 4))))
+    with pytest.raises(UnsupportedModelError, match="16 tokens"):
+        sampled_logits(model, PackedRow.of(make_segments((17, 4))))

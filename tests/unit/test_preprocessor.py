@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.config.schema import PreprocessConfig
+from pipelinerl.errors import RolloutError
+from pipelinerl.preprocess import Preprocessor
+from pipelinerl.preprocess.advantages import advantages
+from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Segment, Turn, spans_from_versions
+
+
+def rollout(name: str, reward: float, length: int = 3, finish: FinishReason = "stop", turns: int = 1) -> Rollout:
+    """`turns` unrelated turns, each with a completion of `length` tokens; the last one ends with `finish`."""
+    return Rollout(
+        id=name,
+        reward=reward,
+        turns=tuple(
+            Turn(
+                prompt_ids=(100 + number, 101),
+                completion=Completion(
+                    request_id=f"{name}/{number}",
+                    token_ids=tuple(range(length)),
+                    logprobs=tuple(-0.1 * (i + 1) for i in range(length)),
+                    weight_versions=spans_from_versions([4 + number] * length),
+                    finish_reason=finish if number == turns - 1 else "stop",
+                ),
+            )
+            for number in range(turns)
+        ),
+    )
+
+
+def group(*rollouts: Rollout, index: int = 9) -> Group:
+    return Group(index=index, problem=Problem(id="p", payload={}), rollouts=rollouts, started=len(rollouts))
+
+
+class TableScorer:
+    """Scores a sampled token by its id and its segment's first id, and records what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Segment]] = []
+
+    def score(self, segments: Sequence[Segment]) -> list[list[float]]:
+        self.calls.append(list(segments))
+        return [[-float(s.token_ids[0]) - s.token_ids[i] / 10 for i in s.sampled_positions] for s in segments]
+
+
+def test_a_group_becomes_samples() -> None:
+    prepared = Preprocessor(PreprocessConfig()).process(group(rollout("a", 1.0, turns=2), rollout("b", 0.0)))
+    first, second = prepared.samples
+    assert (first.id, first.group_index, first.reward, first.advantage, first.finished) == ("a", 9, 1.0, 0.5, True)
+    assert (second.id, second.advantage) == ("b", -0.5)
+    assert [segment.token_ids for segment in first.segments] == [(100, 101, 0, 1, 2), (101, 101, 0, 1, 2)]
+    assert first.versions == (4, 4, 4, 5, 5, 5)
+    assert first.behaviour_logprobs == pytest.approx([-0.1, -0.2, -0.3] * 2)
+    assert first.reference_logprobs is None
+    assert prepared.dropped == {}
+
+
+def test_zero_advantage_is_dropped_only_on_request() -> None:
+    same = group(rollout("a", 0.1, 3), rollout("b", 0.1, 5), rollout("c", 0.1, 3))
+    kinds: list[Literal["skip", "keep"]] = ["skip", "keep"]
+    for kind in kinds:
+        prepared = Preprocessor(PreprocessConfig(zero_advantage=kind)).process(same)
+        assert [sample.advantage for sample in prepared.samples] == [0.0, 0.0, 0.0]
+    prepared = Preprocessor(PreprocessConfig(zero_advantage="drop")).process(same)
+    assert prepared.samples == []
+    assert prepared.dropped == {"zero_advantage": 3}
+    assert prepared.dropped_by_length == {"zero_advantage": [3, 5, 3]}
+
+
+def test_overlong_is_dropped_only_on_request_and_advantages_are_those_of_the_whole_group() -> None:
+    mixed = group(rollout("a", 1.0), rollout("b", 0.0, 7, "length"), rollout("c", 0.5))
+    kept = Preprocessor(PreprocessConfig()).process(mixed)
+    assert [sample.finished for sample in kept.samples] == [True, False, True]
+    dropping = Preprocessor(PreprocessConfig(overlong="drop")).process(mixed)
+    assert dropping.samples == [kept.samples[0], kept.samples[2]]
+    assert [sample.advantage for sample in dropping.samples] == [0.5, 0.0]
+    assert dropping.dropped_by_length == {"overlong": [7]}
+
+
+def test_rollouts_without_sampled_tokens_are_dropped_but_count_in_the_baseline() -> None:
+    prepared = Preprocessor(PreprocessConfig()).process(
+        group(rollout("a", 1.0), rollout("b", 0.0, length=0), Rollout(id="c", turns=(), reward=0.5))
+    )
+    assert [(sample.id, sample.advantage) for sample in prepared.samples] == [("a", 0.5)]
+    assert prepared.dropped_by_length == {"empty": [0, 0]}
+
+
+def test_each_rollout_is_dropped_for_one_reason() -> None:
+    config = PreprocessConfig(zero_advantage="drop", overlong="drop")
+    prepared = Preprocessor(config).process(
+        group(rollout("a", 0.0, 0, "length"), rollout("b", 0.0, 4, "length"), rollout("c", 0.0, 2))
+    )
+    assert prepared.dropped_by_length == {"empty": [0], "overlong": [4], "zero_advantage": [2]}
+    assert prepared.dropped == {"empty": 1, "overlong": 1, "zero_advantage": 1}
+
+
+def test_a_group_that_lost_all_its_attempts_gives_nothing() -> None:
+    prepared = Preprocessor(PreprocessConfig(), TableScorer()).process(group())
+    assert (prepared.samples, prepared.dropped) == ([], {})
+
+
+ROLLOUTS = st.tuples(
+    st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(0, 4), st.sampled_from(["stop", "length"]), st.integers(0, 3)
+)
+
+
+CONFIGS = st.builds(
+    PreprocessConfig,
+    advantage=st.sampled_from(["group_mean", "leave_one_out"]),
+    normalize_std=st.booleans(),
+    zero_advantage=st.sampled_from(["skip", "keep", "drop"]),
+    overlong=st.sampled_from(["keep", "drop"]),
+)
+
+
+@given(st.lists(ROLLOUTS, max_size=8), CONFIGS, st.booleans())
+@settings(deadline=None)
+def test_every_rollout_ends_in_a_sample_or_in_one_count(
+    attempts: list[tuple[float, int, FinishReason, int]], config: PreprocessConfig, score: bool
+) -> None:
+    made = [rollout(str(i), *attempt) for i, attempt in enumerate(attempts)]
+    prepared = Preprocessor(config, TableScorer() if score else None).process(group(*made))
+    assert len(prepared.samples) + sum(prepared.dropped.values()) == len(made)
+    assert [sample.id for sample in prepared.samples] == sorted(sample.id for sample in prepared.samples)
+    expected = advantages([item.reward for item in made], baseline=config.advantage, normalize_std=config.normalize_std)
+    for sample in prepared.samples:
+        assert sample.advantage == expected[int(sample.id)]
+        assert sample.sampled_count == len(sample.versions) == sum(len(s.sampled_positions) for s in sample.segments) > 0
+        assert (sample.reference_logprobs is not None) == score
+
+
+def test_the_reference_scores_all_kept_segments_in_one_call() -> None:
+    scorer = TableScorer()
+    config = PreprocessConfig(overlong="drop")
+    prepared = Preprocessor(config, scorer).process(
+        group(rollout("a", 1.0, turns=2), rollout("b", 0.0, 9, "length"), rollout("c", 0.0, 2))
+    )
+    (segments,) = scorer.calls
+    assert segments == [segment for sample in prepared.samples for segment in sample.segments]
+    assert [sample.reference_logprobs for sample in prepared.samples] == [
+        pytest.approx((-100.0, -100.1, -100.2, -101.0, -101.1, -101.2)),
+        pytest.approx((-100.0, -100.1)),
+    ]
+
+
+def test_a_scorer_that_returns_too_little_is_refused() -> None:
+    class Short:
+        def score(self, segments: Sequence[Segment]) -> list[list[float]]:
+            return [[-1.0] for _ in segments]
+
+    with pytest.raises(ValueError, match="one log-probability per sampled token"):
+        Preprocessor(PreprocessConfig(), Short()).process(group(rollout("a", 1.0)))
+
+
+def test_errors_name_the_group_and_the_rollout() -> None:
+    bad = Rollout(id="g9/a3", turns=(Turn(prompt_ids=(), completion=rollout("x", 0).turns[0].completion),), reward=1.0)
+    with pytest.raises(RolloutError, match=r"group 9, rollout 'g9/a3': turn 0 \(request x/0\) has an empty prompt"):
+        Preprocessor(PreprocessConfig()).process(group(rollout("a", 1.0), bad))
+    with pytest.raises(RolloutError, match="group 9: reward nan"):
+        Preprocessor(PreprocessConfig()).process(group(rollout("a", float("nan"))))
+
+
+def test_the_package_imports_no_torch() -> None:
+    code = "import sys, pipelinerl.preprocess; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
