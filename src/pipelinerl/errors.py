@@ -71,6 +71,10 @@ class PolicyMismatchError(PipelineRLError):
     """Engine and trainer disagree on log-probabilities of tokens sampled by the very weights being trained."""
 
 
+class TrainingDivergedError(PipelineRLError):
+    """The loss or a gradient is not a finite number. The weights are those of the step before."""
+
+
 class StalledError(PipelineRLError):
     """Nothing moved for longer than the watchdog allows; the message says who waits on whom."""
 
@@ -83,7 +87,7 @@ class StageDiedError(PipelineRLError):
     exit_status = 4
 
 
-class Interrupted(PipelineRLError):
+class RunInterruptedError(PipelineRLError):
     """The user asked the run to stop; a checkpoint was written."""
 
     exit_status = 130

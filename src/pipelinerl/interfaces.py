@@ -21,8 +21,8 @@ from pipelinerl.types import (
 if TYPE_CHECKING:
     import torch
 
-ItemIn = TypeVar("ItemIn", contravariant=True)
-ItemOut = TypeVar("ItemOut", covariant=True)
+ItemIn_contra = TypeVar("ItemIn_contra", contravariant=True)
+ItemOut_co = TypeVar("ItemOut_co", covariant=True)
 
 
 class Tokenizer(Protocol):
@@ -121,8 +121,8 @@ class StreamStats(NamedTuple):
         return self.written - self.taken - self.dropped
 
 
-class StreamWriter(Protocol[ItemIn]):
-    def try_write(self, item: ItemIn) -> bool:
+class StreamWriter(Protocol[ItemIn_contra]):
+    def try_write(self, item: ItemIn_contra) -> bool:
         """Append one item. False when the stream is full and set to block (nothing was written then)."""
         ...
 
@@ -131,8 +131,8 @@ class StreamWriter(Protocol[ItemIn]):
     def close(self) -> None: ...
 
 
-class StreamReader(Protocol[ItemOut]):
-    def read(self, limit: int) -> Sequence[tuple[int, ItemOut]]:
+class StreamReader(Protocol[ItemOut_co]):
+    def read(self, limit: int) -> Sequence[tuple[int, ItemOut_co]]:
         """Take up to `limit` items that are there now, oldest first, each with its offset. Never waits."""
         ...
 

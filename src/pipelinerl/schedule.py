@@ -32,8 +32,8 @@ class PipelineSchedule:
             return ALLOWED
         return Verdict(
             False,
-            f"the trainer (version {state.trainer_version}): {state.outstanding} rollouts are outstanding and one more group "
-            f"could reach lag {worst_lag} > max_lag {self.max_lag}",
+            f"the trainer (version {state.trainer_version}): {state.outstanding} rollouts are outstanding, and with one "
+            f"more group the oldest could reach lag {worst_lag} > max_lag {self.max_lag}",
         )
 
     def may_take_weights(self, sequences_in_progress: int) -> Verdict:

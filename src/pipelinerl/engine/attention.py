@@ -23,7 +23,9 @@ from pipelinerl.errors import UnsupportedModelError
 ATTENTION_NAME = "pipelinerl_slots"
 
 # What models pass that does not change the result here: masks and caches are ours, the rest is bookkeeping.
-_HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "past_key_values", "cache_position", "is_causal"})
+_HARMLESS = frozenset(
+    {"dropout", "position_ids", "use_cache", "output_attentions", "past_key_values", "cache_position", "is_causal"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +79,43 @@ class StepBatch:
         return mask
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's call: what the model projected for this step, where it goes, and how to attend.
+
+    query [T, Hq, D], key and value [T, Hk, D]; keys and values [H, Hk, max_length, D] are the layer's slots.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """softmax(cap(scale q k^T) + mask) v; causal when there is no mask. All [.., .., length, D]."""
+        if self.softcap is None:
+            causal = mask is None
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale)
+        scores = torch.matmul(query, key.transpose(-1, -2)) * self.scale
+        scores = torch.tanh(scores / self.softcap) * self.softcap
+        if mask is not None:
+            scores = scores + mask
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        return torch.matmul(weights, value)
+
+
 def slot_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    *,
+    *_mask: Tensor | None,
     slot_batch: StepBatch,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **other: Any,
@@ -100,86 +129,56 @@ def slot_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} uses attention features that the embedded engine does not have: {', '.join(unknown)}"
         )
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     slot_batch.windows_seen.add(sliding_window)
-    keys, values = slot_batch.kv.layer(layer)
+    index: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = slot_batch.kv.layer(index)
+    layer = _Layer(
+        query=query[0].transpose(0, 1),
+        key=key[0].transpose(0, 1),
+        value=value[0].transpose(0, 1),
+        keys=keys,
+        values=values,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
     out = query.new_empty((query.shape[2], query.shape[1], value.shape[-1]))
     if slot_batch.decoding:
-        _decode(slot_batch, query, key, value, keys, values, scale, sliding_window, softcap, out)
+        _decode(slot_batch, layer, out)
     for chunk in slot_batch.chunks:
-        _prefill(chunk, query, key, value, keys, values, scale, sliding_window, softcap, out)
+        _prefill(chunk, layer, out)
     return out[None], None
 
 
-def _decode(
-    batch: StepBatch,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    out: Tensor,
-) -> None:
-    rows = batch.decoding
-    kv_heads = key.shape[1]
-    keys[batch.rows_R, :, batch.positions_R] = key[0, :, :rows].transpose(0, 1)
-    values[batch.rows_R, :, batch.positions_R] = value[0, :, :rows].transpose(0, 1)
+def _decode(batch: StepBatch, layer: _Layer, out: Tensor) -> None:
+    rows, kv_heads = batch.decoding, layer.key.shape[1]
+    layer.keys[batch.rows_R, :, batch.positions_R] = layer.key[:rows]
+    layer.values[batch.rows_R, :, batch.positions_R] = layer.value[:rows]
     # The query heads that share a key/value head become the query positions of that head: no copy of keys or values.
-    grouped = query[0, :, :rows].transpose(0, 1).reshape(rows, kv_heads, -1, query.shape[-1])
+    grouped = layer.query[:rows].reshape(rows, kv_heads, -1, layer.query.shape[-1])
     for index, part in enumerate(batch.classes):
         rows_r = slice(part.start, part.end)
-        mask = batch.decode_mask(index, window, query.dtype)
-        attended = attend(
-            grouped[rows_r], keys[rows_r, :, : part.length], values[rows_r, :, : part.length], mask, scale, softcap
-        )
-        out[rows_r] = attended.reshape(part.end - part.start, -1, value.shape[-1])
+        mask = batch.decode_mask(index, layer.window, layer.query.dtype)
+        keys, values = layer.keys[rows_r, :, : part.length], layer.values[rows_r, :, : part.length]
+        out[rows_r] = layer.attend(grouped[rows_r], keys, values, mask).reshape(part.end - part.start, *out.shape[1:])
 
 
-def _prefill(
-    chunk: Chunk,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    out: Tensor,
-) -> None:
+def _prefill(chunk: Chunk, layer: _Layer, out: Tensor) -> None:
     tokens = slice(chunk.begin, chunk.begin + chunk.count)
     end = chunk.offset + chunk.count
-    keys[chunk.row, :, chunk.offset : end] = key[0, :, tokens]
-    values[chunk.row, :, chunk.offset : end] = value[0, :, tokens]
-    groups = query.shape[1] // key.shape[1]
-    q = query[:, :, tokens]
-    k, v = keys[None, chunk.row, :, :end], values[None, chunk.row, :, :end]
+    layer.keys[chunk.row, :, chunk.offset : end] = layer.key[tokens].transpose(0, 1)
+    layer.values[chunk.row, :, chunk.offset : end] = layer.value[tokens].transpose(0, 1)
+    query = layer.query[tokens].transpose(0, 1)
+    keys, values = layer.keys[chunk.row, :, :end], layer.values[chunk.row, :, :end]
+    groups = query.shape[0] // keys.shape[0]
     if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        keys, values = keys.repeat_interleave(groups, dim=0), values.repeat_interleave(groups, dim=0)
     mask = None
-    if chunk.offset or softcap is not None or (window is not None and end > window):
-        positions_c1 = torch.arange(chunk.offset, end, device=q.device)[:, None]
-        columns = torch.arange(end, device=q.device)
+    if chunk.offset or layer.softcap is not None or (layer.window is not None and end > layer.window):
+        positions_c1 = torch.arange(chunk.offset, end, device=query.device)[:, None]
+        columns = torch.arange(end, device=query.device)
         hidden = columns > positions_c1
-        if window is not None:
-            hidden |= columns <= positions_c1 - window
-        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
-    out[tokens] = attend(q, k, v, mask, scale, softcap)[0].transpose(0, 1)
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
-    """softmax(cap(scale q k^T) + mask) v; causal when there is no mask. All [.., .., length, D]."""
-    if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
-    scores = torch.matmul(query, key.transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return torch.matmul(weights, value)
+        if layer.window is not None:
+            hidden |= columns <= positions_c1 - layer.window
+        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+    out[tokens] = layer.attend(query[None], keys[None], values[None], mask)[0].transpose(0, 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Literal
 
 import numpy as np
@@ -248,10 +249,10 @@ class LocalEngine:
             self._runner.kv,
             torch.from_numpy(np.concatenate(ids)),
             torch.from_numpy(np.concatenate(positions)),
-            rows,
-            table.classes(),
-            tuple(ragged),
-            keep,
+            keep=keep,
+            decoding=rows,
+            classes=table.classes(),
+            chunks=tuple(ragged),
         )
         self._decode_steps += 1
         if keep:
@@ -337,7 +338,9 @@ class LocalEngine:
         """
         started_s = time.perf_counter()
         if update.version < self._version:
-            raise WeightUpdateError(f"version {update.version} is older than the engine's {self._version}; nothing was changed")
+            raise WeightUpdateError(
+                f"version {update.version} is older than the engine's {self._version}; nothing was changed"
+            )
         load_weights(self._runner.model, update.tensors)
         held = checksum(self._weights)
         if held != update.checksum:
@@ -389,4 +392,4 @@ class LocalEngine:
             chunks.append(Chunk(begin=len(ids), count=len(piece), row=row, offset=offset))
             ids += piece
             positions += range(offset, offset + len(piece))
-        self._runner.forward(self._runner.kv, ids, positions, 0, (), tuple(chunks), [0])
+        self._runner.forward(self._runner.kv, ids, positions, keep=[], chunks=tuple(chunks))

@@ -26,7 +26,8 @@ class ModelRunner:
         self.model: Any = model.eval()
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        embedding: Any = self.model.get_input_embeddings()
+        self.vocabulary: int = embedding.weight.shape[0]
         self._windows_seen: set[int | None] = set()
         _register_attention()
         _refuse_unfit(self.model)
@@ -39,10 +40,11 @@ class ModelRunner:
         kv: KVCache,
         token_ids: Sequence[int] | Tensor,
         positions: Sequence[int] | Tensor,
-        decoding: int,
-        classes: tuple[RowClass, ...],
-        chunks: tuple[Chunk, ...],
+        *,
         keep: Sequence[int] | Tensor,
+        decoding: int = 0,
+        classes: tuple[RowClass, ...] = (),
+        chunks: tuple[Chunk, ...] = (),
     ) -> Tensor:
         """Logits [len(keep), V] at the ragged row's indices `keep`. The first `decoding` tokens belong to rows 0, 1, ..."""
         ids_T = torch.as_tensor(token_ids, device=self.device)
@@ -58,7 +60,7 @@ class ModelRunner:
             input_ids=ids_T[None],
             position_ids=positions_T[None],
             use_cache=False,
-            logits_to_keep=torch.as_tensor(keep, device=self.device),
+            logits_to_keep=torch.as_tensor(keep, dtype=torch.long, device=self.device),
             slot_batch=batch,
         )
         self._windows_seen |= batch.windows_seen
@@ -97,18 +99,14 @@ class ModelRunner:
         for begin, end in ((0, split), (split, prompt)):
             # Row 1 holds the prompt, as it would in a busy engine; decoding then happens in row 0.
             chunk = Chunk(begin=0, count=end - begin, row=1, offset=begin)
-            parts.append(
-                self.forward(kv, ids_T[begin:end], range_tensor(begin, end), 0, (), (chunk,), range_tensor(0, end - begin))
-            )
+            positions = torch.arange(begin, end)
+            parts.append(self.forward(kv, ids_T[begin:end], positions, keep=range(end - begin), chunks=(chunk,)))
         kv.move([1], [0], prompt)
         for position in range(prompt, length):
             classes = (RowClass(0, 1, position + 1),)
-            parts.append(self.forward(kv, ids_T[position : position + 1], [position], 1, classes, (), [0]))
+            token = ids_T[position : position + 1]
+            parts.append(self.forward(kv, token, [position], keep=[0], decoding=1, classes=classes))
         return torch.cat(parts)
-
-
-def range_tensor(start: int, end: int) -> Tensor:
-    return torch.arange(start, end)
 
 
 def _register_attention() -> None:

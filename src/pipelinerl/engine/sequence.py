@@ -22,10 +22,9 @@ class VersionMarks:
         self._length += count
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        ends = [start for _, start in self._marks[1:]] + [self._length]
-        return tuple(
-            VersionSpan(version, start, end) for (version, start), end in zip(self._marks, ends, strict=True) if end > start
-        )
+        ends = [*(start for _, start in self._marks[1:]), self._length]
+        # Shortest first: without marks there is nothing to cover, and `ends` is only the length 0.
+        return tuple(VersionSpan(version, start, end) for (version, start), end in zip(self._marks, ends, strict=False))
 
 
 @dataclass(eq=False, slots=True)

@@ -67,7 +67,9 @@ class RunLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._fd)
-            raise RunDirectoryError(f"{run.root} is in use by another run; wait for it or choose another --run_dir") from None
+            raise RunDirectoryError(
+                f"{run.root} is in use by another run; wait for it or choose another --run_dir"
+            ) from None
 
     def release(self) -> None:
         os.close(self._fd)

@@ -1,0 +1,249 @@
+"""How the engine treats requests: independence, streaming, cancelling, errors, updates in the middle of everything."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BloomConfig, BloomForCausalLM, Mamba2Config, Mamba2ForCausalLM
+
+from pipelinerl.engine import LocalEngine
+from pipelinerl.errors import PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
+from tests.parity.models import VOCABULARY, make_model
+
+
+def engine(slots: int = 4, **options: Any) -> LocalEngine:
+    return LocalEngine(make_model("llama"), **{"slots": slots, "max_length": 96, "prefill_tokens": 16} | options)
+
+
+def request(name: str, prompt: tuple[int, ...] = (3, 4, 5), max_tokens: int = 10, **options: Any) -> GenerationRequest:
+    stream = options.pop("stream", False)
+    sampling = SamplingParams(max_tokens=max_tokens, **options)
+    return GenerationRequest(id=name, prompt_ids=prompt, sampling=sampling, stream=stream)
+
+
+def drain(engine: LocalEngine, limit: int = 500) -> dict[str, Completion]:
+    done: dict[str, Completion] = {}
+    for _ in range(limit):
+        done |= {completion.request_id: completion for completion in engine.step().finished}
+        if not engine.in_progress and not engine.queued:
+            return done
+    raise AssertionError("the engine did not finish")
+
+
+def update_of(seed: int, version: int) -> WeightUpdate:
+    tensors = named_weights(make_model("llama", seed))
+    return WeightUpdate(version, checksum(tensors), tensors)
+
+
+def test_tokens_do_not_depend_on_who_shares_the_batch() -> None:
+    probe = request("probe", (9, 8, 7, 6), 40)
+    alone = engine().generate([probe])[0]
+    generator = random.Random(0)
+    for crowd in range(3):
+        others = [
+            request(f"o{i}", tuple(generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, 40))), 3 + i)
+            for i in range(11)
+        ]
+        position = generator.randrange(11)
+        found = engine(slots=5).generate([*others[:position], probe, *others[position:]])[position]
+        assert found.token_ids == alone.token_ids, crowd
+        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_same_prompt_is_prefilled_once_and_sampled_apart() -> None:
+    group = [request(f"g{i}", tuple(range(3, 15)), 8, temperature=1.5) for i in range(4)]
+    served = engine()
+    for member in group:
+        served.submit(member)
+    served.step()
+    assert served.progress().tokens_generated == 4  # 48 prompt tokens would have taken three steps of 16
+    done = drain(served)
+    assert len({completion.token_ids for completion in done.values()}) > 1
+    for member in group:
+        alone = engine().generate([member])[0]
+        assert done[member.id].token_ids == alone.token_ids
+        assert done[member.id].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_streamed_tokens_are_the_completion() -> None:
+    served = engine()
+    served.submit(request("s", max_tokens=6, stream=True))
+    served.submit(request("quiet", max_tokens=6))
+    events: list[TokenEvent] = []
+    done: list[Completion] = []
+    while len(done) < 2:
+        output = served.step()
+        events += output.tokens
+        done += output.finished
+    completion = next(completion for completion in done if completion.request_id == "s")
+    assert [event.index for event in events] == list(range(6))
+    assert tuple(event.token_id for event in events) == completion.token_ids
+    assert tuple(event.logprob for event in events) == completion.logprobs
+    assert {event.request_id for event in events} == {"s"}
+
+
+def test_cancel_frees_the_slot_wherever_the_request_is() -> None:
+    served = engine(slots=2)
+    long_prompt = tuple(random.Random(1).randrange(3, VOCABULARY) for _ in range(40))
+    served.submit(request("decoding", max_tokens=50))
+    served.step()
+    served.submit(request("leader", long_prompt, 5))
+    served.submit(request("waiting", max_tokens=5))
+    served.step()
+    assert (served.in_progress, served.queued) == (2, 1)
+    for name in ("decoding", "waiting", "unknown"):
+        served.cancel(name)
+    output = served.step()
+    assert {completion.request_id: completion.finish_reason for completion in output.finished} == {
+        "decoding": "cancelled",
+        "waiting": "cancelled",
+    }
+    assert len(next(c for c in output.finished if c.request_id == "decoding").token_ids) == 2
+    assert drain(served)["leader"].finish_reason == "length"
+
+
+def test_cancelling_the_leader_of_a_shared_prefill_leaves_the_others_right() -> None:
+    long_prompt = tuple(random.Random(1).randrange(3, VOCABULARY) for _ in range(40))
+    expected = engine().generate([request("b", long_prompt, 12)])[0]
+    served = engine()
+    served.submit(request("a", long_prompt, 12))
+    served.submit(request("b", long_prompt, 12))
+    served.step()  # 16 of 40 prompt tokens
+    served.cancel("a")
+    done = drain(served)
+    assert done["b"].token_ids == expected.token_ids
+    assert done["b"].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_a_request_that_can_not_be_served_fails_alone_with_the_numbers() -> None:
+    served = engine()
+    served.submit(request("good", max_tokens=4))
+    with pytest.raises(PromptTooLongError, match=r"90 prompt tokens \+ 7 new tokens > 96"):
+        served.submit(request("long", (3,) * 90, 7))
+    with pytest.raises(RequestError, match="empty prompt"):
+        served.submit(request("empty", ()))
+    with pytest.raises(RequestError, match="vocabulary"):
+        served.submit(request("garbage", (3, VOCABULARY)))
+    with pytest.raises(RequestError, match="already"):
+        served.submit(request("good"))
+    with pytest.raises(RequestError, match="0 tokens"):
+        served.submit(request("none", max_tokens=0))
+    with pytest.raises(RequestError, match="out of range"):
+        served.submit(request("odd", top_p=0.0))
+    assert set(drain(served)) == {"good"}
+
+
+def test_a_stop_token_ends_the_completion_and_is_its_last_token() -> None:
+    free = engine().generate([request("x", max_tokens=30)])[0]
+    stop = free.token_ids[7]
+    stopped = engine().generate([request("x", max_tokens=30, stop_token_ids=(stop,))])[0]
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+    assert free.finish_reason == "length"
+
+
+def test_an_update_neither_drops_nor_delays_a_sequence() -> None:
+    served = engine(slots=3)
+    for i in range(6):
+        served.submit(request(f"r{i}", (3 + i, 4, 5), max_tokens=12, stream=True))
+    steps = 0
+    tokens_by_step = []
+    while served.in_progress or served.queued:
+        if steps in (3, 9, 15):
+            receipt = served.update_weights(update_of(steps, version=steps))
+            assert receipt.sequences_in_flight == 3
+            assert receipt.checksum == update_of(steps, steps).checksum
+        tokens_by_step.append(len(served.step().tokens))
+        steps += 1
+    assert tokens_by_step == [3] * 24
+
+
+def test_an_update_that_does_not_fit_changes_nothing() -> None:
+    served = engine()
+    before = checksum(named_weights(served._runner.model))
+    good = update_of(1, version=1)
+    missing = dict(list(good.tensors.items())[1:])
+    with pytest.raises(WeightUpdateError):
+        served.update_weights(WeightUpdate(1, good.checksum, missing))
+    misshapen = {name: tensor[..., :-1] for name, tensor in good.tensors.items()}
+    with pytest.raises(WeightUpdateError):
+        served.update_weights(WeightUpdate(1, good.checksum, misshapen))
+    served._version = 5
+    with pytest.raises(WeightUpdateError, match="older"):
+        served.update_weights(good)
+    assert checksum(named_weights(served._runner.model)) == before
+
+
+def test_an_update_whose_checksum_is_not_what_arrived_is_found_out() -> None:
+    good = update_of(1, version=1)
+    with pytest.raises(WeightUpdateError, match="checksum"):
+        engine().update_weights(WeightUpdate(1, "0" * 32, good.tensors))
+
+
+def test_an_update_between_two_chunks_of_a_prompt_is_recorded() -> None:
+    served = engine()
+    served.submit(request("x", tuple(range(3, 43)), 3))
+    served.step()
+    served.update_weights(update_of(1, version=1))
+    done = drain(served)["x"]
+    assert [(span.version, span.start, span.end) for span in done.prompt_versions] == [(0, 0, 16), (1, 16, 40)]
+    assert versions_from_spans(done.weight_versions, 3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_rows_move_without_mixing_sequences(kv: Any) -> None:
+    """Many lengths and endings in few slots, with updates to the very same weights: all moves, no change."""
+    generator = random.Random(3)
+    wanted = [
+        request(f"r{i}", tuple(generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, 40))), 1 + i % 50)
+        for i in range(30)
+    ]
+    expected = engine(slots=1).generate(wanted)
+    served = engine(slots=7, kv_on_update=kv)
+    for item in wanted:
+        served.submit(item)
+    done: dict[str, Completion] = {}
+    step = 0
+    while len(done) < len(wanted):
+        if step % 5 == 0:
+            served.update_weights(update_of(0, version=0))
+        done |= {completion.request_id: completion for completion in served.step().finished}
+        step += 1
+    for item, completion in zip(wanted, expected, strict=True):
+        assert done[item.id].token_ids == completion.token_ids
+        assert done[item.id].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
+
+
+def test_models_that_can_not_be_run_exactly_are_refused() -> None:
+    alibi = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModelError, match="Bloom"):
+        LocalEngine(alibi, slots=1, max_length=32)
+    recurrent = Mamba2ForCausalLM(
+        Mamba2Config(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8, state_size=8, n_groups=1)
+    )
+    with pytest.raises(UnsupportedModelError, match="Mamba2"):
+        LocalEngine(recurrent, slots=1, max_length=32)
+
+
+def test_a_model_whose_attention_strays_from_its_own_is_refused() -> None:
+    class Strange(nn.Module):
+        """Adds the absolute position to the hidden states in a way that our positions don't follow."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: torch.Tensor, **options: Any) -> Any:
+            return self.inner(hidden + torch.arange(hidden.shape[1])[None, :, None], **options)
+
+    model = make_model("llama")
+    model.model.layers[0] = Strange(model.model.layers[0])
+    with pytest.raises(UnsupportedModelError, match="off by"):
+        LocalEngine(model, slots=1, max_length=64)

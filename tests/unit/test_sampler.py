@@ -1,0 +1,101 @@
+"""Sampling: exact truncated distributions, the right frequencies, one random stream a request."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.engine.sampler import SamplingRows, sample, truncate
+from pipelinerl.engine.uniform import request_key, uniforms
+
+
+def rows(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows:
+    return SamplingRows(
+        temperature_n=torch.full((n,), temperature),
+        top_p_n=torch.full((n,), top_p),
+        top_k_n=torch.full((n,), top_k, dtype=torch.long),
+        plain=temperature == 1.0 and top_p == 1.0 and top_k == 0,
+    )
+
+
+def slow_truncated(logits: list[float], temperature: float, top_p: float, top_k: int) -> list[float]:
+    """Probabilities by the book: temperature, then the k likeliest, then the fewest of those that reach top_p."""
+    weights = np.exp(np.array(logits, dtype=np.float64) / temperature)
+    order = np.argsort(-weights, kind="stable")
+    kept = order[: top_k or len(order)]
+    shares = weights[kept] / weights[kept].sum()
+    count, mass = 0, 0.0
+    while mass < top_p and count < len(kept):
+        mass += shares[count]
+        count += 1
+    result = np.zeros(len(logits))
+    result[kept[:count]] = weights[kept[:count]] / weights[kept[:count]].sum()
+    return [float(p) for p in result]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    logits=st.lists(st.floats(-4, 4), min_size=2, max_size=12, unique=True),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    top_p=st.sampled_from([0.2, 0.63, 0.9, 1.0]),
+    top_k=st.integers(0, 5),
+)
+def test_truncation_is_exact(logits: list[float], temperature: float, top_p: float, top_k: int) -> None:
+    expected = slow_truncated(logits, temperature, top_p, top_k)
+    logprobs = (torch.tensor([logits], dtype=torch.float64) / temperature).log_softmax(-1)
+    top_p_n = torch.tensor([top_p], dtype=torch.float64)
+    found = truncate(logprobs, top_p_n, torch.tensor([top_k])).exp()[0].tolist()
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(("top_p", "top_k", "temperature"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 3, 1.0), (0.9, 4, 0.6)])
+def test_frequencies_and_log_probabilities_are_those_of_the_distribution(
+    top_p: float, top_k: int, temperature: float
+) -> None:
+    logits = [0.3, 1.9, -1.0, 0.0, 1.0, float("-inf")]
+    n = 40_000
+    expected = slow_truncated(logits, temperature, top_p, top_k)
+    u = torch.from_numpy(np.random.default_rng(0).random(n))
+    ids, logprobs = sample(torch.tensor([logits]).expand(n, -1), rows(n, temperature, top_p, top_k), u)
+    counts = torch.bincount(ids, minlength=6) / n
+    for token, probability in enumerate(expected):
+        assert float(counts[token]) == pytest.approx(
+            probability, abs=4 * (probability * (1 - probability) / n) ** 0.5 + 1e-9
+        )
+        if probability:
+            assert logprobs[ids == token].exp().mean().item() == pytest.approx(probability, rel=1e-4)
+
+
+def test_extreme_uniforms_never_hit_an_impossible_token() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]]).expand(3, -1)
+    ids, logprobs = sample(logits, rows(3), torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
+    assert set(ids.tolist()) <= {1, 3}
+    assert torch.isfinite(logprobs).all()
+
+
+def test_temperature_zero_takes_the_likeliest_token() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 1.0]])
+    ids, logprobs = sample(logits, rows(2, temperature=0.0), torch.tensor([0.99, 0.99]))
+    assert ids.tolist() == [1, 0]
+    assert logprobs.tolist() == pytest.approx([logits[0].log_softmax(-1)[1].item(), logits[1].log_softmax(-1)[0].item()])
+
+
+def test_uniform_numbers_are_uniform_and_unrelated() -> None:
+    keys = np.array([request_key(f"r{i}", None) for i in range(400)], dtype=np.uint64)
+    table = np.stack([uniforms(keys, np.full(400, position)) for position in range(100)])
+    assert table.min() >= 0
+    assert table.max() < 1
+    assert abs(table.mean() - 0.5) < 0.005
+    assert abs(table.var() - 1 / 12) < 0.002
+    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.02
+    assert len(np.unique(table)) == table.size
+
+
+def test_seed_and_id_name_a_stream_of_their_own() -> None:
+    assert request_key("a", None) != request_key("b", None)
+    assert request_key("a", 3) == request_key("b", 3)
+    assert request_key("3", None) != request_key("a", 3)
