@@ -41,6 +41,9 @@ def group(*rollouts: Rollout, index: int = 9) -> Group:
     return Group(index=index, problem=Problem(id="p", payload={}), rollouts=rollouts, started=len(rollouts))
 
 
+CUT_THEN_FINISHED = rollout("x", 0.0, 2, "length").turns + rollout("y", 0.0, 2).turns
+
+
 class TableScorer:
     """Scores a sampled token by its id and its segment's first id, and records what it was asked."""
 
@@ -84,6 +87,14 @@ def test_overlong_is_dropped_only_on_request_and_advantages_are_those_of_the_who
     assert dropping.samples == [kept.samples[0], kept.samples[2]]
     assert [sample.advantage for sample in dropping.samples] == [0.5, 0.0]
     assert dropping.dropped_by_length == {"overlong": [7]}
+
+
+def test_the_last_turn_decides_whether_a_rollout_finished() -> None:
+    prepared = Preprocessor(PreprocessConfig(overlong="drop")).process(
+        group(rollout("a", 1.0, 3, "length", turns=2), Rollout(id="b", reward=0.0, turns=CUT_THEN_FINISHED))
+    )
+    assert [(sample.id, sample.finished) for sample in prepared.samples] == [("b", True)]
+    assert prepared.dropped_by_length == {"overlong": [6]}
 
 
 def test_rollouts_without_sampled_tokens_are_dropped_but_count_in_the_baseline() -> None:

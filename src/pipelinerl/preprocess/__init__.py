@@ -1,0 +1,11 @@
+"""From finished groups to samples the trainer can take: advantages, joined turns, filters with counts, packing."""
+
+from __future__ import annotations
+
+from pipelinerl.preprocess.advantages import advantages
+from pipelinerl.preprocess.packing import pack
+from pipelinerl.preprocess.preprocessor import Prepared, Preprocessor
+from pipelinerl.preprocess.reference import ReferenceScorer
+from pipelinerl.preprocess.turns import JoinedTurns, join_turns
+
+__all__ = ["JoinedTurns", "Prepared", "Preprocessor", "ReferenceScorer", "advantages", "join_turns", "pack"]

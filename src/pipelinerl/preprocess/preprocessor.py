@@ -1,0 +1,105 @@
+"""One finished group in, training samples out; whatever is left out is counted, by reason and by length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pipelinerl.config.schema import PreprocessConfig
+from pipelinerl.errors import RolloutError
+from pipelinerl.preprocess.advantages import advantages
+from pipelinerl.preprocess.reference import ReferenceScorer
+from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.types import Group, Rollout, TrainingSample
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What became of a group's rollouts: each is in `samples` or in `dropped_by_length`, never in both."""
+
+    samples: list[TrainingSample]
+    dropped_by_length: dict[str, list[int]] = field(default_factory=dict)
+    """Reason -> number of sampled tokens of each rollout dropped for it, so that a bias against a length shows."""
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Reason -> number of rollouts."""
+        return {reason: len(lengths) for reason, lengths in self.dropped_by_length.items()}
+
+
+class Preprocessor:
+    """Turns groups into samples. Advantages are those of the whole group, whatever is then dropped from it.
+
+    A rollout is dropped for the first of these reasons that applies:
+    `empty`: it has no sampled tokens; `overlong`: its last completion was cut at its token limit (`overlong: drop`);
+    `zero_advantage`: there is nothing to learn from it (`zero_advantage: drop`).
+    """
+
+    def __init__(self, config: PreprocessConfig, reference: ReferenceScorer | None = None) -> None:
+        self._config = config
+        self._reference = reference
+
+    def process(self, group: Group) -> Prepared:
+        """Prepare one group. Raises RolloutError, naming the group and rollout, for what no engine can have produced."""
+        samples: list[TrainingSample] = []
+        dropped: dict[str, list[int]] = {}
+        for rollout, advantage in zip(group.rollouts, self._advantages(group), strict=True):
+            sample = _sample(group, rollout, advantage)
+            reason = self._reason_to_drop(sample)
+            if reason is None:
+                samples.append(sample)
+            else:
+                dropped.setdefault(reason, []).append(sample.sampled_count)
+        if self._reference is not None and samples:
+            samples = _with_reference(samples, self._reference)
+        return Prepared(samples, dropped)
+
+    def _advantages(self, group: Group) -> list[float]:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        try:
+            return advantages(rewards, baseline=self._config.advantage, normalize_std=self._config.normalize_std)
+        except ValueError as error:
+            raise RolloutError(f"group {group.index}: {error}") from error
+
+    def _reason_to_drop(self, sample: TrainingSample) -> str | None:
+        if sample.sampled_count == 0:
+            return "empty"
+        if not sample.finished and self._config.overlong == "drop":
+            return "overlong"
+        if sample.advantage == 0.0 and self._config.zero_advantage == "drop":
+            return "zero_advantage"
+        return None
+
+
+def _sample(group: Group, rollout: Rollout, advantage: float) -> TrainingSample:
+    try:
+        joined = join_turns(rollout.turns)
+    except RolloutError as error:
+        raise RolloutError(f"group {group.index}, rollout {rollout.id!r}: {error}") from error
+    return TrainingSample(
+        id=rollout.id,
+        group_index=group.index,
+        segments=joined.segments,
+        behaviour_logprobs=joined.behaviour_logprobs,
+        versions=joined.versions,
+        advantage=advantage,
+        reward=rollout.reward,
+        finished=not rollout.turns or rollout.turns[-1].completion.finish_reason != "length",
+    )
+
+
+def _with_reference(samples: Sequence[TrainingSample], reference: ReferenceScorer) -> list[TrainingSample]:
+    """The same samples with their reference log-probs, from one call of the scorer."""
+    segments = [segment for sample in samples for segment in sample.segments]
+    scores = reference.score(segments)
+    if [len(score) for score in scores] != [len(segment.sampled_positions) for segment in segments]:
+        raise ValueError("the reference scorer did not return one log-probability per sampled token of each segment")
+    remaining = iter(scores)
+    return [
+        msgspec.structs.replace(
+            sample, reference_logprobs=tuple(logprob for _ in sample.segments for logprob in next(remaining))
+        )
+        for sample in samples
+    ]

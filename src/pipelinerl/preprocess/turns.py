@@ -1,0 +1,102 @@
+"""Joining a rollout's turns into token sequences, id by id. Nothing is ever tokenised again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipelinerl.errors import RolloutError
+from pipelinerl.types import Completion, Segment, Turn, versions_from_spans
+
+LOGPROB_TOLERANCE = 1e-2
+"""A log-probability may come out this much above 0 through rounding (a bfloat16 head); more than that is not one."""
+
+
+@dataclass(frozen=True)
+class JoinedTurns:
+    """All turns of a rollout. `behaviour_logprobs` and `versions` have one entry per sampled token, in order."""
+
+    segments: tuple[Segment, ...]
+    behaviour_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+def join_turns(turns: Sequence[Turn]) -> JoinedTurns:
+    """Lay the turns end to end.
+
+    A turn whose prompt starts with everything before it (all earlier ids of its segment, prompt and completion)
+    continues the segment: what the prompt adds is context, the completion is sampled. Any other turn starts a new segment.
+    A segment ends with its last sampled token, and one without sampled tokens is left out.
+
+    Raises RolloutError when a turn does not fit together: lengths that differ, version spans that do not cover the
+    completion, an empty prompt, a negative id or version, or a log-probability that is not one.
+    """
+    segments: list[Segment] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    current = _Draft()
+    for number, turn in enumerate(turns):
+        turn_versions = _check(turn, number)
+        if not current.is_continued_by(turn.prompt_ids):
+            segments += current.finish()
+            current = _Draft()
+        current.add(turn)
+        logprobs += turn.completion.logprobs
+        versions += turn_versions
+    segments += current.finish()
+    return JoinedTurns(tuple(segments), tuple(logprobs), tuple(versions))
+
+
+@dataclass
+class _Draft:
+    """A segment that turns are still being added to."""
+
+    token_ids: list[int] = field(default_factory=list)
+    sampled: list[tuple[int, int]] = field(default_factory=list)
+
+    def is_continued_by(self, prompt_ids: Sequence[int]) -> bool:
+        return list(prompt_ids[: len(self.token_ids)]) == self.token_ids
+
+    def add(self, turn: Turn) -> None:
+        self.token_ids += turn.prompt_ids[len(self.token_ids) :]
+        start = len(self.token_ids)
+        self.token_ids += turn.completion.token_ids
+        if len(self.token_ids) > start:
+            self.sampled.append((start, len(self.token_ids)))
+
+    def finish(self) -> list[Segment]:
+        if not self.sampled:
+            return []
+        _, end = self.sampled[-1]
+        return [Segment(token_ids=tuple(self.token_ids[:end]), sampled=tuple(self.sampled))]
+
+
+def _check(turn: Turn, number: int) -> list[int]:
+    """The version of each token of the turn's completion, if everything about the turn fits together."""
+    completion = turn.completion
+    if not turn.prompt_ids:
+        raise RolloutError(f"turn {number} (request {completion.request_id}) has an empty prompt")
+    if len(completion.logprobs) != len(completion.token_ids):
+        raise RolloutError(
+            f"turn {number} (request {completion.request_id}) has {len(completion.token_ids)} tokens "
+            f"but {len(completion.logprobs)} log-probabilities"
+        )
+    if min(turn.prompt_ids) < 0 or min(completion.token_ids, default=0) < 0:
+        raise RolloutError(f"turn {number} (request {completion.request_id}) has a negative token id")
+    for logprob in completion.logprobs:
+        if not math.isfinite(logprob) or logprob > LOGPROB_TOLERANCE:
+            raise RolloutError(f"turn {number} (request {completion.request_id}): {logprob} is not a log-probability")
+    return _versions(completion, number)
+
+
+def _versions(completion: Completion, number: int) -> list[int]:
+    if not completion.token_ids and not completion.weight_versions:
+        return []
+    try:
+        versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
+    except ValueError as error:
+        raise RolloutError(f"turn {number} (request {completion.request_id}): {error}") from error
+    if min(versions, default=0) < 0:
+        raise RolloutError(f"turn {number} (request {completion.request_id}) has a negative weight version")
+    return versions

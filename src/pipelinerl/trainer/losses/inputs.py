@@ -1,0 +1,59 @@
+"""What goes into a loss and what comes out of it."""
+
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The N sampled tokens of one micro-batch, flat. Context tokens are not among them.
+
+    Log-probabilities are natural logarithms, at the temperature the tokens were sampled at. They should be float32 or
+    wider: a ratio is the exponential of a difference between them.
+    """
+
+    logprobs_N: torch.Tensor
+    """log pi(token) under the weights being trained. Carries the gradient."""
+    behaviour_logprobs_N: torch.Tensor
+    """log mu(token), as the engine recorded it when it sampled the token."""
+    advantages_N: torch.Tensor
+    """The advantage of each token's rollout."""
+    sequence_N: torch.Tensor
+    """Which rollout of this micro-batch a token belongs to: int64 in [0, sequence_count)."""
+    sequence_count: int
+    reference_logprobs_N: torch.Tensor | None = None
+    """log-probabilities under the reference model; only the KL penalty reads them."""
+
+    def __post_init__(self) -> None:
+        shape = self.logprobs_N.shape
+        others = (self.behaviour_logprobs_N, self.advantages_N, self.sequence_N, self.reference_logprobs_N)
+        if len(shape) != 1 or any(other is not None and other.shape != shape for other in others):
+            shapes = [tuple(shape), *(None if other is None else tuple(other.shape) for other in others)]
+            raise ValueError(f"every per-token tensor of a loss must have the same shape (N,), got {shapes}")
+
+    @property
+    def log_ratio_N(self) -> torch.Tensor:
+        """log(pi / mu) of each token; carries the gradient."""
+        return self.logprobs_N - self.behaviour_logprobs_N
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A loss, term by term."""
+
+    loss_N: torch.Tensor
+    """One term per token, to be summed and divided by the caller. Carries the gradient."""
+    weight_N: torch.Tensor
+    """What each token's advantage was multiplied with, after clipping. No gradient."""
+    clipped_N: torch.Tensor
+    """bool: a limit of the algorithm took the place of the token's own ratio."""
+    kl_N: torch.Tensor | None = None
+    """The KL estimate of each token, before its coefficient, where the loss has a KL penalty. No gradient."""
+
+
+Loss = Callable[[LossInputs], LossOutput]
