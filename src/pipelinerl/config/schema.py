@@ -16,9 +16,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every section of the run file."""
 
 
-
-
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     path: Annotated[
         str, Meta(description="Folder or hub id of a Hugging Face causal LM; `demo` is the small model in the package.")
     ] = "demo"
@@ -31,7 +29,7 @@ class ModelConfig(Section):
     ] = False
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(Section, frozen=True):
     kind: Annotated[
         str,
         Meta(
@@ -42,7 +40,7 @@ class EnvironmentConfig(Section):
     args: Annotated[dict[str, Any], Meta(description="Keyword arguments of the environment's constructor.")] = {}
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(Section, frozen=True):
     kind: Annotated[
         Literal["pipeline", "conventional", "async"],
         Meta(
@@ -51,9 +49,7 @@ class ScheduleConfig(Section):
             "steps while training on the last; weights change between rounds."
         ),
     ] = "pipeline"
-    steps_per_round: Annotated[
-        int, Meta(ge=1, description="G, optimizer steps per round (conventional and async).")
-    ] = 1
+    steps_per_round: Annotated[int, Meta(ge=1, description="G, optimizer steps per round (conventional and async).")] = 1
     max_lag: Annotated[
         int | None,
         Meta(
@@ -63,13 +59,11 @@ class ScheduleConfig(Section):
     ] = None
 
 
-class ActorConfig(Section):
+class ActorConfig(Section, frozen=True):
     group_size: Annotated[int, Meta(ge=1, description="K, attempts at each problem.")] = 8
     max_tokens: Annotated[int, Meta(ge=1, description="Longest completion, in tokens.")] = 256
     temperature: Annotated[float, Meta(gt=0, description="Sampling temperature of training rollouts.")] = 1.0
-    top_p: Annotated[
-        float, Meta(gt=0, le=1, description="Nucleus truncation. Must stay 1 in training: see `top_k`.")
-    ] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus truncation. Must stay 1 in training: see `top_k`.")] = 1.0
     top_k: Annotated[
         int,
         Meta(
@@ -96,7 +90,7 @@ class ActorConfig(Section):
     failure_window: Annotated[int, Meta(ge=1, description="How many rollouts the failure share is taken over.")] = 64
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     kind: Annotated[Literal["local"], Meta(description="`local`: the embedded slot engine.")] = "local"
     slots: Annotated[int, Meta(ge=1, description="H, sequences in progress at once.")] = 64
     max_length: Annotated[
@@ -116,7 +110,7 @@ class EngineConfig(Section):
     ] = None
 
 
-class StreamConfig(Section):
+class StreamConfig(Section, frozen=True):
     kind: Annotated[
         Literal["files", "memory"],
         Meta(description="`files`: append-only files in the run directory. `memory`: within one process only."),
@@ -130,7 +124,7 @@ class StreamConfig(Section):
     ] = "block"
 
 
-class PreprocessConfig(Section):
+class PreprocessConfig(Section, frozen=True):
     advantage: Annotated[
         Literal["group_mean", "leave_one_out"],
         Meta(description="Baseline v of a rollout: mean reward of its group (the paper), or of the others in it."),
@@ -149,7 +143,7 @@ class PreprocessConfig(Section):
     ] = "keep"
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Section, frozen=True):
     steps: Annotated[int, Meta(ge=1, description="Optimizer steps to take.")] = 100
     batch_size: Annotated[int, Meta(ge=1, description="B, rollouts per optimizer step.")] = 64
     loss: Annotated[
@@ -202,14 +196,14 @@ class TrainerConfig(Section):
     ] = None
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Section, frozen=True):
     problems: Annotated[
         int, Meta(ge=0, description="Held-out problems answered once each before and after training; 0: no evaluation.")
     ] = 0
     temperature: Annotated[float, Meta(ge=0, description="Sampling temperature of evaluations; 0 = greedy.")] = 1.0
 
 
-class MetricsConfig(Section):
+class MetricsConfig(Section, frozen=True):
     view: Annotated[
         Literal["auto", "live", "plain", "none"],
         Meta(description="What the terminal shows; `auto`: live in a terminal, plain lines otherwise."),
@@ -218,7 +212,7 @@ class MetricsConfig(Section):
     plot: Annotated[bool, Meta(description="Draw `curves.png` into the run directory at the end.")] = True
 
 
-class LaunchConfig(Section):
+class LaunchConfig(Section, frozen=True):
     kind: Annotated[
         Literal["processes", "embedded"],
         Meta(
@@ -230,16 +224,20 @@ class LaunchConfig(Section):
         float,
         Meta(gt=0, description="When nothing has moved for this long, the run says who waits on whom and ends (status 3)."),
     ] = 180.0
-    startup_timeout_s: Annotated[float, Meta(gt=0, description="Longest time for the processes to load and be ready.")] = 600.0
+    startup_timeout_s: Annotated[float, Meta(gt=0, description="Longest time for the processes to load and be ready.")] = (
+        600.0
+    )
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True):
     """A whole run. Every field has a default; the defaults of the demo are in its own run file."""
 
     run_dir: Annotated[
         str | None, Meta(description="Where everything is written. null: `runs/<date>-<environment>-<schedule>`.")
     ] = None
-    seed: Annotated[int, Meta(ge=0, description="Seed of problems, sampling and everything else that is random.")] = 0
+    seed: Annotated[
+        int, Meta(ge=0, lt=2**63, description="Seed of problems, sampling and everything else that is random.")
+    ] = 0
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -1,0 +1,123 @@
+"""Combinations of settings that make no sense or could never finish. Each check names the key and the fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import ConfigError
+
+_DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
+
+
+def check(config: RunConfig) -> None:
+    """Raises ConfigError with the first thing that is wrong with how the settings fit together."""
+    for checks in (_schedule, _stream, _sampling, _groups, _lengths, _trainer, _hardware):
+        for problem in checks(config):
+            raise ConfigError(problem)
+
+
+def groups_needed(config: RunConfig) -> int:
+    """How many groups the trainer must have before it may take its next step: one step's, or a whole round's."""
+    rounds = 1 if config.schedule.kind == "pipeline" else config.schedule.steps_per_round
+    return -(-config.trainer.batch_size * rounds // config.actor.group_size)
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    kind, max_lag, steps = config.schedule.kind, config.schedule.max_lag, config.schedule.steps_per_round
+    if kind == "pipeline" and steps > 1:
+        yield (
+            f"schedule.steps_per_round: {steps} is for rounds, and `pipeline` has none; remove it, or set schedule.kind to "
+            "conventional or async"
+        )
+    if kind != "pipeline" and max_lag is not None:
+        yield (
+            f"schedule.max_lag: only `pipeline` bounds lag this way; with `{kind}` set it to null and choose "
+            "schedule.steps_per_round"
+        )
+    if max_lag is not None and max_lag < 0:
+        yield f"schedule.max_lag: {max_lag} is below 0; set it to 0 or more optimizer steps, or to null for no bound"
+    samples, group = config.trainer.batch_size * steps, config.actor.group_size
+    if kind != "pipeline" and samples % group:
+        yield (
+            f"trainer.batch_size: a round of `{kind}` is batch_size * steps_per_round = {samples} rollouts, which is no "
+            f"whole number of groups of actor.group_size {group}; make it a multiple of {group}"
+        )
+    threshold = config.trainer.ess_threshold
+    if kind != "pipeline" and steps > 1 and threshold > 0:
+        yield (
+            f"trainer.ess_threshold: within a round of `{kind}` no fresher data can come, so the guard would wait for ever; "
+            "set it to 0, or schedule.steps_per_round to 1"
+        )
+
+
+def _stream(config: RunConfig) -> Iterator[str]:
+    kind, stream, needed = config.schedule.kind, config.stream, groups_needed(config)
+    if stream.kind == "memory" and config.launch.kind == "processes":
+        yield "stream.kind: a `memory` stream can't cross processes; set it to files, or launch.kind to embedded"
+    if stream.capacity is not None and stream.capacity < needed:
+        unit = "a step" if kind == "pipeline" else "a round"
+        yield (
+            f"stream.capacity: {unit} takes {needed} groups and only {stream.capacity} may wait, so that the trainer and "
+            f"the actor would wait for each other for ever; set it to {needed} or more, or to null"
+        )
+    if stream.when_full == "drop_oldest" and kind != "pipeline":
+        yield (
+            f"stream.when_full: `drop_oldest` would take groups out of a round of `{kind}`, which needs all of its groups; "
+            "set it to block"
+        )
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    actor = config.actor
+    why = "cuts tokens off the distribution that rollouts are sampled from, and the trainer's ratio is over all of it"
+    if actor.top_p < 1:
+        yield f"actor.top_p: {actor.top_p} {why}; set it to 1 for training"
+    if actor.top_k > 0:
+        yield f"actor.top_k: {actor.top_k} {why}; set it to 0 (off) for training"
+
+
+def _groups(config: RunConfig) -> Iterator[str]:
+    if config.actor.group_size == 1:
+        yield (
+            f"actor.group_size: with one attempt at a problem the baseline `{config.preprocess.advantage}` "
+            "(preprocess.advantage) leaves no signal; set it to 2 or more"
+        )
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    longest, max_tokens = config.engine.max_length, config.actor.max_tokens
+    if longest is None:
+        return
+    if longest < 2:
+        yield f"engine.max_length: {longest} has no room for a prompt and a completion; set it to 2 or more, or to null"
+    elif max_tokens >= longest:
+        yield (
+            f"actor.max_tokens: a completion of {max_tokens} tokens leaves no room for a prompt in engine.max_length "
+            f"{longest}; set actor.max_tokens below {longest}, or engine.max_length above {max_tokens}"
+        )
+
+
+def _trainer(config: RunConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.kl_coefficient > 0 and config.preprocess.zero_advantage == "skip":
+        yield (
+            "preprocess.zero_advantage: with trainer.kl_coefficient above 0, samples of zero advantage have a gradient too, "
+            "and `skip` would lose it; set it to keep (or to drop, to leave such samples out)"
+        )
+    if trainer.ess_threshold >= 1:
+        yield (
+            "trainer.ess_threshold: rounding alone keeps the effective sample size a little below 1, so that no step would "
+            "ever be taken; set it below 1, e.g. to 0.5"
+        )
+    if not all(0 <= beta < 1 for beta in trainer.betas):
+        yield f"trainer.betas: {list(trainer.betas)} must both be at least 0 and below 1; the usual ones are [0.9, 0.95]"
+
+
+def _hardware(config: RunConfig) -> Iterator[str]:
+    for section, part in (("engine", config.engine), ("trainer", config.trainer)):
+        if not _DEVICE.fullmatch(part.device):
+            yield f"{section}.device: {part.device!r} is not a device; set it to cpu, cuda, cuda:N or mps"
+        if part.threads is not None and part.threads < 1:
+            yield f"{section}.threads: {part.threads} threads can't compute; set it to 1 or more, or to null"

@@ -1,0 +1,143 @@
+"""The command line: what it accepts, what it says, and how it exits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipelinerl.cli
+from pipelinerl import __version__
+from pipelinerl.cli import main
+from pipelinerl.config import config_from_yaml, config_to_yaml, load_config
+from pipelinerl.errors import StalledError
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run_file(tmp_path: Path, text: str = "seed: 5\n") -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_config_prints_a_run_file(capsys: Capture, tmp_path: Path) -> None:
+    path = run_file(tmp_path)
+    orders = (["config", path, "--seed", "7"], ["config", "--seed", "7", path], ["config", "--seed=7", path, "--debug"])
+    for arguments in orders:
+        assert main(arguments) == 0
+        assert config_from_yaml(capsys.readouterr().out) == load_config(Path(path), ["--seed", "7"])
+    assert main(["config", "--metrics.tensorboard", "--trainer.betas", "[0.8, 0.9]"]) == 0
+    assert "betas: [0.8, 0.9]" in capsys.readouterr().out
+
+
+def test_version_and_help(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pipelinerl {__version__}\n"
+    for arguments in (["--help"], ["train", "--help"], ["config", "-h"], ["convert-gguf", "--help"]):
+        assert main(arguments) == 0
+        assert capsys.readouterr().out.startswith("usage: pipelinerl")
+    assert main([]) == 2
+    assert "usage: pipelinerl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "invalid choice: 'trian'"),
+        (["--foo"], "pipelinerl without a command knows no flag --foo (see `pipelinerl --help`)"),
+        (["train", "-x"], "unrecognized arguments: -x"),
+        (["train", "a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
+        (["train", "absent.yaml"], "can't read the run file absent.yaml"),
+        (["train", "--trainer.stepz", "3"], "--trainer.stepz: unknown key; did you mean `--trainer.steps`?"),
+        (["train", "--trainer.steps", "x"], "--trainer.steps: 'x' is not allowed here; this takes a whole number >= 1"),
+        (["train", "--actor.top_p", "0.9"], "actor.top_p: 0.9 cuts"),
+        (
+            ["train", "--metrics.plot", "run.yaml"],
+            "--metrics.plot: 'run.yaml' is not allowed here; this takes true or false",
+        ),
+        (["train", "--resum", "x"], "unknown flag --resum; did you mean `--resume`?"),
+        (["train", "--debgu"], "unknown flag --debgu; did you mean `--debug`?"),
+        (["train", "--resume"], "argument --resume: expected one argument"),
+        (["config", "--resume", "x"], "unrecognized arguments: --resume (see"),
+        (["convert-gguf", "a.gguf"], "the following arguments are required: OUT_DIR"),
+        (["convert-gguf", "a.gguf", "out", "--force"], "pipelinerl convert-gguf knows no flag --force"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_resume_needs_a_run_directory_and_no_run_file(capsys: Capture, tmp_path: Path) -> None:
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "it is not a run directory" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text(config_to_yaml(load_config(None)))
+    assert main(["train", run_file(tmp_path), "--resume", str(tmp_path)]) == 2
+    assert "leave out" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path), "--trainer.steps", "0"]) == 2, "flags are checked here too"
+    assert "--trainer.steps: 0" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback_above_the_line(capsys: Capture) -> None:
+    assert main(["config", "absent.yaml", "--debug"]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert shown.rstrip().splitlines()[-1].startswith("error: can't read")
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "message"),
+    [(StalledError("the trainer waits"), 3, "error: the trainer waits\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
+)
+def test_every_error_has_its_exit_status(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, raised: BaseException, status: int, message: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(pipelinerl.cli, "load_config", fail)
+    assert main(["config"]) == status
+    assert capsys.readouterr().err == message
+
+
+def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pipelinerl.cli, "load_config", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["config"])
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["train", "--trainer.steps", "x"], ["train", "--foo.bar"]])
+def test_heavy_modules_are_not_loaded_for_it(arguments: list[str]) -> None:
+    code = (
+        "import sys; from pipelinerl.cli import main; status = main(sys.argv[1:]); "
+        "print(status, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    status = 0 if arguments == ["config"] else 2
+    assert shown.stderr.splitlines()[-1] == f"{status} []"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; from pipelinerl.cli import main; sys.exit(main(['config']))"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        assert command.stderr.read() == b""
+    assert command.returncode == 141
