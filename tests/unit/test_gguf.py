@@ -1,0 +1,242 @@
+"""Conversion of GGUF files, on a tiny Llama written as llama.cpp would write it."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl.errors import MissingDependencyError, ModelLoadError, UserError
+
+gguf = pytest.importorskip("gguf", reason="extra `gguf`")
+pytest.importorskip("accelerate", reason="extra `gguf`")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: E402
+
+from pipelinerl.models.gguf import convert_gguf  # noqa: E402
+
+TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
+SPECIALS = ["<|text_end|>", "<|start|>", "<|end|>"]
+# Two newlines are one token: whether they stay together before a digit tells the rules of splitting apart.
+TOKENS = [*SPECIALS, *bytes_to_unicode().values(), "ĊĊ"]
+TEXT_END, START, END = range(3)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    file: Path
+    model: LlamaForCausalLM
+
+
+def write_tiny(file: Path, pre: str = "smollm", template: bool = True, leave_out: str = "") -> Tiny:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+    )
+    model = LlamaForCausalLM(config).eval()
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
+    writer.add_token_merges(["Ċ Ċ"])
+    writer.add_bos_token_id(START)
+    writer.add_eos_token_id(TEXT_END)
+    writer.add_eot_token_id(END)
+    writer.add_pad_token_id(TEXT_END)
+    writer.add_add_bos_token(False)
+    if template:
+        writer.add_chat_template(TEMPLATE)
+    for name, tensor in gguf_tensors(model).items():
+        if name != leave_out:
+            writer.add_tensor(name, tensor.detach().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Tiny(file, model)
+
+
+def gguf_tensors(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """The model's tensors under llama.cpp's names; its rotary embedding pairs neighbours, so query and key rows move."""
+
+    def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+        rows, columns = weight.shape
+        return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+    tensors = {"token_embd.weight": model.model.embed_tokens.weight, "output_norm.weight": model.model.norm.weight}
+    for i, layer in enumerate(model.model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        tensors |= {
+            f"blk.{i}.attn_q.weight": interleaved(attention.q_proj.weight, 4),
+            f"blk.{i}.attn_k.weight": interleaved(attention.k_proj.weight, 2),
+            f"blk.{i}.attn_v.weight": attention.v_proj.weight,
+            f"blk.{i}.attn_output.weight": attention.o_proj.weight,
+            f"blk.{i}.ffn_gate.weight": mlp.gate_proj.weight,
+            f"blk.{i}.ffn_up.weight": mlp.up_proj.weight,
+            f"blk.{i}.ffn_down.weight": mlp.down_proj.weight,
+            f"blk.{i}.attn_norm.weight": layer.input_layernorm.weight,
+            f"blk.{i}.ffn_norm.weight": layer.post_attention_layernorm.weight,
+        }
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def only_child(folder: Path, *names: str) -> bool:
+    return sorted(path.name for path in folder.iterdir()) == sorted(names)
+
+
+def test_converted_model_computes_what_the_original_does(tiny: Tiny, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "model"
+    facts = convert_gguf(str(tiny.file), out)
+    assert facts.path == out
+    assert (facts.architecture, facts.layers, facts.vocab_size) == ("LlamaForCausalLM", 2, len(TOKENS))
+    assert facts.parameters == sum(parameter.numel() for parameter in tiny.model.parameters())
+    assert only_child(out.parent, "model"), "nothing but the model is left"
+    converted = AutoModelForCausalLM.from_pretrained(out)
+    ids = torch.randint(len(TOKENS), (2, 20), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(converted(ids).logits, tiny.model(ids).logits, rtol=0, atol=1e-5)
+    assert converted.config.tie_word_embeddings
+    assert not hasattr(converted.config, "quantization_config")
+
+
+def test_tokenizer_template_and_ends_survive(tiny: Tiny, tmp_path: Path) -> None:
+    facts = convert_gguf(str(tiny.file), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(facts.path)
+    assert facts.chat_template
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<|start|>a<|end|>"
+    assert facts.eos_token_ids == (TEXT_END, END), "the end of a turn ends a completion too"
+    assert AutoModelForCausalLM.from_pretrained(facts.path).generation_config.eos_token_id == [TEXT_END, END]
+    assert tokenizer.pad_token_id == TEXT_END
+    text = "two\n\n12 lines"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(("pre", "together"), [("smollm", True), ("gpt-2", False)])
+def test_text_is_split_by_the_rule_the_file_names(tmp_path: Path, pre: str, together: bool) -> None:
+    """Digits apart first, as for smollm, leaves newlines before a digit together; GPT-2's rule does not."""
+    tiny = write_tiny(tmp_path / "tiny.gguf", pre=pre)
+    tokenizer = AutoTokenizer.from_pretrained(convert_gguf(str(tiny.file), tmp_path / "model").path)
+    assert ("ĊĊ" in tokenizer.tokenize("a\n\n1")) is together
+
+
+def test_unknown_rule_of_splitting_is_refused(tmp_path: Path) -> None:
+    tiny = write_tiny(tmp_path / "tiny.gguf", pre="cut-anyhow")
+    with pytest.raises(ModelLoadError, match=r"rule that is not known here \(cut-anyhow\).*Hugging Face folder"):
+        convert_gguf(str(tiny.file), tmp_path / "model")
+    assert only_child(tmp_path, "tiny.gguf")
+
+
+def test_file_without_template(tmp_path: Path) -> None:
+    tiny = write_tiny(tmp_path / "tiny.gguf", template=False)
+    assert not convert_gguf(str(tiny.file), tmp_path / "model").chat_template
+
+
+def test_missing_tensor_is_refused(tmp_path: Path) -> None:
+    tiny = write_tiny(tmp_path / "tiny.gguf", leave_out="blk.1.attn_v.weight")
+    with pytest.raises(ModelLoadError, match=r"tiny\.gguf"):
+        convert_gguf(str(tiny.file), tmp_path / "model")
+
+
+def test_truncated_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    data = tiny.file.read_bytes()
+    for size in (6, 40, len(data) // 3, len(data) - 5000):
+        broken = tmp_path / "broken.gguf"
+        broken.write_bytes(data[:size])
+        with pytest.raises(ModelLoadError, match=r"broken\.gguf"):
+            convert_gguf(str(broken), tmp_path / "model")
+        assert only_child(tmp_path, "broken.gguf")
+
+
+def test_wheel_as_source(tiny: Tiny, tmp_path: Path) -> None:
+    wheel = tmp_path / "tiny-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(tiny.file, "tiny/weights.gguf")
+        archive.writestr("tiny/__init__.py", "")
+    facts = convert_gguf(str(wheel), tmp_path / "model")
+    assert facts.parameters > 0
+    assert only_child(tmp_path, "model", wheel.name)
+
+
+def test_installed_package_as_source_is_not_imported(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site" / "tiny_gguf_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "weights.gguf").write_bytes(tiny.file.read_bytes())
+    about = tmp_path / "site" / "tiny_gguf_package-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-gguf-package\nVersion: 1\n")
+    (about / "RECORD").write_text("tiny_gguf_package/__init__.py,,\ntiny_gguf_package/weights.gguf,,\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert convert_gguf("tiny-gguf-package", tmp_path / "model").chat_template
+    assert "tiny_gguf_package" not in sys.modules
+
+
+def test_sources_that_can_not_be_used(tiny: Tiny, tmp_path: Path) -> None:
+    two, none, not_zip, not_gguf = (tmp_path / name for name in ("two.whl", "none.whl", "text.whl", "text.gguf"))
+    with zipfile.ZipFile(two, "w") as archive:
+        archive.writestr("a.gguf", "")
+        archive.writestr("b.gguf", "")
+    zipfile.ZipFile(none, "w").close()
+    not_zip.write_text("hello")
+    not_gguf.write_text("hello")
+    for source, message in {
+        str(two): r"2 \.gguf files.*a\.gguf, b\.gguf",
+        str(none): r"no \.gguf files",
+        str(not_zip): "not a wheel",
+        str(not_gguf): "not a GGUF file",
+        str(tmp_path): "is a folder",
+        str(tmp_path / "absent.gguf"): "there is no file",
+        "no-package-of-this-name": "neither a file nor an installed package.*pip download",
+    }.items():
+        with pytest.raises(ModelLoadError, match=message):
+            convert_gguf(source, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_output_folder_is_never_overwritten(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep me")
+    for out in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(UserError, match="not an empty folder"):
+            convert_gguf(str(tiny.file), out)
+    with pytest.raises(UserError, match="can't write"):
+        convert_gguf(str(tiny.file), tmp_path / "mine" / "model")
+    assert (tmp_path / "mine").read_text() == "keep me"
+    (tmp_path / "empty").mkdir()
+    assert convert_gguf(str(tiny.file), tmp_path / "empty").path == tmp_path / "empty"
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependencyError, match=rf"{package}; pip install 'pipelinerl\[gguf\]'"):
+        convert_gguf("any.gguf", tmp_path / "model")
