@@ -1,0 +1,206 @@
+"""What a run writes about itself: one `StepRecord` per optimizer step, one `EvaluationRecord` per evaluation.
+
+Times are seconds. Every measured number is `float | None`: None says that there was nothing to measure (a step whose
+samples all have zero gradient has no ESS) or that the number was not finite, which JSON cannot say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import read_json_lines
+from pipelinerl.types import EngineProgress
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine as the trainer saw it at the end of a step; counters are over the session.
+
+    `tokens_per_s` is the rate since the step before, `update_pause_s` the latest pause for a weight update.
+    """
+
+    version: int
+    in_progress: int
+    tokens_generated: int
+    tokens_per_s: float | None = None
+    update_pause_s: float | None = None
+
+    @classmethod
+    def of(cls, progress: EngineProgress, tokens_per_s: float | None = None) -> EngineRecord:
+        return cls(
+            version=progress.version,
+            in_progress=progress.in_progress,
+            tokens_generated=progress.tokens_generated,
+            tokens_per_s=tokens_per_s,
+            update_pause_s=progress.pauses_s[-1] if progress.pauses_s else None,
+        )
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step. Batch statistics are over the rollouts (`samples`) or sampled tokens of that step alone.
+
+    version                 the weights' version after the step (1 for the first)
+    time_s                  end of the step, since the run started; a resumed run goes on from its last record
+    samples                 rollouts in the step, `samples_skipped` of them without gradient (advantage 0)
+    tokens_trained          sampled tokens with a gradient; `tokens_context` prompt tokens that went through the model
+    completion_length_*     sampled tokens per rollout of the batch, skipped ones included
+    sampled_length_mean     the same of everything the actor handed over lately, whatever became of it. The two together
+                            show a length bias, should dropping introduce one
+    ess                     effective sample size (sum w)^2 / (N sum w^2), in (0, 1]
+    kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (k1; the k3 estimate is beside it)
+    lag_*                   optimizer steps between the weights that sampled a token and the weights being trained
+    clamp_fraction          tokens whose importance weight was clamped or clipped
+    weight_*                importance weights pi/mu before the clamp
+    on_policy_gap           largest |log pi - log mu| over tokens of lag 0: zero up to numerics if engine and trainer agree
+    train_s, wait_s         time in the step, and time the trainer had waited for its data before
+    packing_efficiency      tokens over (rows x row length) of the step's micro-batches
+    queued                  rollouts at hand after the step
+    dropped                 rollouts dropped at the trainer so far, by reason
+    ess_guard_trips         batches refused so far because of their ESS
+    """
+
+    version: int
+    time_s: float
+    samples: int
+    samples_skipped: int = 0
+    tokens_trained: int = 0
+    tokens_context: int = 0
+    loss: float | None = None
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    completion_length_mean: float | None = None
+    completion_length_max: int | None = None
+    sampled_length_mean: float | None = None
+    ess: float | None = None
+    kl_behaviour_policy: float | None = None
+    kl_behaviour_policy_k3: float | None = None
+    lag_mean: float | None = None
+    lag_max: int | None = None
+    lag_p50: int | None = None
+    lag_p99: int | None = None
+    clamp_fraction: float | None = None
+    entropy_mean: float | None = None
+    weight_mean: float | None = None
+    weight_max: float | None = None
+    on_policy_gap: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    train_s: float = 0.0
+    wait_s: float = 0.0
+    micro_batches: int = 0
+    packing_efficiency: float | None = None
+    queued: int = 0
+    dropped: dict[str, int] = {}
+    ess_guard_trips: int = 0
+    engine: EngineRecord | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """Every finite number by field name, nested ones as `engine/version`, `dropped/stale`: for boards and charts."""
+        flat: dict[str, float] = {}
+        _flatten("", msgspec.to_builtins(self), flat)
+        return flat
+
+
+class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out problems, each answered once by the weights of `version`."""
+
+    when: Literal["before", "after"]
+    version: int
+    time_s: float
+    problems: int
+    reward_mean: float | None = None
+    reward_standard_error: float | None = None
+    completion_length_mean: float | None = None
+    completion_length_p50: float | None = None
+    completion_length_p99: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rewards: Sequence[float],
+        completion_lengths: Sequence[int],
+        *,
+        when: Literal["before", "after"],
+        version: int,
+        time_s: float,
+    ) -> EvaluationRecord:
+        """Statistics of one evaluation: a reward and a number of sampled tokens for each problem that was answered.
+
+        The standard error is s / sqrt(n) with the sample standard deviation s; None for fewer than two answers.
+        """
+        count = len(rewards)
+        return cls(
+            when=when,
+            version=version,
+            time_s=time_s,
+            problems=count,
+            reward_mean=fmean(rewards) if count else None,
+            reward_standard_error=stdev(rewards) / math.sqrt(count) if count > 1 else None,
+            completion_length_mean=fmean(completion_lengths) if completion_lengths else None,
+            completion_length_p50=quantile(completion_lengths, 0.5),
+            completion_length_p99=quantile(completion_lengths, 0.99),
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """The result's numbers as `evaluation/NAME`. Its when, version and time are the point on the axis."""
+        fields = msgspec.structs.asdict(self)
+        flat: dict[str, float] = {}
+        _flatten("evaluation/", {key: fields[key] for key in fields if key not in ("when", "version", "time_s")}, flat)
+        return flat
+
+
+def quantile(values: Sequence[float], q: float) -> float | None:
+    """The q-quantile with linear interpolation between order statistics; None of nothing."""
+    return float(np.quantile(values, q)) if len(values) else None
+
+
+Record = StepRecord | EvaluationRecord
+RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
+
+
+def read_records(path: Path, kind: type[RecordT]) -> list[RecordT]:
+    """The records of a JSONL file, in order of version. No file, or an empty one: no records.
+
+    A last line without its line break was being written when the process died: it is left out. A run that resumes from
+    a checkpoint repeats the steps after it: of equal versions the later line counts, and lines of a later version that
+    precede a repeated one are of the abandoned past.
+
+    Raises RunDirectoryError for a file that can't be read and for any other line that is not such a record.
+    """
+    try:
+        written = read_json_lines(path, kind)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RunDirectoryError(f"this is not a {kind.__name__}: {error}; repair or delete the line") from error
+    records: list[RecordT] = []
+    for record in written:
+        while records and _superseded(records[-1], record):
+            records.pop()
+        records.append(record)
+    return records
+
+
+def _superseded(old: Record, new: Record) -> bool:
+    same_axis = isinstance(old, StepRecord) or (isinstance(new, EvaluationRecord) and old.when == new.when)
+    return same_axis and old.version >= new.version
+
+
+def _flatten(prefix: str, values: dict[str, object], into: dict[str, float]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _flatten(f"{prefix}{key}/", value, into)
+        elif isinstance(value, (int, float)) and math.isfinite(value):
+            into[prefix + key] = value

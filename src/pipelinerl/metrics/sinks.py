@@ -1,0 +1,66 @@
+"""Where metrics go: JSONL always, TensorBoard on request, through one small seam."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from pipelinerl.files import JsonLines
+from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, Record, StepRecord
+
+
+class Sink(Protocol):
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """Steps to `metrics.jsonl`, evaluations to `evaluations.jsonl`, in the run directory, a line each.
+
+    A file is opened, for appending, with the first record that goes to it.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._files: dict[str, JsonLines] = {}
+
+    def write(self, record: Record) -> None:
+        name = METRICS_FILE if isinstance(record, StepRecord) else EVALUATIONS_FILE
+        if name not in self._files:
+            self._files[name] = JsonLines(self._run_dir / name)
+        self._files[name].write(record)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class FanOut:
+    """Every record to every sink, in order."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def make_sink(run_dir: Path, *, tensorboard: bool = False) -> Sink:
+    """JSONL in `run_dir` and, if asked for, TensorBoard events in `run_dir/tensorboard`.
+
+    Raises MissingDependencyError when TensorBoard is asked for and not installed.
+    """
+    sinks: list[Sink] = [JsonlSink(run_dir)]
+    if tensorboard:
+        from pipelinerl.metrics.tensorboard import TensorboardSink  # noqa: PLC0415 - costs a second of imports
+
+        sinks.append(TensorboardSink(run_dir / "tensorboard"))
+    return FanOut(sinks)

@@ -1,0 +1,167 @@
+"""`summary.json`: what a run came to, computed from its records and the stages' last words. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.metrics.records import EvaluationRecord, StepRecord, quantile
+from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+
+
+def summarize(
+    config: RunConfig,
+    steps: Sequence[StepRecord],
+    evaluations: Sequence[EvaluationRecord],
+    statuses: Mapping[str, StageStatus],
+    *,
+    wall_s: float,
+    status: str,
+    stream_rollouts: int = 0,
+    peak_memory_bytes: Mapping[str, int] | None = None,
+    resumed_from: int | None = None,
+) -> dict[str, Any]:
+    """The contents of `summary.json`. A number there is nothing to compute from is None; nothing raises.
+
+    steps, evaluations   of the whole run, sessions before a resume included
+    statuses             the last status of every stage of this session, by stage
+    wall_s               length of this session; rates are over it: this session's steps, after `resumed_from`
+    status               "finished", "interrupted" or "failed: WHY"
+    stream_rollouts      rollouts that lie in the stream, handed over by the actor and not taken by the trainer
+    resumed_from         version of the checkpoint that this session started from
+
+    `reward_first` and `reward_last` are means over the first and last min(5, n/4) of n steps, at least one.
+    Means over the run weigh every step equally, except lengths and lag, which weigh rollouts and tokens.
+    `rollouts_dropped` adds up the actor's and the trainer's counts. If started rollouts are not exactly the sum of those
+    trained, dropped, queued and in progress, there is one more key: `conservation_error`, with the numbers.
+    """
+    engine, actor, trainer = _last_words(statuses)
+    session = [step for step in steps if resumed_from is None or step.version > resumed_from]
+    pauses_s = engine.pauses_s if engine else ()
+    summary: dict[str, Any] = {
+        "status": status,
+        "schedule": config.schedule.kind,
+        "seed": config.seed,
+        "model": config.model.path,
+        "environment": config.environment.kind,
+        "resumed_from": resumed_from,
+        "version": _version(steps, trainer, resumed_from),
+        "wall_s": wall_s,
+        "optimizer_steps": len(steps),
+        "samples_trained": sum(step.samples for step in steps),
+        "samples_per_s": _per_second(sum(step.samples for step in session), wall_s),
+        "tokens_generated": engine.tokens_generated if engine else None,
+        "tokens_per_s": _per_second(engine.tokens_generated, wall_s) if engine else None,
+        "tokens_trained": sum(step.tokens_trained for step in steps),
+        **_quality(steps),
+        **_evaluated("before", next((e for e in evaluations if e.when == "before"), None)),
+        **_evaluated("after", next((e for e in reversed(evaluations) if e.when == "after"), None)),
+        "weight_updates": engine.weight_updates if engine else None,
+        "update_pause_s_p50": quantile(pauses_s, 0.5),
+        "update_pause_s_p99": quantile(pauses_s, 0.99),
+        "engine_busy_fraction": _fraction(engine.busy_s, engine.ready_s) if engine else None,
+        "trainer_busy_fraction": _fraction(trainer.busy_s, trainer.ready_s) if trainer else None,
+        "peak_memory_bytes": dict(peak_memory_bytes or {}),
+    }
+    return summary | account_for_rollouts(actor, trainer, stream_rollouts)
+
+
+def account_for_rollouts(
+    actor: ActorProgress | None, trainer: TrainerProgress | None, stream_rollouts: int
+) -> dict[str, Any]:
+    """Where every started rollout is. The parts are counted by those who hold them, never derived from the total.
+
+    Without an actor's count there is nothing to check against, and the numbers it would give are None.
+    """
+    trained = trainer.trained if trainer else 0
+    queued = stream_rollouts + (trainer.queued if trainer else 0)
+    dropped = Counter(trainer.dropped if trainer else {})
+    dropped.update(actor.rollouts_dropped if actor else {})
+    account: dict[str, Any] = {
+        "rollouts_started": actor.rollouts_started if actor else None,
+        "rollouts_trained": trained,
+        "rollouts_dropped": dict(dropped.most_common()),
+        "rollouts_queued": queued,
+        "rollouts_in_progress": actor.rollouts_in_progress if actor else None,
+    }
+    if actor:
+        accounted = trained + dropped.total() + queued + actor.rollouts_in_progress
+        if accounted != actor.rollouts_started:
+            account["conservation_error"] = {
+                "started": actor.rollouts_started,
+                "accounted": accounted,
+                "missing": actor.rollouts_started - accounted,
+                "trained": trained,
+                "dropped": dropped.total(),
+                "queued_in_stream": stream_rollouts,
+                "queued_at_trainer": queued - stream_rollouts,
+                "in_progress": actor.rollouts_in_progress,
+                "handed_over": actor.rollouts_handed_over,
+            }
+    return account
+
+
+def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
+    edge = max(1, min(5, len(steps) // 4))
+    ess = [step.ess for step in steps if step.ess is not None]
+    return {
+        "reward_first": _mean(step.reward_mean for step in steps[:edge]),
+        "reward_last": _mean(step.reward_mean for step in steps[-edge:]),
+        "trained_length_mean": _weighted((step.completion_length_mean, step.samples) for step in steps),
+        "sampled_length_mean": _weighted((step.sampled_length_mean, step.samples) for step in steps),
+        "ess_mean": _mean(ess),
+        "ess_min": min(ess, default=None),
+        "lag_mean": _weighted((step.lag_mean, step.tokens_trained) for step in steps),
+        "lag_max": max((step.lag_max for step in steps if step.lag_max is not None), default=None),
+    }
+
+
+def _evaluated(when: str, record: EvaluationRecord | None) -> dict[str, Any]:
+    if record is None:
+        return {f"eval_reward_{when}": None, f"eval_reward_{when}_standard_error": None, f"eval_{when}_lengths": None}
+    return {
+        f"eval_reward_{when}": record.reward_mean,
+        f"eval_reward_{when}_standard_error": record.reward_standard_error,
+        f"eval_{when}_lengths": {
+            "mean": record.completion_length_mean,
+            "p50": record.completion_length_p50,
+            "p99": record.completion_length_p99,
+        },
+    }
+
+
+def _last_words(
+    statuses: Mapping[str, StageStatus],
+) -> tuple[EngineProgress | None, ActorProgress | None, TrainerProgress | None]:
+    progress = [status.progress for status in statuses.values()]
+    return (
+        next((p for p in progress if isinstance(p, EngineProgress)), None),
+        next((p for p in progress if isinstance(p, ActorProgress)), None),
+        next((p for p in progress if isinstance(p, TrainerProgress)), None),
+    )
+
+
+def _version(steps: Sequence[StepRecord], trainer: TrainerProgress | None, resumed_from: int | None) -> int:
+    """The newest that anyone knows of: a trainer that died may have written its record and not its status, or neither."""
+    return max(steps[-1].version if steps else 0, trainer.version if trainer else 0, resumed_from or 0)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _weighted(pairs: Iterable[tuple[float | None, int]]) -> float | None:
+    known = [(value, weight) for value, weight in pairs if value is not None and weight > 0]
+    return fmean([value for value, _ in known], [weight for _, weight in known]) if known else None
+
+
+def _per_second(count: float, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None
+
+
+def _fraction(part_s: float, whole_s: float) -> float | None:
+    return part_s / whole_s if whole_s > 0 else None

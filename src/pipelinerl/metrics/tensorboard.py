@@ -1,0 +1,31 @@
+"""TensorBoard events, through TensorBoard's own writer: no torch involved. Needs the extra `tensorboard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipelinerl.errors import MissingDependencyError
+from pipelinerl.metrics.records import Record
+
+try:
+    from tensorboard.summary import Writer
+except ImportError as error:
+    raise MissingDependencyError(
+        "metrics.tensorboard is on, but TensorBoard is not installed: pip install 'pipelinerl[tensorboard]'"
+    ) from error
+
+
+class TensorboardSink:
+    """One chart per number of a record, over the weights' version, flushed with every record."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = Writer(str(folder))
+
+    def write(self, record: Record) -> None:
+        for name, value in record.numbers().items():
+            if name != "version":
+                self._writer.add_scalar(name, value, record.version)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

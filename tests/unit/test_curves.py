@@ -1,0 +1,112 @@
+"""The numbers behind the plots, and that damaged or empty runs are told apart from drawable ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.metrics.records import METRICS_FILE, EngineRecord, EvaluationRecord, StepRecord
+from pipelinerl.metrics.sinks import JsonlSink
+from pipelinerl.report.curves import Mark, draw_curves, prepare
+
+STEPS = [
+    StepRecord(
+        version=1,
+        time_s=4.0,
+        samples=8,
+        tokens_trained=200,
+        reward_mean=0.25,
+        ess=1.0,
+        lag_mean=0.0,
+        lag_max=0,
+        completion_length_mean=25.0,
+    ),
+    StepRecord(
+        version=2,
+        time_s=6.0,
+        samples=6,
+        tokens_trained=300,
+        reward_mean=0.5,
+        completion_length_mean=40.0,
+        sampled_length_mean=42.0,
+        engine=EngineRecord(version=1, in_progress=8, tokens_generated=900, tokens_per_s=450.0),
+    ),
+    StepRecord(version=3, time_s=6.0, samples=8, tokens_trained=10, lag_mean=1.5, lag_max=2),
+]
+EVALUATIONS = [
+    EvaluationRecord(when="before", version=0, time_s=1.0, problems=9, reward_mean=0.2, reward_standard_error=0.1),
+    EvaluationRecord(when="after", version=3, time_s=8.0, problems=1, reward_mean=0.9),
+    EvaluationRecord(when="after", version=3, time_s=9.0, problems=0),
+]
+
+
+def write(run_dir: Path) -> None:
+    sink = JsonlSink(run_dir)
+    for record in [*STEPS, *EVALUATIONS]:
+        sink.write(record)
+    sink.close()
+
+
+def is_nan(values: list[float]) -> list[bool]:
+    return [math.isnan(value) for value in values]
+
+
+def test_the_numbers_that_are_drawn() -> None:
+    curves = prepare(STEPS, EVALUATIONS)
+    assert curves.version == [1, 2, 3]
+    assert curves.time_s == [4.0, 6.0, 6.0]
+    assert curves.samples == [8, 14, 22]
+    assert curves.reward[:2] == [0.25, 0.5]
+    assert is_nan(curves.reward) == [False, False, True]
+    assert is_nan(curves.ess) == [False, True, True]
+    assert (curves.lag_mean[2], curves.lag_max[2]) == (1.5, 2)
+    assert curves.trained_tokens_per_s[1] == 150.0
+    assert is_nan(curves.trained_tokens_per_s) == [True, False, True]  # the first step; no time passed
+    assert is_nan(curves.generated_tokens_per_s) == [True, False, True]
+    assert curves.generated_tokens_per_s[1] == 450.0
+    assert curves.trained_length_mean[:2] == [25.0, 40.0]
+    assert is_nan(curves.sampled_length_mean) == [True, False, True]
+    assert curves.evaluations == [
+        Mark("held out, before training", 1.0, 0.2, 0.1),
+        Mark("held out, after training", 8.0, 0.9, 0.0),
+    ]
+
+
+def test_a_png_is_drawn(tmp_path: Path) -> None:
+    write(tmp_path)
+    draw_curves(tmp_path, tmp_path / "curves.png")
+    header = (tmp_path / "curves.png").read_bytes()[:24]
+    assert header.startswith(b"\x89PNG\r\n\x1a\n")
+    assert int.from_bytes(header[16:20], "big") > 1000
+
+
+def test_a_run_of_one_step_is_drawn(tmp_path: Path) -> None:
+    JsonlSink(tmp_path).write(STEPS[0])
+    draw_curves(tmp_path, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no optimizer step"):
+        draw_curves(tmp_path, tmp_path / "curves.png")
+    (tmp_path / METRICS_FILE).touch()
+    with pytest.raises(RunDirectoryError, match=r"nothing to draw: .*metrics\.jsonl"):
+        draw_curves(tmp_path, tmp_path / "curves.png")
+
+
+def test_damage_is_named_and_draws_nothing(tmp_path: Path) -> None:
+    write(tmp_path)
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(b"\x00\xffnoise\n")
+    with pytest.raises(RunDirectoryError, match="line 4"):
+        draw_curves(tmp_path, tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_place_that_cant_be_written_to(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(RunDirectoryError, match=r"can't write .*curves\.png"):
+        draw_curves(tmp_path, tmp_path / "missing" / "curves.png")

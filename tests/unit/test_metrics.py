@@ -1,0 +1,244 @@
+"""Records of a run, how they are written and read back, and the rates computed from counters."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.errors import MissingDependencyError, RunDirectoryError
+from pipelinerl.metrics.rates import Rate
+from pipelinerl.metrics.records import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    EngineRecord,
+    EvaluationRecord,
+    StepRecord,
+    quantile,
+    read_records,
+)
+from pipelinerl.metrics.sinks import FanOut, JsonlSink, make_sink
+from pipelinerl.types import EngineProgress
+
+
+def step(version: int, **fields: object) -> StepRecord:
+    return msgspec.convert({"version": version, "time_s": 2.0 * version, "samples": 8, **fields}, StepRecord)
+
+
+def evaluation(when: str, version: int) -> EvaluationRecord:
+    return EvaluationRecord(when=when, version=version, time_s=1.0, problems=4, reward_mean=0.5)
+
+
+def test_records_survive_the_file(tmp_path: Path) -> None:
+    engine = EngineRecord.of(EngineProgress(version=1, in_progress=3, tokens_generated=90, pauses_s=(0.2, 0.1)), 45.0)
+    records = [step(1, reward_mean=0.25, dropped={"stale": 2}), step(2, engine=msgspec.to_builtins(engine))]
+    sink = JsonlSink(tmp_path)
+    for record in [evaluation("before", 0), *records, evaluation("after", 2)]:
+        sink.write(record)
+    sink.close()
+    assert read_records(tmp_path / METRICS_FILE, StepRecord) == records
+    assert [e.when for e in read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)] == ["before", "after"]
+    assert records[1].engine == engine
+    assert engine.update_pause_s == 0.1
+
+
+def test_a_line_is_plain_json_with_the_units_in_its_names(tmp_path: Path) -> None:
+    JsonlSink(tmp_path).write(step(3, train_s=1.5, lag_p99=4))
+    line = json.loads((tmp_path / METRICS_FILE).read_text())
+    assert line["version"] == 3
+    assert line["train_s"] == 1.5
+    assert line["lag_p99"] == 4
+    assert line["ess"] is None
+
+
+def test_a_number_that_is_not_finite_reads_back_as_none(tmp_path: Path) -> None:
+    JsonlSink(tmp_path).write(StepRecord(version=1, time_s=1.0, samples=8, loss=math.nan, grad_norm=math.inf))
+    (record,) = read_records(tmp_path / METRICS_FILE, StepRecord)
+    assert record.loss is None
+    assert record.grad_norm is None
+
+
+def test_no_file_and_an_empty_file_hold_no_records(tmp_path: Path) -> None:
+    assert read_records(tmp_path / "none.jsonl", StepRecord) == []
+    (tmp_path / "empty.jsonl").touch()
+    assert read_records(tmp_path / "empty.jsonl", StepRecord) == []
+
+
+def test_a_torn_last_line_is_left_out_and_a_resumed_run_writes_on(tmp_path: Path) -> None:
+    first = JsonlSink(tmp_path)
+    first.write(step(1))
+    first.close()
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(b'{"version":2,"time_s":')
+    assert [r.version for r in read_records(tmp_path / METRICS_FILE, StepRecord)] == [1]
+    second = JsonlSink(tmp_path)
+    second.write(step(2))
+    second.close()
+    assert [r.version for r in read_records(tmp_path / METRICS_FILE, StepRecord)] == [1, 2]
+
+
+@pytest.mark.parametrize("damage", [b"garbage\n", b'{"version":"two"}\n', b"{}\n", b"\n"])
+def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(msgspec.json.encode(step(1)) + b"\n" + damage + msgspec.json.encode(step(2)) + b"\n")
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2"):
+        read_records(path, StepRecord)
+
+
+def test_a_directory_in_the_place_of_the_file_is_a_run_directory_error(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="can't read"):
+        read_records(tmp_path, StepRecord)
+
+
+def test_steps_repeated_after_a_resume_replace_the_abandoned_ones(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    for version, loss in [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0), (4, 40.0)]:
+        sink.write(step(version, loss=loss))
+    records = read_records(tmp_path / METRICS_FILE, StepRecord)
+    assert [(r.version, r.loss) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+
+
+def test_an_evaluation_after_is_repeated_by_a_longer_run_and_the_one_before_stays(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    for record in [evaluation("before", 0), evaluation("after", 5), evaluation("after", 5), evaluation("after", 9)]:
+        sink.write(record)
+    records = read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)
+    assert [(r.when, r.version) for r in records] == [("before", 0), ("after", 5), ("after", 9)]
+
+
+def test_numbers_are_flat_and_finite() -> None:
+    record = step(2, loss=0.5, dropped={"stale": 3}, engine={"version": 1, "in_progress": 4, "tokens_generated": 7})
+    numbers = record.numbers()
+    assert numbers["loss"] == 0.5
+    assert numbers["dropped/stale"] == 3
+    assert numbers["engine/version"] == 1
+    assert "ess" not in numbers
+    assert "loss" not in StepRecord(version=1, time_s=1.0, samples=1, loss=math.nan).numbers()
+    assert set(evaluation("before", 0).numbers()) == {"evaluation/problems", "evaluation/reward_mean"}
+
+
+def test_evaluation_statistics_by_hand() -> None:
+    record = EvaluationRecord.of([1.0, 0.0, 0.0, 1.0], [10, 20, 30, 100], when="after", version=7, time_s=60.0)
+    assert record.reward_mean == 0.5
+    assert record.reward_standard_error == pytest.approx(math.sqrt(1 / 3) / 2)
+    assert record.completion_length_mean == 40
+    assert record.completion_length_p50 == 25
+    assert record.completion_length_p99 == pytest.approx(30 + 0.97 * 70)
+
+
+def test_an_evaluation_of_nothing_or_one_problem_has_no_standard_error() -> None:
+    nothing = EvaluationRecord.of([], [], when="before", version=0, time_s=0.0)
+    assert (nothing.problems, nothing.reward_mean, nothing.completion_length_p99) == (0, None, None)
+    assert EvaluationRecord.of([1.0], [3], when="before", version=0, time_s=0.0).reward_standard_error is None
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 1))
+@settings(deadline=None)
+def test_quantile_interpolates_between_order_statistics(values: list[float], q: float) -> None:
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    expected = ordered[low] + (position - low) * (ordered[high] - ordered[low])
+    result = quantile(values, q)
+    assert result is not None
+    assert np.isclose(result, expected, rtol=1e-9, atol=1e-6)
+
+
+def test_tensorboard_events_hold_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = make_sink(tmp_path, tensorboard=True)
+    sink.write(step(1, loss=0.5))
+    sink.write(step(2, loss=0.25))
+    sink.write(evaluation("after", 2))
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    values = {
+        tag: [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors(tag)]
+        for tag in ("loss", "evaluation/reward_mean")
+    }
+    assert values == {"loss": [(1, 0.5), (2, 0.25)], "evaluation/reward_mean": [(2, 0.5)]}
+    assert len(read_records(tmp_path / METRICS_FILE, StepRecord)) == 2
+
+
+def test_without_tensorboard_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    monkeypatch.delitem(sys.modules, "pipelinerl.metrics.tensorboard", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"pipelinerl\[tensorboard\]"):
+        make_sink(tmp_path, tensorboard=True)
+
+
+def test_fan_out_reaches_and_closes_every_sink(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    sink = FanOut([JsonlSink(folder) for folder in folders])
+    sink.write(step(1))
+    sink.close()
+    assert [len(read_records(folder / METRICS_FILE, StepRecord)) for folder in folders] == [1, 1]
+
+
+def test_metrics_with_tensorboard_import_no_torch() -> None:
+    code = (
+        "import sys, pipelinerl.metrics.sinks, pipelinerl.metrics.view, pipelinerl.metrics.summary\n"
+        "import pipelinerl.metrics.watchdog\n"
+        "light = set(sys.modules)\n"
+        "import pipelinerl.metrics.tensorboard\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules, any(m.startswith('tensorboard') for m in light))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False", "False"]
+
+
+def test_rate_starts_with_the_first_movement() -> None:
+    rate = Rate(100.0)
+    for now in range(50):
+        rate.observe(now, 0)
+        assert rate.per_s is None
+    rate.observe(50, 10)  # the first movement: from here on
+    assert rate.per_s is None
+    rate.observe(52, 14)
+    assert rate.per_s == 2.0
+    rate.observe(54, 14)
+    assert rate.per_s == 1.0
+
+
+def test_rate_forgets_what_is_older_than_its_window_and_starts_afresh_when_a_counter_goes_back() -> None:
+    rate = Rate(10.0)
+    rate.observe(0, 0)
+    for now in range(1, 100):
+        rate.observe(now, 1000 if now < 50 else 1000 + 3 * (now - 50))
+    assert rate.per_s == 3.0
+    rate.observe(101, 5)
+    assert rate.per_s is None
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 30), st.integers(0, 100)), min_size=3, max_size=40))
+@settings(deadline=None)
+def test_rate_is_a_mean_over_about_the_window(increments: list[tuple[float, int]]) -> None:
+    window_s, rate = 20.0, Rate(20.0)
+    now, count = 0.0, 0
+    rate.observe(now, count)
+    points: list[tuple[float, int]] = []
+    for elapsed_s, more in increments:
+        now, count = now + elapsed_s, count + more
+        rate.observe(now, count)
+        if count > 0:
+            points.append((now, count))
+    if len(points) < 2:
+        assert rate.per_s is None
+        return
+    older = [p for p in points[:-1] if p[0] <= now - window_s]
+    start = older[-1] if older else points[0]
+    assert rate.per_s == pytest.approx((count - start[1]) / (now - start[0]))

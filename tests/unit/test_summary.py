@@ -1,0 +1,243 @@
+"""`summary.json` from hand-made records, and the table that shows it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from io import StringIO
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from pipelinerl.config.schema import EnvironmentConfig, ModelConfig, RunConfig
+from pipelinerl.metrics.records import EvaluationRecord, StepRecord
+from pipelinerl.metrics.summary import account_for_rollouts, summarize
+from pipelinerl.report.table import Attempt, final_table, sample_before_after
+from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress
+
+CONTRACT = [
+    "schedule",
+    "wall_s",
+    "optimizer_steps",
+    "samples_trained",
+    "tokens_generated",
+    "tokens_trained",
+    "reward_first",
+    "reward_last",
+    "eval_reward_before",
+    "eval_reward_after",
+    "ess_mean",
+    "ess_min",
+    "lag_mean",
+    "lag_max",
+    "weight_updates",
+    "update_pause_s_p50",
+    "update_pause_s_p99",
+    "engine_busy_fraction",
+    "trainer_busy_fraction",
+    "rollouts_started",
+    "rollouts_trained",
+    "rollouts_dropped",
+    "rollouts_queued",
+    "rollouts_in_progress",
+]
+ALSO = [
+    "version",
+    "status",
+    "seed",
+    "model",
+    "environment",
+    "samples_per_s",
+    "tokens_per_s",
+    "trained_length_mean",
+    "sampled_length_mean",
+    "eval_before_lengths",
+    "eval_after_lengths",
+    "eval_reward_before_standard_error",
+    "eval_reward_after_standard_error",
+    "peak_memory_bytes",
+    "resumed_from",
+]
+CONFIG = RunConfig(seed=3, model=ModelConfig(path="some/model"), environment=EnvironmentConfig(kind="gcd"))
+ENGINE = EngineProgress(
+    version=8, tokens_generated=5000, busy_s=45.0, ready_s=50.0, weight_updates=8, pauses_s=(0.001, 0.002, 0.003, 0.104)
+)
+ACTOR = ActorProgress(
+    rollouts_started=100, rollouts_handed_over=85, rollouts_dropped={"timeout": 2, "error": 1}, rollouts_in_progress=12
+)
+TRAINER = TrainerProgress(version=8, trained=64, dropped={"stale": 5, "timeout": 1}, queued=7, busy_s=20.0, ready_s=40.0)
+
+
+def statuses(*progress: Progress) -> dict[str, StageStatus]:
+    made = {}
+    for one in progress:
+        name = str(msgspec.to_builtins(one)["type"])
+        made[name] = StageStatus(stage=name, pid=1, state="done", detail="", since_s=0, written_s=0, progress=one)
+    return made
+
+
+def steps(count: int) -> list[StepRecord]:
+    """Rewards 0.1, 0.2, ...; step n trains n * 10 tokens at lag n; the ESS of the second step was not measured."""
+    return [
+        StepRecord(
+            version=n,
+            time_s=float(n),
+            samples=8,
+            tokens_trained=10 * n,
+            reward_mean=n / 10,
+            completion_length_mean=float(n),
+            sampled_length_mean=20.0 if n > 1 else None,
+            ess=None if n == 2 else 1 - n / 100,
+            lag_mean=float(n),
+            lag_max=2 * n,
+        )
+        for n in range(1, count + 1)
+    ]
+
+
+def evaluation(when: Any, version: int, reward: float) -> EvaluationRecord:
+    return EvaluationRecord.of([reward, reward + 0.1], [10, 30], when=when, version=version, time_s=0.0)
+
+
+def whole_run(**changes: Any) -> dict[str, Any]:
+    arguments = {
+        "wall_s": 50.0,
+        "status": "finished",
+        "stream_rollouts": 8,
+        "peak_memory_bytes": {"generation": 2**30, "training": 2**29},
+    } | changes
+    evaluations = [evaluation("before", 0, 0.3), evaluation("after", 5, 0.6), evaluation("after", 8, 0.9)]
+    return summarize(CONFIG, steps(8), evaluations, statuses(ENGINE, ACTOR, TRAINER), **arguments)
+
+
+def as_text(renderable: RenderableType, width: int = 140) -> str:
+    console = Console(file=StringIO(), width=width)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_the_keys_are_those_that_tools_rely_on() -> None:
+    assert set(whole_run()) == {*CONTRACT, *ALSO}
+    assert set(summarize(CONFIG, [], [], {}, wall_s=0.0, status="failed: x")) == {*CONTRACT, *ALSO}
+
+
+def test_the_numbers_by_hand() -> None:
+    summary = whole_run()
+    assert summary["schedule"] == "pipeline"
+    assert (summary["seed"], summary["model"], summary["environment"]) == (3, "some/model", "gcd")
+    assert (summary["version"], summary["optimizer_steps"], summary["samples_trained"]) == (8, 8, 64)
+    assert summary["samples_per_s"] == pytest.approx(64 / 50)
+    assert summary["tokens_per_s"] == pytest.approx(100)
+    assert summary["tokens_trained"] == 360
+    assert summary["reward_first"] == pytest.approx(0.15)  # min(5, 8 / 4) = 2 steps
+    assert summary["reward_last"] == pytest.approx(0.75)
+    assert summary["ess_mean"] == pytest.approx(1 - (1 + 3 + 4 + 5 + 6 + 7 + 8) / 700)
+    assert summary["ess_min"] == pytest.approx(0.92)
+    assert summary["lag_mean"] == pytest.approx(sum(n * n for n in range(1, 9)) / 36)  # a token weighs as a token
+    assert summary["lag_max"] == 16
+    assert (summary["trained_length_mean"], summary["sampled_length_mean"]) == (4.5, 20.0)
+    assert summary["update_pause_s_p50"] == pytest.approx(0.0025)
+    assert summary["update_pause_s_p99"] == pytest.approx(0.003 + 0.97 * 0.101)
+    assert (summary["engine_busy_fraction"], summary["trainer_busy_fraction"]) == (0.9, 0.5)
+    assert summary["eval_reward_before"] == pytest.approx(0.35)
+    assert summary["eval_reward_after"] == pytest.approx(0.95)  # the last of two
+    assert summary["eval_before_lengths"] == {"mean": 20.0, "p50": 20.0, "p99": pytest.approx(29.8)}
+    assert summary["rollouts_dropped"] == {"timeout": 3, "error": 1, "stale": 5}
+    assert summary["rollouts_queued"] == 15
+    assert "conservation_error" not in summary  # 100 = 64 + 9 + 15 + 12
+
+
+@pytest.mark.parametrize(("count", "edge"), [(1, 1), (3, 1), (8, 2), (19, 4), (20, 5), (100, 5)])
+def test_first_and_last_reward_are_over_a_quarter_and_at_most_five_steps(count: int, edge: int) -> None:
+    summary = summarize(CONFIG, steps(count), [], {}, wall_s=1.0, status="finished")
+    assert summary["reward_first"] == pytest.approx(sum(n / 10 for n in range(1, edge + 1)) / edge)
+    assert summary["reward_last"] == pytest.approx(sum(n / 10 for n in range(count - edge + 1, count + 1)) / edge)
+
+
+def test_an_empty_run_has_nulls() -> None:
+    summary = summarize(CONFIG, [], [], {}, wall_s=0.0, status="failed: the model can't be loaded")
+    for key in ("reward_first", "ess_min", "lag_max", "tokens_per_s", "samples_per_s", "eval_after_lengths"):
+        assert summary[key] is None, key
+    assert summary["version"] == 0
+    assert summary["rollouts_started"] is None
+    assert "conservation_error" not in summary
+    assert "model can't be loaded" in as_text(final_table(summary))
+
+
+def test_rates_of_a_resumed_run_are_of_this_session() -> None:
+    summary = whole_run(resumed_from=6)
+    assert summary["resumed_from"] == 6
+    assert summary["samples_trained"] == 64
+    assert summary["samples_per_s"] == pytest.approx(2 * 8 / 50)
+
+
+def test_it_encodes_to_json_and_back() -> None:
+    summary = whole_run()
+    assert json.loads(msgspec.json.encode(summary)) == summary
+
+
+def test_a_lost_rollout_is_an_error_with_the_numbers() -> None:
+    summary = whole_run(stream_rollouts=6)
+    error = summary["conservation_error"]
+    assert (error["started"], error["accounted"], error["missing"]) == (100, 98, 2)
+    assert error["queued_in_stream"] + error["queued_at_trainer"] == summary["rollouts_queued"]
+    assert "NOT ACCOUNTED FOR" in as_text(final_table(summary))
+
+
+@given(
+    trained=st.integers(0, 50),
+    queued=st.integers(0, 50),
+    in_stream=st.integers(0, 50),
+    in_progress=st.integers(0, 50),
+    at_actor=st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)),
+    at_trainer=st.dictionaries(st.sampled_from("bcd"), st.integers(0, 9)),
+    lost=st.integers(-3, 3),
+)
+@settings(deadline=None)
+def test_conservation(
+    *,
+    trained: int,
+    queued: int,
+    in_stream: int,
+    in_progress: int,
+    at_actor: dict[str, int],
+    at_trainer: dict[str, int],
+    lost: int,
+) -> None:
+    dropped = Counter(at_actor) + Counter(at_trainer)
+    started = trained + queued + in_stream + in_progress + dropped.total() + lost
+    actor = ActorProgress(rollouts_started=started, rollouts_in_progress=in_progress, rollouts_dropped=at_actor)
+    account = account_for_rollouts(actor, TrainerProgress(trained=trained, queued=queued, dropped=at_trainer), in_stream)
+    assert Counter(account["rollouts_dropped"]) == dropped
+    assert ("conservation_error" in account) == (lost != 0)
+    if lost:
+        assert account["conservation_error"]["missing"] == lost
+
+
+def test_the_table_shows_what_matters() -> None:
+    text = as_text(final_table(whole_run()))
+    for shown in (
+        "gcd, pipeline, seed 3: finished",
+        "0.350 ± 0.050 -> 0.950 ± 0.050",
+        "8 optimizer steps, 64 rollouts in 50s",
+        "1.28 samples/s, 100 tokens/s generated",
+        "mean 0.951, min 0.920",
+        "pause p50 2.5 ms, p99 101 ms",
+        "engine 90%, trainer 50%",
+        "1.50 GiB (generation 1.00 GiB, training 512 MiB)",
+        "100 started = 64 trained + 9 dropped (stale 5, timeout 3, error 1) + 15 queued + 12 in progress",
+    ):
+        assert shown in text, shown
+
+
+def test_a_sample_is_shown_literally() -> None:
+    text = as_text(sample_before_after("84,36: [bold]", Attempt("12>[red]", 0.0), Attempt("", 1.0)))
+    assert "84,36: [bold]" in text
+    assert "before training, reward 0" in text
+    assert "12>[red]" in text
+    assert "(empty)" in text
+    assert "after" not in as_text(sample_before_after("p", Attempt("c", 0.5), None))

@@ -1,0 +1,197 @@
+"""What the terminal shows, recorded as text."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pipelinerl.metrics.rates import Rate
+from pipelinerl.metrics.screen import Trends, duration, render, short, sparkline
+from pipelinerl.metrics.view import LiveView, PlainView, SilentView, make_view
+from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+
+LATEST = {"reward_mean": 0.625, "ess": 0.971, "lag_mean": 1.75, "lag_max": 5.0, "entropy_mean": 0.3}
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def statuses(now: float, version: int = 37) -> dict[str, StageStatus]:
+    engine = EngineProgress(
+        version=version - 1,
+        slots=64,
+        in_progress=63,
+        queued=2,
+        tokens_generated=int(1000 * now),
+        busy_s=96.0,
+        ready_s=100.0,
+        weight_updates=36,
+        pauses_s=(0.5, 0.0012),
+    )
+    actor = ActorProgress(
+        rollouts_started=4200,
+        rollouts_in_progress=63,
+        rollouts_dropped={"timeout": 2},
+        evaluations={"before": 0.31},
+    )
+    trainer = TrainerProgress(
+        version=version, trained=version * 64, dropped={"stale": 10}, queued=40, tokens_trained=500 * version, latest=LATEST
+    )
+
+    def status(stage: str, state: str, detail: str, progress: object) -> StageStatus:
+        return StageStatus(
+            stage=stage, pid=1, state=state, detail=detail, since_s=now - 12, written_s=now, progress=progress
+        )
+
+    return {
+        "engine": status("engine", "working", "one token for 63 sequences", engine),
+        "actor": status("actor", "waiting", "the trainer (version 37): [64] rollouts are outstanding", actor),
+        "trainer": status("trainer", "working", "micro-batch 3", trainer),
+    }
+
+
+def drawn(*args: object, width: int = 120, **options: object) -> str:
+    console = Console(file=StringIO(), width=width, height=50)
+    console.print(render(*args, **options))
+    return console.file.getvalue()
+
+
+def test_the_screen_says_everything_at_a_glance() -> None:
+    trends = Trends()
+    for now in range(100, 120, 2):
+        trends.observe(statuses(now, version=now - 82), now)
+    text = drawn(statuses(119), 119, 100, trends=trends, elapsed_s=72.0, title="gcd [pipeline]")
+    for shown in (
+        "gcd [pipeline]",
+        "step 37/100",
+        "37%",
+        "1:12 gone, 1:03 left",
+        "reward 0.625",
+        "ess 0.971",
+        "lag 1.8 (max 5)",
+        "held-out before 0.310",
+        "waiting  12s  the trainer (version 37): [64] rollouts are outstanding",
+        "96%",
+        "1k tok/s",
+        "64 samples/s, 500 tok/s",
+        "trainer at version 37, engine at 36; 36 updates taken, the last paused it 1.2 ms",
+        "63 of 64 slots in progress, 2 queued",
+        "4200 started, 2368 trained, 40 queued, 63 in progress, 12 dropped (stale 10, timeout 2)",
+    ):
+        assert shown in text, f"{shown!r} is not in\n{text}"
+
+
+def test_a_silent_stage_stands_out() -> None:
+    assert "no report for 1:40; one token" in drawn(statuses(100), 200, 100)
+    assert "no report" not in drawn(statuses(100), 110, 100)
+
+
+@pytest.mark.parametrize("width", [20, 60, 100, 200])
+def test_an_early_or_narrow_screen_is_drawn_all_the_same(width: int) -> None:
+    assert "step 0/100" in drawn({}, 0, 100, width=80)
+    bare = StageStatus(stage="engine", pid=1, state="starting", detail="loading", since_s=0, written_s=0)
+    for given_statuses in ({}, {"engine": bare}, statuses(5)):
+        lines = drawn(given_statuses, 5.0, 100, width=width).splitlines()
+        assert lines
+        assert all(len(line) <= width for line in lines)
+
+
+def test_the_live_view_draws_twice_a_second_and_leaves_the_last_state() -> None:
+    terminal = Terminal()
+    view = make_view("auto", terminal, target=100)
+    assert isinstance(view, LiveView)
+    view.update(statuses(0, version=1), 0.0)
+    size = len(terminal.getvalue())
+    view.update(statuses(0.2, version=2), 0.2)
+    assert len(terminal.getvalue()) == size
+    view.update(statuses(0.6, version=3), 0.6)
+    assert "step 3/100" in terminal.getvalue()
+    view.update(statuses(0.7, version=4), 0.7)
+    view.say("[a] message\nof two lines")
+    assert "[a] message" in terminal.getvalue()
+    view.close()
+    assert "step 4/100" in terminal.getvalue()
+    size = len(terminal.getvalue())
+    view.close()
+    assert len(terminal.getvalue()) == size
+
+
+def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:
+    stream = StringIO()
+    view = make_view("auto", stream, target=100)
+    assert isinstance(view, PlainView)
+    for tenth in range(0, 300, 5):
+        now = tenth / 10
+        version = 0 if now < 12 else int(now - 12)  # twelve seconds of nothing, then a step a second
+        view.update(statuses(now, version=version), now)
+    view.close()
+    lines = stream.getvalue().splitlines()
+    steps = [line.partition("]  ")[2].partition("  ")[0] for line in lines if line.startswith("[")]
+    # after 10 s, then every 100 / 20 steps, and what there is at the end
+    assert steps == ["step 0/100", "step 5/100", "step 10/100", "step 15/100", "step 17/100"]
+    assert "reward 0.625" in lines[0]
+    assert "dropped 12 (stale 10, timeout 2)" in lines[0]
+    assert "62.1 samples/s" in lines[-2]  # 16 steps of 64 in 16.5 s
+    assert lines[1].strip() == "actor waiting for 12s: the trainer (version 37): [64] rollouts are outstanding"
+
+
+def test_the_time_left_counts_from_the_first_step() -> None:
+    trends = Trends()
+    for now in range(0, 100):
+        trends.observe(statuses(now, version=0 if now < 60 else 1 + (now - 60) // 4), now)
+    left_s = trends.remaining_s(10)
+    assert left_s == pytest.approx(40, rel=0.1)
+
+
+def test_silent_and_dumb_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StringIO()
+    view = make_view("none", stream, target=1)
+    assert isinstance(view, SilentView)
+    view.update(statuses(0), 0.0)
+    view.say("last words")
+    view.close()
+    assert stream.getvalue() == "last words\n"
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_view("auto", Terminal(), target=1), PlainView)
+    assert isinstance(make_view("live", StringIO(), target=1), LiveView)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "-"), (0.4, "0s"), (59.4, "59s"), (59.6, "1:00"), (187, "3:07"), (7505, "2:05:05"), (-3, "0s")],
+)
+def test_duration(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0, "0"), (7.812, "7.81"), (999.4, "999"), (999.9, "1k"), (7812, "7.81k"), (1.2e6, "1.2M")]
+)
+def test_short(value: float, shown: str) -> None:
+    assert short(value) == shown
+
+
+@given(st.lists(st.floats(-1e3, 1e3), max_size=100), st.integers(1, 30))
+@settings(deadline=None)
+def test_a_sparkline_is_as_wide_as_it_may_be_and_touches_both_edges(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == min(width, len(values))
+    if len(set(line)) > 1:
+        assert {"▁", "█"} <= set(line)
+
+
+def test_sparkline_rises() -> None:
+    assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1, 1, 5, 5], 2) == "▁█"
+    assert sparkline([3, 3], 5) == "▁▁"
+
+
+def test_an_unmeasured_rate_is_a_dash() -> None:
+    assert Rate(1.0).per_s is None
+    assert "- tok/s" in drawn(statuses(1), 1, 10)

@@ -1,0 +1,188 @@
+"""The watchdog's verdicts: what counts as movement, and what a stall says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.metrics.watchdog import Stall, Watchdog, find_circle, waits_on
+from pipelinerl.types import ActorProgress, EngineProgress, StageState, StageStatus, TrainerProgress
+
+Statuses = dict[str, StageStatus]
+
+
+def stuck(now: float) -> Statuses:
+    """A run in which everyone reports and nobody moves."""
+    return {
+        "engine": status(
+            "engine", "waiting", "a prompt from the actor", EngineProgress(tokens_generated=9, busy_s=now), now
+        ),
+        "actor": status("actor", "waiting", "the trainer (version 3): 64 rollouts are outstanding", ActorProgress(), now),
+        "trainer": status("trainer", "waiting", "samples from the actor: 3 of 64 are here", TrainerProgress(version=3), now),
+    }
+
+
+def status(
+    stage: str,
+    state: StageState,
+    detail: str,
+    progress: EngineProgress | ActorProgress | TrainerProgress | None = None,
+    written_s: float = 0.0,
+) -> StageStatus:
+    return StageStatus(stage=stage, pid=7, state=state, detail=detail, since_s=5.0, written_s=written_s, progress=progress)
+
+
+def watch(watchdog: Watchdog, statuses: Callable[[float], Statuses], seconds: range) -> tuple[float, Stall] | None:
+    """The first stall and when it was seen."""
+    for now in seconds:
+        if stall := watchdog.observe(statuses(now), now):
+            return now, stall
+    return None
+
+
+def test_nothing_moves_for_the_timeout() -> None:
+    found = watch(Watchdog(30.0), stuck, range(0, 100))
+    assert found is not None
+    now, stall = found
+    assert now == 30
+    assert stall.quiet_s == 30
+    assert stall.suspects == ()
+    lines = stall.message.splitlines()
+    assert lines[0] == "nothing has moved for 30 s (launch.watchdog_s is 30):"
+    assert lines[1] == "  engine (pid 7): waiting for 25 s: a prompt from the actor [waits on: actor]"
+    assert lines[3] == "  trainer (pid 7): waiting for 25 s: samples from the actor: 3 of 64 are here [waits on: actor]"
+    assert lines[4] == "  a circle: actor waits on trainer waits on actor"
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda n: {"engine": EngineProgress(tokens_generated=n)},
+        lambda n: {"engine": EngineProgress(version=n)},
+        lambda n: {"actor": ActorProgress(rollouts_handed_over=n)},
+        lambda n: {"actor": ActorProgress(rollouts_dropped={"timeout": n})},
+        lambda n: {"actor": ActorProgress(evaluated=n)},
+        lambda n: {"trainer": TrainerProgress(micro_batches=n)},
+        lambda n: {"trainer": TrainerProgress(trained=n)},
+        lambda n: {"trainer": TrainerProgress(published_version=n)},
+    ],
+)
+def test_any_counter_of_any_stage_is_progress(moved: Callable[[int], dict]) -> None:
+    def moving(now: float) -> Statuses:
+        statuses = stuck(now)
+        for stage, progress in moved(int(now) // 20).items():
+            statuses[stage] = msgspec.structs.replace(statuses[stage], progress=progress)
+        return statuses
+
+    assert watch(Watchdog(30.0), moving, range(0, 500)) is None
+
+
+@pytest.mark.parametrize("field", ["busy_s", "ready_s"])
+def test_time_spent_is_no_progress(field: str) -> None:
+    def busy(now: float) -> Statuses:
+        progress = TrainerProgress(version=3, latest={"loss": now}, **{field: now})
+        return stuck(now) | {"trainer": status("trainer", "working", "something", progress, now)}
+
+    assert watch(Watchdog(30.0), busy, range(0, 100)) is not None
+
+
+def test_going_from_waiting_to_working_and_back_is_no_progress() -> None:
+    def flapping(now: float) -> Statuses:
+        state: StageState = "working" if now % 2 else "waiting"
+        return stuck(now) | {"engine": status("engine", state, "", EngineProgress(), now)}
+
+    assert watch(Watchdog(30.0), flapping, range(0, 100)) is not None
+
+
+def test_a_stage_that_starts_late_has_its_own_bound() -> None:
+    def starting(now: float) -> Statuses:
+        state: StageState = "starting" if now < 300 else "waiting"
+        return stuck(now) | {"trainer": status("trainer", state, "loading the model", None, 0.0)}
+
+    found = watch(Watchdog(30.0), starting, range(0, 400))
+    assert found is not None
+    assert found[0] == 330
+
+
+def test_a_finished_run_and_an_empty_board_are_no_stall() -> None:
+    done = {"trainer": status("trainer", "done", "", TrainerProgress(version=9))}
+    assert watch(Watchdog(10.0), lambda now: done, range(0, 100)) is None
+    assert watch(Watchdog(10.0), lambda now: {}, range(0, 100)) is None
+
+
+def test_a_run_whose_trainer_is_done_and_whose_engine_never_ends_is_a_stall() -> None:
+    def lingering(now: float) -> Statuses:
+        return stuck(now) | {"trainer": status("trainer", "done", "", TrainerProgress(version=9), now)}
+
+    assert watch(Watchdog(10.0), lingering, range(0, 100)) is not None
+
+
+def test_a_working_stage_that_stops_reporting_is_the_suspect_while_others_go_on() -> None:
+    def hung(now: float) -> Statuses:
+        return {
+            "engine": status("engine", "working", "64 in progress", EngineProgress(tokens_generated=int(now)), now),
+            "trainer": status("trainer", "working", "micro-batch 3 of 8", TrainerProgress(version=3), min(now, 50.0)),
+        }
+
+    found = watch(Watchdog(30.0), hung, range(0, 200))
+    assert found is not None
+    now, stall = found
+    assert now == 80
+    assert stall.suspects == ("trainer",)
+    assert "trainer hung" in stall.message
+    assert "SUSPECT: it has not reported since, 30 s ago" in stall.message.splitlines()[2]
+    assert "SUSPECT" not in stall.message.splitlines()[1]
+
+
+def test_a_waiting_stage_need_not_report() -> None:
+    def quiet(now: float) -> Statuses:
+        return {
+            "engine": status("engine", "working", "", EngineProgress(tokens_generated=int(now)), now),
+            "trainer": status("trainer", "waiting", "samples from the actor", TrainerProgress(), 0.0),
+        }
+
+    assert watch(Watchdog(30.0), quiet, range(0, 200)) is None
+
+
+def test_time_in_which_nobody_looked_does_not_make_a_stall() -> None:
+    watchdog = Watchdog(60.0)
+    assert watchdog.observe(stuck(0), 0) is None
+    assert watchdog.observe(stuck(5000), 5000) is None  # the whole run was suspended
+    for now in range(5001, 5045):
+        assert watchdog.observe(stuck(now), now) is None
+    assert watchdog.observe(stuck(5045), 5045) is not None
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 9.0), st.booleans()), min_size=1, max_size=80))
+@settings(deadline=None)
+def test_a_stall_is_exactly_a_timeout_without_movement(looks: list[tuple[float, bool]]) -> None:
+    watchdog, timeout_s = Watchdog(40.0), 40.0
+    now, tokens, quiet_s = 0.0, 0, 0.0
+    watchdog.observe({"engine": status("engine", "waiting", "", EngineProgress())}, now)
+    for elapsed_s, moved in looks:
+        now += elapsed_s
+        tokens += moved
+        quiet_s = 0.0 if moved else quiet_s + elapsed_s
+        seen = watchdog.observe({"engine": status("engine", "waiting", "", EngineProgress(tokens_generated=tokens))}, now)
+        if abs(quiet_s - timeout_s) > 1e-6:
+            assert (seen is not None) == (quiet_s > timeout_s)
+
+
+def test_waits_on_reads_only_what_a_waiting_stage_says_of_others() -> None:
+    stages = {"engine": 0, "actor": 0, "trainer": 0}
+    waiting = status("trainer", "waiting", "Actor and trainer, not the factory")
+    assert waits_on(waiting, stages) == ("actor",)
+    assert waits_on(msgspec.structs.replace(waiting, state="working"), stages) == ()
+
+
+def test_find_circle() -> None:
+    assert (
+        find_circle({"a": status("a", "waiting", "b"), "b": status("b", "waiting", "c"), "c": status("c", "working", "a")})
+        == ()
+    )
+    chain = {"a": status("a", "waiting", "b"), "b": status("b", "waiting", "c"), "c": status("c", "waiting", "b")}
+    assert find_circle(chain) == ("b", "c")
