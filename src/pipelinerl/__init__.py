@@ -1,3 +1,24 @@
-"""Reinforcement learning for language models with in-flight weight updates (the PipelineRL method)."""
+"""Reinforcement learning for language models with in-flight weight updates (the PipelineRL method).
+
+    import pipelinerl
+    summary = pipelinerl.train(pipelinerl.load_config(None, ["--trainer.steps", "20"]))
+
+The engine by itself is `pipelinerl.engine.LocalEngine`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config import RunConfig, load_config
 
 __version__ = "0.1.0"
+__all__ = ["RunConfig", "__version__", "load_config", "train"]
+
+
+def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
+    """Run `config` to its end and return the contents of `summary.json` (see `pipelinerl.launch.run.train`)."""
+    from pipelinerl import launch  # noqa: PLC0415 - importing the package stays cheap
+
+    return launch.train(config, resume=resume)

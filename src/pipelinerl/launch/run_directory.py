@@ -27,6 +27,10 @@ class RunDirectory:
         return self.root / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

@@ -15,6 +15,7 @@ import msgspec
 
 from pipelinerl import errors
 from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.launch.run_directory import RunDirectory
 
 
 class LastWords(msgspec.Struct, frozen=True):
@@ -38,6 +39,10 @@ class WorkerFiles:
     log: Path
     last_words: Path
     result: Path
+
+
+def worker_files(run: RunDirectory, role: str) -> WorkerFiles:
+    return WorkerFiles(run.log(role), run.control / f"{role}.error.json", run.control / f"{role}.result.json")
 
 
 class Worker:

@@ -1,0 +1,39 @@
+"""Ctrl-C as a request, not as an exception in the middle of something."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM, counted: the first asks for a clean stop, the second for an end now."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+    @property
+    def hurried(self) -> bool:
+        return self.count > 1
+
+
+@contextmanager
+def counted_interrupts() -> Iterator[Interrupts]:
+    """Count interrupts instead of raising KeyboardInterrupt (in the main thread; elsewhere signals can't be caught)."""
+    interrupts = Interrupts()
+    previous = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, interrupts)
+    except ValueError:  # not the main thread: somebody else's program handles its signals
+        pass
+    try:
+        yield interrupts
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,55 @@
+"""Where a session of a run starts from: nothing, or a checkpoint. Known to both sides before either starts. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from pipelinerl.files import write_atomically
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.ledger import GroupLedger, LedgerRecord
+from pipelinerl.types import Group
+
+PLAN_FILE = "plan.json"
+
+
+class KeptGroup(msgspec.Struct, frozen=True):
+    """A group that lies in the stream, with the number of its rollouts that are still to be trained on."""
+
+    group: Group
+    left: int
+
+
+class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a session starts. The default is a fresh run.
+
+    `taken` are the indices of groups never to be started again: dealt with by the trainer, or waiting in the stream.
+    `settled` counts the rollouts that the trainer has trained or dropped.
+    """
+
+    checkpoint: str | None = None
+    version: int = 0
+    taken: LedgerRecord = LedgerRecord()
+    kept: tuple[KeptGroup, ...] = ()
+    settled: int = 0
+
+    def indices_to_start(self) -> Iterator[int]:
+        """Group indices to start, in order, without end."""
+        ledger = GroupLedger.from_record(self.taken)
+        return (index for index in itertools.count() if index not in ledger)
+
+    @property
+    def rollouts_before(self) -> int:
+        """Rollouts of earlier sessions that this one accounts for: settled, or kept in the stream."""
+        return self.settled + sum(kept.left for kept in self.kept)
+
+
+def write_plan(run: RunDirectory, plan: StartPlan) -> None:
+    write_atomically(run.control / PLAN_FILE, msgspec.json.encode(plan))
+
+
+def read_plan(run: RunDirectory) -> StartPlan:
+    """The plan that the launcher wrote for this session's processes."""
+    return msgspec.json.decode((run.control / PLAN_FILE).read_bytes(), type=StartPlan)
