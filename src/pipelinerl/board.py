@@ -1,0 +1,112 @@
+"""The board: where every stage says what it does and waits for, readable from any process, also after a stage died."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pipelinerl.files import SharedRecord, map_file
+from pipelinerl.types import StageStatus
+
+STATUS_BYTES = 64 * 1024
+"""Room for one status in a board file, as JSON, with a few bytes of header (the file has room for two)."""
+
+_SUFFIX = ".board"
+_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class MemoryBoard:
+    """A board within one process."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, StageStatus] = {}
+
+    def publish(self, status: StageStatus) -> None:
+        self._statuses[status.stage] = status
+
+    def read(self, stage: str) -> StageStatus | None:
+        return self._statuses.get(stage)
+
+    def stages(self) -> Sequence[str]:
+        return sorted(self._statuses)
+
+
+class _Seen(NamedTuple):
+    sequence: int
+    status: StageStatus | None
+
+
+class MmapBoard:
+    """A board in a directory: one memory-mapped file per stage, which one process writes and any process reads.
+
+    Publishing and reading are a copy in memory (microseconds, no lock, no system call). The last status of a stage that
+    was killed stays readable, whatever it was doing. Statuses stay until the files are deleted: a new run starts with an
+    empty directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._maps: dict[str, mmap.mmap] = {}
+        self._records: dict[str, SharedRecord] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._encoder = msgspec.json.Encoder()
+        self._decoder = msgspec.json.Decoder(StageStatus)
+
+    def publish(self, status: StageStatus) -> None:
+        """Replace the stage's status. One process per stage. Raises ValueError if it is too long, OSError."""
+        payload = self._encoder.encode(status)
+        record = self._record(status.stage, create=True)
+        assert record is not None  # noqa: S101 - it was created
+        if len(payload) > record.capacity:
+            raise ValueError(
+                f"the status of stage {status.stage!r} takes {len(payload)} bytes and the board has room for "
+                f"{record.capacity}: publish a bounded number of values (pauses_s, latest, detail)"
+            )
+        record.write(payload)
+
+    def read(self, stage: str) -> StageStatus | None:
+        """What the stage published last, or None if it never did. A status that was read before is not decoded again."""
+        record = self._record(stage, create=False)
+        if record is None:
+            return None
+        seen = self._seen.get(stage, _Seen(0, None))
+        if record.sequence() == seen.sequence:
+            return seen.status
+        newest = record.read()
+        if newest is None:  # Written faster than it can be read: the last whole one still tells the truth of a moment ago.
+            return seen.status
+        sequence, payload = newest
+        status = self._decoder.decode(payload)
+        self._seen[stage] = _Seen(sequence, status)
+        return status
+
+    def stages(self) -> Sequence[str]:
+        """Names of the stages that have a file, in alphabetical order."""
+        return sorted(path.name.removesuffix(_SUFFIX) for path in self._directory.glob("*" + _SUFFIX))
+
+    def close(self) -> None:
+        """Unmap the files. They stay, with what was published last."""
+        for memory in self._maps.values():
+            memory.close()
+        self._maps.clear()
+        self._records.clear()
+        self._seen.clear()
+
+    def _record(self, stage: str, *, create: bool) -> SharedRecord | None:
+        record = self._records.get(stage)
+        if record is not None:
+            return record
+        if not _STAGE_NAME.fullmatch(stage):
+            raise ValueError(f"not a stage name (letters, digits, '_', '-', '.'): {stage!r}")
+        path = self._directory / (stage + _SUFFIX)
+        if not create and not path.exists():
+            return None
+        self._maps[stage] = map_file(path, 2 * STATUS_BYTES)
+        self._records[stage] = SharedRecord(self._maps[stage], 0, 2 * STATUS_BYTES)
+        return self._records[stage]

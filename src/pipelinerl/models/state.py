@@ -1,0 +1,100 @@
+"""The weights of a model as named tensors: all of them, their checksum, and putting them back exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from pipelinerl.errors import WeightUpdateError
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer under each of its names, in the order of the model's modules.
+
+    Tied parameters appear under every name, as the same storage. Nothing is copied; the tensors are detached.
+    """
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, value in model.state_dict().items():  # This is where a module says which buffers are persistent.
+        if isinstance(value, Tensor):
+            weights.setdefault(name, value.detach())
+    return weights
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name the first name that has the very same tensor (itself, unless it is a tied alias)."""
+    owners: dict[tuple[object, ...], str] = {}
+    firsts = {}
+    for name, tensor in tensors.items():
+        where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        # Tensors without elements (and without data: meta) have no address of their own.
+        firsts[name] = owners.setdefault(where, name) if tensor.numel() and not tensor.is_meta else name
+    return firsts
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """128 bits, as 32 hex digits, over name, type, shape and bytes of every tensor; the order of names does not matter.
+
+    Tensors on other devices are copied to the CPU one at a time; a tied tensor is read once.
+    """
+    firsts = first_names(tensors)
+    digests = {name: _digest(tensors[name]) for name in dict.fromkeys(firsts.values())}
+    whole = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        whole.update(f"{name}\n{tensor.dtype}\n{tuple(tensor.shape)}\n{digests[firsts[name]]}\n".encode())
+    return whole.hexdigest()
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)  # NumPy has no bfloat16, but has bytes.
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` into the model's own storage: all of them, or none.
+
+    Names and shapes must be exactly those of `named_weights(model)`; types and devices are converted. Raises
+    WeightUpdateError, listing the differences, before anything is copied.
+    """
+    weights = named_weights(model)
+    problems = [
+        *_listed("missing", sorted(weights.keys() - tensors.keys())),
+        *_listed("unknown", sorted(tensors.keys() - weights.keys())),
+        *_listed(
+            "of another shape",
+            [
+                f"{name} {tuple(tensors[name].shape)}, the model has {tuple(weight.shape)}"
+                for name, weight in weights.items()
+                if name in tensors and tensors[name].shape != weight.shape
+            ],
+        ),
+    ]
+    if not problems:
+        problems = _listed("tied in the model but not equal", _untied(weights, tensors))
+    if problems:
+        raise WeightUpdateError("the weights do not fit the model: " + "; ".join(problems))
+    with torch.no_grad():
+        for name, first in first_names(weights).items():
+            if name == first:
+                weights[name].copy_(tensors[name])
+
+
+def _untied(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names that share one tensor in the model, with different contents in `tensors`."""
+    sources = first_names(tensors)
+    return [
+        f"{first} and {name}"
+        for name, first in first_names(weights).items()
+        if sources[name] != sources[first] and not torch.equal(tensors[name], tensors[first])
+    ]
+
+
+def _listed(what: str, names: Iterable[str], most: int = 8) -> list[str]:
+    names = list(names)
+    if not names:
+        return []
+    shown = ", ".join(names[:most])
+    return [f"{len(names)} {what} ({shown}{', ...' if len(names) > most else ''})"]

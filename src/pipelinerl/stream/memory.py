@@ -1,0 +1,99 @@
+"""A stream within one process. What is in it ends with the process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, TypeVar
+
+from pipelinerl.interfaces import StreamStats
+
+T = TypeVar("T")
+
+
+class _Shared(Generic[T]):
+    """What the two ends of a memory stream have in common."""
+
+    def __init__(self) -> None:
+        self.pending: deque[tuple[int, T]] = deque()
+        self.written = 0
+        self.taken = 0
+        self.dropped = 0
+
+    def stats(self) -> StreamStats:
+        return StreamStats(self.written, self.taken, self.dropped)
+
+
+class MemoryStreamWriter(Generic[T]):
+    def __init__(
+        self,
+        shared: _Shared[T],
+        capacity: int,
+        when_full: Literal["block", "drop_oldest"],
+        on_drop: Callable[[T], None] | None,
+    ) -> None:
+        self._shared = shared
+        self._capacity = capacity
+        self._when_full = when_full
+        self._on_drop = on_drop
+
+    def try_write(self, item: T) -> bool:
+        """Append one item. False when the stream is full and set to block (nothing was written then)."""
+        shared = self._shared
+        while len(shared.pending) >= self._capacity:
+            if self._when_full == "block":
+                return False
+            _, oldest = shared.pending.popleft()
+            shared.dropped += 1
+            if self._on_drop is not None:
+                self._on_drop(oldest)
+        shared.pending.append((shared.written, item))
+        shared.written += 1
+        return True
+
+    def stats(self) -> StreamStats:
+        return self._shared.stats()
+
+    def close(self) -> None:
+        """Nothing to release; what is in the stream can still be read."""
+
+
+class MemoryStreamReader(Generic[T]):
+    def __init__(self, shared: _Shared[T]) -> None:
+        self._shared = shared
+
+    def read(self, limit: int) -> Sequence[tuple[int, T]]:
+        """Take up to `limit` items that are there now, oldest first, each with its offset. Never waits."""
+        pending = self._shared.pending
+        items = [pending.popleft() for _ in range(min(limit, len(pending)))]
+        self._shared.taken += len(items)
+        return items
+
+    def commit(self, offset: int) -> None:
+        """Nothing to make durable. Raises ValueError if an item before `offset` was neither taken nor dropped."""
+        shared = self._shared
+        end = shared.pending[0][0] if shared.pending else shared.written
+        if offset > end:
+            raise ValueError(f"can't commit up to offset {offset}: items from {end} on were not taken yet")
+
+    def stats(self) -> StreamStats:
+        return self._shared.stats()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def memory_stream(
+    *,
+    capacity: int,
+    when_full: Literal["block", "drop_oldest"] = "block",
+    on_drop: Callable[[T], None] | None = None,
+) -> tuple[MemoryStreamWriter[T], MemoryStreamReader[T]]:
+    """The two ends of a new stream. `capacity` is in items; `on_drop` is told every item that `drop_oldest` drops.
+
+    Items are handed over as they are, not copied: they must be immutable, as everything in `types` is.
+    """
+    if capacity < 1:
+        raise ValueError(f"a stream's capacity is at least 1: {capacity}")
+    shared: _Shared[T] = _Shared()
+    return MemoryStreamWriter(shared, capacity, when_full, on_drop), MemoryStreamReader(shared)

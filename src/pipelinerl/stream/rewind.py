@@ -1,0 +1,83 @@
+"""Taking a file stream back to a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pipelinerl.files import AppendFile, sync_directory
+from pipelinerl.stream.segments import damaged, decode_item, encode_line, list_segments, read_segment, segment_path
+from pipelinerl.stream.state import Counts, Role, StreamState, explained, generation_path, made, newest_generation
+
+T = TypeVar("T")
+
+
+def rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
+    """Take the stream back to a checkpoint, before either end is opened. Returns the items that stay, oldest first.
+
+    Items before `from_offset`, dropped items, and those for which `keep` is false are removed. The others are numbered
+    anew, without gaps: the first has offset `from_offset`, which becomes the committed offset. Counts go on as if all
+    before it had been taken or dropped. Atomic: killed at any point, the stream is as before or as after.
+    Raises StreamError if an end is open or a record is damaged (a torn last one is left out).
+    """
+    with explained(directory):
+        roles = [Role(made(directory), "writer")]
+        try:
+            roles.append(Role(directory, "reader"))
+            return _rewind(directory, item_type, from_offset, keep)
+        finally:
+            for role in roles:
+                role.release()
+
+
+def _rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
+    number = newest_generation(directory)
+    old = made(generation_path(directory, number))
+    with closing(StreamState(old)) as state, state.locked():
+        earlier_drops = state.drops.before(from_offset)
+        decoder = msgspec.json.Decoder(item_type)
+        kept: list[tuple[bytes, T]] = []
+        for offset, payload, path, line in _records(old, from_offset):
+            if offset not in state.drops and keep(item := decode_item(decoder, payload, path, line)):
+                kept.append((payload, item))
+
+    new = directory / f"{number + 1:06d}.partial"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    segment = AppendFile(segment_path(new, from_offset))
+    for payload, _ in kept:
+        segment.append(encode_line(payload))
+    segment.sync()
+    segment.close()
+    with closing(StreamState(new)) as state:
+        for offset in earlier_drops:
+            state.drops.append(offset)
+        taken = from_offset - len(earlier_drops)
+        state.store(Counts(written=from_offset + len(kept), taken=taken, cursor=from_offset, committed=from_offset))
+        state.sync()
+    sync_directory(new)
+    new.rename(generation_path(directory, number + 1))
+    sync_directory(directory)
+    for left_over in range(number + 1):  # `old`, and what an interrupted rewind before this one did not get to
+        shutil.rmtree(generation_path(directory, left_over), ignore_errors=True)
+    return [item for _, item in kept]
+
+
+def _records(directory: Path, from_offset: int) -> Iterator[tuple[int, bytes, Path, int]]:
+    """Offset, JSON, file and line of every item from `from_offset` on that is still there."""
+    segments = list_segments(directory)
+    for first, following in zip(segments, [*segments[1:], None], strict=True):
+        if following is not None and following <= from_offset:
+            continue
+        path = segment_path(directory, first)
+        count = 0
+        for count, payload in enumerate(read_segment(path, newest=following is None), start=1):
+            if first + count > from_offset:
+                yield first + count - 1, payload, path, count
+        if following is not None and first + count != following:
+            raise damaged(path, count + 1, f"the next file starts at item {following}")

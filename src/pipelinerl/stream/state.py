@@ -1,0 +1,192 @@
+"""What writer and reader of a file stream share besides the items: counts, the log of dropped items, and who they are."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from pipelinerl.errors import StreamError
+from pipelinerl.files import AppendFile, SharedRecord, map_file
+from pipelinerl.interfaces import StreamStats
+
+LOCK_TIMEOUT_S = 30.0
+"""The lock is held for microseconds. It stays held only if its holder is stopped (killed processes lose it)."""
+
+
+class Counts(NamedTuple):
+    """`written`: the next item's offset. `cursor`: offset of the next item to be taken or dropped.
+
+    `taken` counts the items before `cursor` that were taken, `committed` says before which offset all is dealt with.
+    """
+
+    written: int = 0
+    taken: int = 0
+    cursor: int = 0
+    committed: int = 0
+
+
+class DropLog:
+    """Offsets of the items that were dropped: 20 digits and a newline each, appended by the writer."""
+
+    _ENTRY_BYTES = 21
+
+    def __init__(self, path: Path) -> None:
+        self.count = 0
+        self._offsets: set[int] = set()
+        self._forgotten = 0
+        self._file = AppendFile(path)
+        self._fd = os.open(path, os.O_RDONLY)
+
+    def refresh(self) -> None:
+        """Learn what was dropped since the last call. A torn last entry does not count: its item was not dropped."""
+        known = self.count * self._ENTRY_BYTES
+        new = os.fstat(self._fd).st_size - known
+        if new >= self._ENTRY_BYTES:
+            entries = os.pread(self._fd, new - new % self._ENTRY_BYTES, known).split()
+            self._offsets.update(int(entry) for entry in entries)
+            self.count += len(entries)
+
+    def cut_torn_entry(self) -> None:
+        self.refresh()
+        self._file.truncate(self.count * self._ENTRY_BYTES)
+
+    def append(self, offset: int) -> None:
+        self._file.append(b"%020d\n" % offset)
+        self.refresh()
+
+    def __contains__(self, offset: int) -> bool:
+        """Was the item dropped? Only for offsets that are not forgotten."""
+        return offset in self._offsets
+
+    def before(self, offset: int) -> list[int]:
+        """The dropped offsets before `offset`, ascending, that are not forgotten."""
+        return sorted(dropped for dropped in self._offsets if dropped < offset)
+
+    def count_before(self, offset: int) -> int:
+        """How many items before `offset` were dropped, forgotten ones included (none from `offset` on may be)."""
+        return self.count - sum(1 for dropped in self._offsets if dropped >= offset)
+
+    def forget_before(self, offset: int) -> None:
+        """Keep only the offsets that can still matter in memory: nothing looks before the committed one."""
+        if offset > self._forgotten:
+            self._forgotten = offset
+            self._offsets = {dropped for dropped in self._offsets if dropped >= offset}
+
+    def close(self) -> None:
+        self._file.close()
+        os.close(self._fd)
+
+
+class StreamState:
+    """The shared state of one file stream, in `directory`. Methods other than `peek` need the lock.
+
+    Taking items is one write of the counts, dropping one is one append to the log: whenever a process is killed, an item
+    is taken, or dropped, or neither.
+    """
+
+    _COUNTS = struct.Struct("=4Q")
+    _BYTES = 4096
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "counts"
+        self._memory = map_file(self._path, self._BYTES)
+        self._record = SharedRecord(self._memory, 0, self._BYTES)
+        self._lock_fd = os.open(self._path, os.O_RDWR)
+        self.drops = DropLog(directory / "dropped")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep the other process out. Raises StreamError if it holds the lock for too long."""
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StreamError(
+                        f"{self._path} has been locked for {LOCK_TIMEOUT_S:.0f} s: the process at the other end of the "
+                        "stream is stopped; continue or end it"
+                    ) from None
+                time.sleep(0.0002)
+        try:
+            self.drops.refresh()
+            yield
+        finally:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    def peek(self) -> Counts | None:
+        """The counts of a moment ago, without the lock. None if there are none, or they change too fast to be read."""
+        newest = self._record.read()
+        return Counts(*self._COUNTS.unpack(newest[1])) if newest else None
+
+    def load(self) -> Counts:
+        return self.peek() or Counts()
+
+    def store(self, counts: Counts) -> None:
+        self._record.write(self._COUNTS.pack(*counts))
+
+    def stats(self) -> StreamStats:
+        with self.locked():
+            counts = self.load()
+            return StreamStats(written=counts.written, taken=counts.taken, dropped=self.drops.count)
+
+    def sync(self) -> None:
+        """Make the counts durable."""
+        self._memory.flush()
+
+    def close(self) -> None:
+        if not self._memory.closed:
+            self._memory.close()
+            self.drops.close()
+            os.close(self._lock_fd)
+
+
+class Role:
+    """Makes a process the only writer, or the only reader, of a stream until `release` or its death."""
+
+    def __init__(self, directory: Path, role: str) -> None:
+        self._fd = os.open(directory / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise StreamError(f"{directory} is open already, by another {role}: end the process that has it open") from None
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def made(directory: Path) -> Path:
+    """The directory, which is there now."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn the system's errors into one that says what to do; `path` is named where the system does not say which."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or path
+        raise StreamError(
+            f"{place}: {error.strerror or error}. Make room on that disk (or make it writable), then resume the run"
+        ) from error
+
+
+def generation_path(directory: Path, number: int) -> Path:
+    return directory / f"{number:06d}"
+
+
+def newest_generation(directory: Path) -> int:
+    """A stream's files are in a numbered folder; rewinding makes the next one. 0 if there is none yet."""
+    return max((int(path.name) for path in directory.glob("[0-9]*") if path.name.isdecimal()), default=0)

@@ -1,0 +1,34 @@
+"""Looking at a file stream without being its reader."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pipelinerl.stream.rewind import _records
+from pipelinerl.stream.segments import decode_item
+from pipelinerl.stream.state import StreamState, explained, generation_path, newest_generation
+
+T = TypeVar("T")
+
+
+def waiting_items(directory: Path, item_type: type[T]) -> list[T]:
+    """The items that were written and neither taken nor dropped, oldest first; none of a stream that is not there.
+
+    Takes nothing. Raises StreamError for a damaged item.
+    """
+    if not generation_path(directory, newest_generation(directory)).is_dir():
+        return []
+    with explained(directory):
+        path = generation_path(directory, newest_generation(directory))
+        decoder = msgspec.json.Decoder(item_type)
+        with closing(StreamState(path)) as state, state.locked():
+            cursor = state.load().cursor
+            return [
+                decode_item(decoder, payload, file, line)
+                for offset, payload, file, line in _records(path, cursor)
+                if offset not in state.drops
+            ]

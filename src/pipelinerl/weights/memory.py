@@ -1,0 +1,87 @@
+"""Weight hand-over within one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.state import checksum
+from pipelinerl.types import UpdateReceipt
+from pipelinerl.weights.copies import copied
+from pipelinerl.weights.receipts import complaint
+
+
+class MemoryChannel:
+    """One sender and one receiver. The receiver gets the newest update; one that it never took is replaced."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: what floating-point tensors are converted to on sending, None: nothing."""
+        self.offered: WeightUpdate | None = None
+        self.taken: WeightUpdate | None = None
+        self.receipts: list[UpdateReceipt] = []
+        self.problem: str | None = None
+        self.sender = MemoryWeightSender(self, dtype)
+        self.receiver = MemoryWeightReceiver(self)
+
+
+class MemoryWeightSender:
+    def __init__(self, channel: MemoryChannel, dtype: torch.dtype | None) -> None:
+        self._channel = channel
+        self._dtype = dtype
+        self._version = -1
+
+    def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+        """Copy the tensors, offer the copies, return their checksum. Versions must rise.
+
+        Raises WeightUpdateError if the receiver took an update and did not acknowledge it, or acknowledged another one.
+        """
+        if version <= self._version:
+            raise WeightUpdateError(f"weight versions must rise: {version} was sent after {self._version}")
+        self._raise_problem()
+        if self._channel.taken is not None:
+            raise WeightUpdateError(f"the engine took weights of version {self._channel.taken.version} without a receipt")
+        copies = copied(tensors, self._dtype)
+        update = WeightUpdate(version, checksum(copies), copies)
+        self._channel.offered = update
+        self._version = version
+        return update.checksum
+
+    def receipts(self) -> Sequence[UpdateReceipt]:
+        """Receipts since the last call. Raises WeightUpdateError if one is not for exactly what was sent."""
+        self._raise_problem()
+        receipts, self._channel.receipts = self._channel.receipts, []
+        return receipts
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _raise_problem(self) -> None:
+        if self._channel.problem is not None:
+            raise WeightUpdateError(self._channel.problem)
+
+
+class MemoryWeightReceiver:
+    def __init__(self, channel: MemoryChannel) -> None:
+        self._channel = channel
+
+    def poll(self) -> WeightUpdate | None:
+        """The newest update not yet taken, or None."""
+        update, self._channel.offered = self._channel.offered, None
+        self._channel.taken = update or self._channel.taken
+        return update
+
+    def acknowledge(self, receipt: UpdateReceipt) -> None:
+        """Answer for the update that was taken last. Raises ValueError if there is none to answer for."""
+        channel = self._channel
+        if channel.taken is None:
+            raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
+        channel.problem = channel.problem or complaint(receipt, channel.taken.version, channel.taken.checksum)
+        channel.receipts.append(receipt)
+        channel.taken = None
+
+    def close(self) -> None:
+        """Nothing to release."""

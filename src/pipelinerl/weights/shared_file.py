@@ -1,0 +1,94 @@
+"""The file behind a shared-memory weight hand-over. Its maker needs no torch, and it has no name that could be left over.
+
+control region    the offer: which update is in which buffer (one `SharedRecord`)
+                  one receipt per receiver (a `SharedRecord` each)
+layout            names, types, shapes and places of the tensors, JSON; written once
+buffer 0, 1       the tensors, each at a multiple of 64 bytes; updates go into them in turn
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl.files import SharedRecord, reserve
+from pipelinerl.types import UpdateReceipt
+
+MAX_RECEIVERS = 64
+_RECORD_BYTES = 8192
+CONTROL_BYTES = (1 + MAX_RECEIVERS) * _RECORD_BYTES
+_MAX_ERROR_CHARACTERS = 500
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What the sender says of the update it has put into a buffer. `number` counts updates from 1."""
+
+    number: int
+    version: int
+    checksum: str
+    buffer: int
+    layout_bytes: int
+    buffer_bytes: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A receiver's receipt for update `number`."""
+
+    number: int
+    receipt: UpdateReceipt
+
+
+def create_shared_file() -> int:
+    """An open file descriptor of a new anonymous file in memory, to be inherited by the processes that meet in it.
+
+    The memory is freed when the last process that has it ends, however it ends. It grows when weights are first sent.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("pipelinerl-weights")  # Unlike /dev/shm, not limited to the 64 MB that containers give that.
+    else:
+        memory = Path("/dev/shm")  # noqa: S108 - an unnamed file in it
+        with tempfile.TemporaryFile(dir=memory if memory.is_dir() else None) as file:
+            fd = os.dup(file.fileno())
+    reserve(fd, CONTROL_BYTES)
+    return fd
+
+
+class Control:
+    """The control region of the file, mapped: the offer and the answers."""
+
+    def __init__(self, fd: int) -> None:
+        if os.fstat(fd).st_size < CONTROL_BYTES:
+            raise ValueError("not a file made by create_shared_file")
+        self._memory = mmap.mmap(fd, CONTROL_BYTES)
+        self._offer = SharedRecord(self._memory, 0, _RECORD_BYTES)
+        self._answers = [
+            SharedRecord(self._memory, (1 + index) * _RECORD_BYTES, _RECORD_BYTES) for index in range(MAX_RECEIVERS)
+        ]
+
+    def write_offer(self, offer: Offer) -> None:
+        self._offer.write(msgspec.json.encode(offer))
+
+    def offers_made(self) -> int:
+        """About a microsecond."""
+        return self._offer.sequence()
+
+    def read_offer(self) -> Offer | None:
+        newest = self._offer.read()
+        return msgspec.json.decode(newest[1], type=Offer) if newest else None
+
+    def write_answer(self, index: int, answer: Answer) -> None:
+        receipt = answer.receipt
+        if receipt.error is not None:
+            receipt = msgspec.structs.replace(receipt, error=receipt.error[:_MAX_ERROR_CHARACTERS])
+        self._answers[index].write(msgspec.json.encode(Answer(answer.number, receipt)))
+
+    def read_answer(self, index: int) -> Answer | None:
+        newest = self._answers[index].read()
+        return msgspec.json.decode(newest[1], type=Answer) if newest else None
+
+    def close(self) -> None:
+        self._memory.close()

@@ -1,0 +1,226 @@
+"""Files are whole or not there: replaced, appended to and shared, also when the disk is full or the writer dies."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.files import AppendFile, JsonLines, SharedRecord, map_file, read_json_lines, reserve, write_atomically
+
+
+class Point(msgspec.Struct, frozen=True):
+    x: int
+    note: str = ""
+
+
+def python(code: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def with_largest_file(size: int, code: str) -> str:
+    """The code, run where a file can't be larger than `size` bytes: what a full disk looks like."""
+    limit = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({size}, r.getrlimit(r.RLIMIT_FSIZE)[1]))\n"
+    return limit + code
+
+
+def test_replacing_a_file_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_atomically(path, b"one")
+    write_atomically(path, b"two" * 1000)
+    assert path.read_bytes() == b"two" * 1000
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_a_failed_replacement_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_atomically(path, b"old")
+    code = with_largest_file(
+        100,
+        "import sys, pathlib\nfrom pipelinerl.files import write_atomically\n"
+        "try: write_atomically(pathlib.Path(sys.argv[1]), b'new' * 1000)\n"
+        "except OSError as error: print('OSError', error.errno)",
+    )
+    result = python(code, path)
+    assert result.stdout.startswith("OSError"), result.stderr
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_a_replacement_into_a_missing_folder_fails(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_atomically(tmp_path / "missing" / "state", b"x")
+
+
+def test_json_lines_come_back_and_continue(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    points = [Point(i, "äöü\n" * i) for i in range(5)]
+    for point in points:
+        with JsonLines(path) as lines:
+            lines.write(point)
+    assert read_json_lines(path, Point) == points
+    assert len(path.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("torn", [b'{"x":', b'{"x":3}', b"{" * 200_000])
+def test_a_torn_last_line_is_not_read_and_cut_off_on_opening(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"x":1}\n' + torn)
+    assert read_json_lines(path, Point) == [Point(1)]
+    with JsonLines(path) as lines:
+        lines.write(Point(2))
+    assert path.read_bytes() == b'{"x":1}\n{"x":2,"note":""}\n'
+
+
+def test_a_file_with_no_whole_line_starts_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"x"')
+    JsonLines(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"x":1}\n{"x":"one"}\n{"x":3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .*\$\.x"):
+        read_json_lines(path, Point)
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    code = with_largest_file(
+        1000,
+        "import sys, pathlib\nfrom pipelinerl.files import JsonLines\n"
+        "lines = JsonLines(pathlib.Path(sys.argv[1]))\nlines.write('a' * 700)\n"
+        "try: lines.write('b' * 700)\nexcept OSError: print('full')\nlines.write('c' * 200)",
+    )
+    result = python(code, path)
+    assert result.stdout == "full\n", result.stderr
+    assert [json.loads(line)[0] for line in path.read_text().splitlines()] == ["a", "c"]
+
+
+def test_append_file_knows_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"abc")
+    file = AppendFile(path)
+    file.append(b"defg")
+    assert file.size == 7
+    file.truncate(1)
+    file.append(b"x")
+    file.close()
+    file.close()
+    assert file.closed
+    assert path.read_bytes() == b"ax"
+
+
+def test_reserving_what_is_not_there_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "big"
+    path.write_bytes(b"abc")
+    code = with_largest_file(
+        100000,
+        "import sys, os\nfrom pipelinerl.files import reserve\n"
+        "try: reserve(os.open(sys.argv[1], os.O_RDWR), 1 << 20)\nexcept OSError: print('no room')",
+    )
+    assert python(code, path).stdout == "no room\n"
+    assert path.read_bytes() == b"abc"
+    fd = os.open(path, os.O_RDWR)
+    reserve(fd, 5000)
+    os.close(fd)
+    assert path.read_bytes() == b"abc".ljust(5000, b"\0")
+
+
+def record_in(contents: bytes | None = None, size: int = 256) -> tuple[SharedRecord, mmap.mmap]:
+    memory = mmap.mmap(-1, size)
+    if contents is not None:
+        memory[:] = contents
+    return SharedRecord(memory, 0, size), memory
+
+
+def test_a_record_that_was_never_written_is_none() -> None:
+    record, _ = record_in()
+    assert record.read() is None
+    assert record.sequence() == 0
+
+
+@given(st.lists(st.binary(max_size=112), min_size=1, max_size=6))
+@settings(deadline=None)
+def test_a_record_is_the_last_one_written(payloads: list[bytes]) -> None:
+    record, memory = record_in()
+    for number, payload in enumerate(payloads, start=1):
+        assert record.write(payload) == number
+        assert record.read() == (number, payload)
+        assert SharedRecord(memory, 0, 256).sequence() == number
+
+
+def test_a_record_that_does_not_fit_is_refused() -> None:
+    record, _ = record_in()
+    record.write(b"small")
+    with pytest.raises(ValueError, match="113 bytes does not fit into 112"):
+        record.write(b"x" * 113)
+    assert record.read() == (1, b"small")
+
+
+@given(st.lists(st.binary(max_size=112), max_size=4), st.binary(min_size=1, max_size=112))
+@settings(deadline=None, max_examples=50)
+def test_a_writer_that_dies_in_the_middle_leaves_the_record_before_it(earlier: list[bytes], last: bytes) -> None:
+    record, memory = record_in()
+    for payload in earlier:
+        record.write(payload)
+    expected, before = record.read(), memory[:]
+    record.write(last)
+    after = memory[:]
+    # Payload first, then the header: stop after each byte that the write changed, in that order.
+    slot = 128 * ((len(earlier) + 1) % 2)
+    order = [*range(slot + 16, slot + 128), *range(slot, slot + 16)]
+    torn = bytearray(before)
+    for position in order:
+        if torn[position] == after[position]:
+            continue
+        torn[position] = after[position]
+        found = record_in(bytes(torn))[0].read()
+        assert found == (record.read() if bytes(torn) == after else expected)
+    survivor, _ = record_in(bytes(before))
+    survivor.write(b"next")
+    found = survivor.read()
+    assert found is not None
+    assert found[1] == b"next"
+
+
+def test_a_reader_in_another_process_never_sees_a_mix(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    code = (
+        "import sys, pathlib, itertools\nfrom pipelinerl.files import SharedRecord, map_file\n"
+        "record = SharedRecord(map_file(pathlib.Path(sys.argv[1]), 8192), 0, 8192)\n"
+        "for n in itertools.count():\n    record.write(bytes([n % 251]) * (1 + n * 37 % 4000))"
+    )
+    record = SharedRecord(map_file(path, 8192), 0, 8192)
+    writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
+    try:
+        seen: list[int] = []
+        while len(seen) < 2000:
+            assert writer.poll() is None
+            found = record.read()
+            if found is None:
+                continue
+            sequence, payload = found
+            number = sequence - 1
+            assert payload == bytes([number % 251]) * (1 + number * 37 % 4000)
+            seen.append(sequence)
+        assert seen == sorted(seen)
+        assert seen[-1] > seen[0]
+    finally:
+        writer.kill()
+        writer.wait()
+    last = record.read()
+    assert last is not None
+    assert last[0] >= seen[-1]
