@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipelinerl.engine.attention import ATTENTION_NAME, Chunk, RowClass, StepBatch, slot_attention
 from pipelinerl.engine.kv_cache import KVCache, LayerShape
@@ -22,12 +22,11 @@ class ModelRunner:
     from those of its own forward: a model is either run right or not at all.
     """
 
-    def __init__(self, model: nn.Module, rows: int, max_length: int) -> None:
-        self.model: Any = model.eval()
+    def __init__(self, model: Any, rows: int, max_length: int) -> None:
+        self.model = model.eval()
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        embedding: Any = self.model.get_input_embeddings()
-        self.vocabulary: int = embedding.weight.shape[0]
+        self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         self._windows_seen: set[int | None] = set()
         _register_attention()
         _refuse_unfit(self.model)
