@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Rows = Sequence[int] | npt.NDArray[np.int64]
 
 
 class LayerShape(NamedTuple):
@@ -50,9 +54,9 @@ class KVCache:
         """Keys and values [H, heads, max_length, dim] of one layer, to read and write."""
         return self._layers[index]
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """Copy the first `length` positions of rows `sources` to rows `targets`, all at once (a permutation is fine)."""
-        if not sources or length == 0:
+        if len(sources) == 0 or length == 0:
             return
         for keys, values in self._blocks:
             for block in (keys, values):

@@ -9,11 +9,12 @@ from collections.abc import Sequence as Seq
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from pipelinerl.engine.attention import Chunk
-from pipelinerl.engine.rows import RowTable
+from pipelinerl.engine.rows import Ints, RowTable
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.engine.sampler import SamplingRows, sample
 from pipelinerl.engine.sequence import Prefill, Sequence, VersionMarks
@@ -21,7 +22,7 @@ from pipelinerl.engine.uniform import request_key, uniforms
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.state import checksum, load_weights, named_weights
-from pipelinerl.types import Completion, EngineProgress, GenerationRequest, TokenEvent, UpdateReceipt
+from pipelinerl.types import Completion, EngineProgress, FinishReason, GenerationRequest, TokenEvent, UpdateReceipt
 
 
 class LocalEngine:
@@ -56,8 +57,8 @@ class LocalEngine:
         self._table = RowTable(slots, max_length)
         self._waiting: deque[Sequence] = deque()
         self._prefills: list[Prefill] = []
-        self._decoding: list[Sequence] = []
         self._known: dict[str, Sequence] = {}
+        self._streaming: set[str] = set()
         self._cancelled: set[str] = set()
         self._rearrange = False
         self._tokens_generated = 0
@@ -72,7 +73,7 @@ class LocalEngine:
 
     @property
     def in_progress(self) -> int:
-        return len(self._decoding) + sum(len(prefill.members) for prefill in self._prefills)
+        return self._table.used
 
     @property
     def queued(self) -> int:
@@ -115,9 +116,11 @@ class LocalEngine:
         if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
             raise RequestError(f"request {request.id!r} has sampling parameters out of range: {sampling}")
         key = request_key(request.id, sampling.seed)
-        sequence = Sequence(request=request, key=key, stop=frozenset(sampling.stop_token_ids))
+        sequence = Sequence(request=request, key=key)
         self._known[request.id] = sequence
         self._waiting.append(sequence)
+        if request.stream:
+            self._streaming.add(request.id)
 
     def cancel(self, request_id: str) -> None:
         """End a request at the next token boundary, with what it has. Unknown ids (already ended) are ignored."""
@@ -142,74 +145,59 @@ class LocalEngine:
         if not self._known:
             return StepOutput((), ())
         started_s = time.perf_counter()
-        tokens: list[TokenEvent] = []
         finished = self._take_cancelled()
-        self._admit()
-        chunks, completed = self._next_chunks()
-        if self._rearrange or self._table.outgrown():
-            self._arrange()
-        if self._decoding or chunks:
-            self._advance(chunks, completed, tokens, finished)
+        fresh = self._admit()
+        if fresh or self._rearrange or self._table.outgrown():
+            moves = self._table.arrange(fresh)
+            self._runner.kv.move(moves.sources, moves.targets, moves.length)
+            self._rearrange = False
+        chunks = self._next_chunks()
+        tokens: list[TokenEvent] = []
+        if self._table.decoding or chunks:
+            logits_PV = self._run(chunks)
+            tokens = self._sample(logits_PV, [prefill for prefill, _ in chunks], finished)
         self._busy_s += time.perf_counter() - started_s
         return StepOutput(tokens, finished)
 
     def _take_cancelled(self) -> list[Completion]:
-        if not self._cancelled:
-            return []
-        cancelled, self._cancelled = self._cancelled, set()
         ended = []
-        for request_id in cancelled & self._known.keys():
-            sequence = self._known.pop(request_id)
-            ended.append(sequence.complete("cancelled"))
+        for request_id in self._cancelled & self._known.keys():
+            sequence = self._known[request_id]
+            ended.append(self._end(sequence, "cancelled"))
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
-            elif sequence in self._decoding:
-                self._decoding.remove(sequence)
             else:
                 self._leave_prefill(sequence)
-        self._rearrange = True
+        self._cancelled.clear()
         return ended
 
     def _leave_prefill(self, sequence: Sequence) -> None:
-        prefill = next(prefill for prefill in self._prefills if sequence in prefill.members)
-        leads = prefill.members[0] is sequence
+        """If the sequence is in a prefill: let the others go on without it."""
+        prefill = next((prefill for prefill in self._prefills if sequence in prefill.members), None)
+        if prefill is None:
+            return
+        if prefill.members[0] is sequence and len(prefill.members) > 1:
+            self._runner.kv.move([sequence.row], [prefill.members[1].row], prefill.done)
         prefill.members.remove(sequence)
         if not prefill.members:
             self._prefills.remove(prefill)
-        elif leads:
-            self._runner.kv.move([sequence.row], [prefill.row], prefill.done)
 
-    def _admit(self) -> None:
-        """Move waiting requests into free rows; requests with the same prompt are prefilled together."""
-        free = self.slots - self.in_progress
+    def _admit(self) -> list[Sequence]:
+        """Take waiting requests for which there is a row; those with the same prompt are prefilled together."""
+        free = self._table.free
         if not free or not self._waiting:
-            return
-        fresh: dict[tuple[int, ...], Prefill] = {}
-        while free and self._waiting:
-            sequence = self._waiting.popleft()
+            return []
+        fresh = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        by_prompt: dict[tuple[int, ...], Prefill] = {}
+        for sequence in fresh:
             prompt_ids = sequence.request.prompt_ids
-            if prompt_ids in fresh:
-                fresh[prompt_ids].members.append(sequence)
-            else:
-                fresh[prompt_ids] = Prefill(prompt_ids, [sequence])
-            free -= 1
-        self._prefills += fresh.values()
-        self._arrange()
-        for prefill in fresh.values():
-            for sequence in prefill.members:
-                self._table.admit(sequence)
+            by_prompt.setdefault(prompt_ids, Prefill(prompt_ids, [])).members.append(sequence)
+        self._prefills += by_prompt.values()
+        return fresh
 
-    def _arrange(self) -> None:
-        prefilling = [sequence for prefill in self._prefills for sequence in prefill.members]
-        moves = self._table.place(self._decoding, prefilling)
-        self._runner.kv.move(moves.sources, moves.targets, moves.length)
-        self._decoding = list(self._table.decoding)
-        self._rearrange = False
-
-    def _next_chunks(self) -> tuple[list[tuple[Prefill, int]], list[Prefill]]:
+    def _next_chunks(self) -> list[tuple[Prefill, int]]:
         """Prompt tokens to process in this step, oldest prompts first, within the budget."""
         chunks: list[tuple[Prefill, int]] = []
-        completed = []
         budget = self._prefill_tokens
         for prefill in self._prefills:
             if budget == 0:
@@ -217,19 +205,11 @@ class LocalEngine:
             count = min(budget, len(prefill.prompt_ids) - prefill.done)
             budget -= count
             chunks.append((prefill, count))
-            if prefill.done + count == len(prefill.prompt_ids):
-                completed.append(prefill)
-        return chunks, completed
+        return chunks
 
-    def _advance(
-        self,
-        chunks: Seq[tuple[Prefill, int]],
-        completed: Seq[Prefill],
-        tokens: list[TokenEvent],
-        finished: list[Completion],
-    ) -> None:
-        """Run the model once over decoding rows and chunks, sample where a sequence has all of its context."""
-        table, rows = self._table, len(self._decoding)
+    def _run(self, chunks: Seq[tuple[Prefill, int]]) -> torch.Tensor:
+        """Run the model over decoding rows and chunks; logits of the rows and of prompts that are now complete."""
+        table, rows = self._table, self._table.decoding
         ids = [table.last[:rows]]
         positions = [table.positions[:rows]]
         ragged: list[Chunk] = []
@@ -243,8 +223,8 @@ class LocalEngine:
             begin += count
             if end == len(prefill.prompt_ids):
                 keep.append(begin - 1)
+            prefill.versions.mark(self._version, prefill.done)
             prefill.done = end
-            prefill.versions.extend(self._version, count)
         logits_PV = self._runner.forward(
             self._runner.kv,
             torch.from_numpy(np.concatenate(ids)),
@@ -254,42 +234,54 @@ class LocalEngine:
             classes=table.classes(),
             chunks=tuple(ragged),
         )
+        table.positions[:rows] += 1
         self._decode_steps += 1
-        if keep:
-            self._sample(logits_PV, completed, tokens, finished)
+        return logits_PV
 
-    def _sample(
-        self, logits_PV: torch.Tensor, completed: Seq[Prefill], tokens: list[TokenEvent], finished: list[Completion]
-    ) -> None:
-        table, rows = self._table, len(self._decoding)
-        sequences = list(self._decoding)
-        source = list(range(rows))
+    def _sample(self, logits_PV: torch.Tensor, advanced: Seq[Prefill], finished: list[Completion]) -> list[TokenEvent]:
+        """Sample for every row that has logits, and hand out what comes of it."""
+        rows = self._table.decoding
+        row_n: list[int] = list(range(rows))
+        source_n = list(row_n)
+        completed = [prefill for prefill in advanced if prefill.done == len(prefill.prompt_ids)]
         for i, prefill in enumerate(completed):
             self._share(prefill)
-            sequences += prefill.members
-            source += [rows + i] * len(prefill.members)
-        if len(source) > logits_PV.shape[0]:
-            logits_PV = logits_PV[source]
-        row_n = np.fromiter((sequence.row for sequence in sequences), dtype=np.int64, count=len(sequences))
-        table.positions[:rows] += 1
-        ids_n, logprobs_n = self._draw(logits_PV, row_n)
-        table.last[row_n] = ids_n
-        table.counts[row_n] += 1
-        self._hand_out(sequences, ids_n.tolist(), logprobs_n, tokens, finished)
-        if completed:
-            for prefill in completed:
-                self._prefills.remove(prefill)
-                self._decoding += [sequence for sequence in prefill.members if sequence.request.id in self._known]
-            self._rearrange = True
+            row_n += [sequence.row for sequence in prefill.members]
+            source_n += [rows + i] * len(prefill.members)
+        if not row_n:
+            return []
+        if len(source_n) > logits_PV.shape[0]:
+            logits_PV = logits_PV[source_n]
+        return self._hand_out(logits_PV, np.array(row_n), finished)
 
     def _share(self, prefill: Prefill) -> None:
-        """The prompt is done: copy its keys and values to the other members' rows."""
+        """The prompt is done: its keys and values go to the other members' rows, and all begin to decode."""
         leader, *others = prefill.members
         self._runner.kv.move([leader.row] * len(others), [other.row for other in others], len(prefill.prompt_ids))
+        prompt_versions = prefill.versions.spans(prefill.done)
         for sequence in prefill.members:
-            sequence.prompt_versions = prefill.versions.spans()
+            sequence.prompt_versions = prompt_versions
+            sequence.versions.mark(self._version, 0)
+            self._table.start_decoding(sequence)
+        self._prefills.remove(prefill)
+        self._rearrange = True
 
-    def _draw(self, logits_nV: torch.Tensor, row_n: np.ndarray) -> tuple[np.ndarray, list[float]]:
+    def _hand_out(self, logits_nV: torch.Tensor, row_n: Ints, finished: list[Completion]) -> list[TokenEvent]:
+        table = self._table
+        ids_n, logprobs_n = self._draw(logits_nV, row_n)
+        ended, stopped = table.record(row_n, ids_n, logprobs_n)
+        self._tokens_generated += len(row_n)
+        events = []
+        if self._streaming:
+            for row, token_id, logprob in zip(row_n.tolist(), ids_n.tolist(), logprobs_n.tolist(), strict=True):
+                request_id = table.owner(row).request.id
+                if request_id in self._streaming:
+                    events.append(TokenEvent(request_id, int(table.counts[row]) - 1, token_id, logprob, self._version))
+        for index, by_stop_token in zip(ended.tolist(), stopped.tolist(), strict=True):
+            finished.append(self._end(table.owner(int(row_n[index])), "stop" if by_stop_token else "length"))
+        return events
+
+    def _draw(self, logits_nV: torch.Tensor, row_n: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
         table, device = self._table, logits_nV.device
         temperature_n, top_p_n, top_k_n = table.temperature[row_n], table.top_p[row_n], table.top_k[row_n]
         plain = bool((temperature_n == 1).all() and (top_p_n == 1).all() and (top_k_n == 0).all())
@@ -302,31 +294,25 @@ class LocalEngine:
         uniforms_n = torch.from_numpy(uniforms(table.keys[row_n], table.counts[row_n])).to(device)
         with torch.inference_mode():
             ids_n, logprobs_n = sample(logits_nV, parameters, uniforms_n)
-        return ids_n.cpu().numpy(), logprobs_n.tolist()
+        return ids_n.cpu().numpy(), logprobs_n.cpu().numpy()
 
-    def _hand_out(
-        self,
-        sequences: Seq[Sequence],
-        ids: Seq[int],
-        logprobs: Seq[float],
-        tokens: list[TokenEvent],
-        finished: list[Completion],
-    ) -> None:
-        version = self._version
-        ended = False
-        for sequence, token_id, logprob in zip(sequences, ids, logprobs, strict=True):
-            reason = sequence.append(token_id, logprob, version)
-            if sequence.request.stream:
-                index = len(sequence.tokens) - 1
-                tokens.append(TokenEvent(sequence.request.id, index, token_id, logprob, version))
-            if reason is not None:
-                finished.append(sequence.complete(reason))
-                del self._known[sequence.request.id]
-                ended = True
-        self._tokens_generated += len(sequences)
-        if ended:
-            self._decoding = [sequence for sequence in self._decoding if sequence.request.id in self._known]
+    def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
+        """The request is over: free its row and return what it has."""
+        table, row = self._table, sequence.row
+        count = int(table.counts[row]) if row >= 0 else 0
+        if row >= 0:
+            table.release(sequence)
             self._rearrange = True
+        del self._known[sequence.request.id]
+        self._streaming.discard(sequence.request.id)
+        return Completion(
+            request_id=sequence.request.id,
+            token_ids=tuple(table.tokens[row, :count].tolist()),
+            logprobs=tuple(table.logprobs[row, :count].tolist()),
+            weight_versions=sequence.versions.spans(count),
+            finish_reason=reason,
+            prompt_versions=sequence.prompt_versions,
+        )
 
     # ---------------------------------------------------------------------------------------------- weights
 
@@ -349,6 +335,9 @@ class LocalEngine:
                 f"{update.checksum}: it can't go on"
             )
         self._version = update.version
+        for sequence in self._known.values():
+            if sequence.row >= 0 and (count := int(self._table.counts[sequence.row])):
+                sequence.versions.mark(update.version, count)
         if self._recompute_kv:
             self._recompute()
         pause_s = time.perf_counter() - started_s
@@ -365,15 +354,17 @@ class LocalEngine:
 
     def _recompute(self) -> None:
         """Compute all keys and values again with the weights of now, as if they had always been these."""
+        table = self._table
         jobs: list[tuple[int, tuple[int, ...]]] = []
-        for sequence in self._decoding:
-            ids = (*sequence.request.prompt_ids, *sequence.tokens)
-            jobs.append((sequence.row, ids[: sequence.cached]))
+        prefilling = {sequence for prefill in self._prefills for sequence in prefill.members}
+        for sequence in self._known.values():
+            if sequence.row >= 0 and sequence not in prefilling:
+                sampled = table.tokens[sequence.row, : table.counts[sequence.row] - 1].tolist()
+                jobs.append((sequence.row, (*sequence.request.prompt_ids, *sampled)))
         for prefill in self._prefills:
             jobs.append((prefill.row, prefill.prompt_ids[: prefill.done]))
             prefill.versions = VersionMarks()
-            if prefill.done:
-                prefill.versions.extend(self._version, prefill.done)
+            prefill.versions.mark(self._version, 0)
         pieces = [
             (row, start, ids[start : start + self._prefill_tokens])
             for row, ids in jobs

@@ -3,12 +3,14 @@
 A decode step attends, for each class, to as many positions as its longest sequence has. Without classes one long sequence
 would make all others pay for its length; with them, a class costs one more attention call a layer. Sequences are moved so
 that decoding rows are always `0..R-1`, longest class first, followed by the rows of prompts still being processed.
+
+Everything a step needs of its rows is kept in arrays, so that the work per token is not Python's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +18,11 @@ import numpy.typing as npt
 from pipelinerl.engine.attention import RowClass
 from pipelinerl.engine.sequence import Sequence
 
+Ints = npt.NDArray[np.int64]
+
 # Attention lengths are rounded up to this, so that shapes repeat from step to step.
 _ROUND = 16
+_FREE, _PREFILLING, _DECODING = 0, 1, 2
 
 
 def class_limits(max_length: int, smallest: int = 32) -> tuple[int, ...]:
@@ -30,81 +35,100 @@ def class_limits(max_length: int, smallest: int = 32) -> tuple[int, ...]:
     return (*limits, max_length)
 
 
-@dataclass(frozen=True)
-class Moves:
+class Moves(NamedTuple):
     """Row contents to copy, all at once: `sources[i]` to `targets[i]`; `length` positions are enough for all."""
 
-    sources: list[int]
-    targets: list[int]
+    sources: Ints
+    targets: Ints
     length: int
 
 
 class RowTable:
-    """Assigns rows and keeps per-row state that a decode step needs as arrays.
+    """Assigns rows and holds their state, one entry a row.
 
-    `positions` is where the row's next token goes, `last` that token, `counts` how many tokens were sampled, `keys` the
-    request's randomness; `temperature`, `top_p`, `top_k` its sampling parameters.
+    `positions` is where the row's next token goes in the cache, `last` that token, `counts` how many tokens were sampled
+    of at most `budgets`; `tokens` and `logprobs` [rows, max_length] are the sampled ones. `keys` is the request's
+    randomness, `temperature`, `top_p`, `top_k` its sampling parameters and `stops` its stop tokens, padded with -1.
     """
 
     def __init__(self, rows: int, max_length: int) -> None:
-        self.capacity = rows
-        self._limits = class_limits(max_length)
-        self._integers: npt.NDArray[np.int64] = np.zeros((4, rows), dtype=np.int64)
+        self._limits: Ints = np.array(class_limits(max_length))
+        self._integers: Ints = np.zeros((5, rows), dtype=np.int64)
+        self.positions, self.last, self.counts, self.budgets, self.top_k = self._integers
         self._reals: npt.NDArray[np.float32] = np.zeros((2, rows), dtype=np.float32)
-        self.keys: npt.NDArray[np.uint64] = np.zeros(rows, dtype=np.uint64)
-        self.positions, self.last, self.counts, self.top_k = self._integers
         self.temperature, self.top_p = self._reals
-        self.decoding: list[Sequence] = []
+        self.keys: npt.NDArray[np.uint64] = np.zeros(rows, dtype=np.uint64)
+        self.stops: Ints = np.full((rows, 1), -1, dtype=np.int64)
+        self.tokens: Ints = np.zeros((rows, max_length), dtype=np.int64)
+        self.logprobs: npt.NDArray[np.float32] = np.zeros((rows, max_length), dtype=np.float32)
+        self._kinds: Ints = np.zeros(rows, dtype=np.int64)
+        self._owners: list[Sequence | None] = [None] * rows
         self._regions: list[tuple[int, int, int]] = []
+        self._used = 0
+        self.decoding = 0
 
-    def place(self, decoding: Seq[Sequence], prefilling: Seq[Sequence]) -> Moves:
-        """Give every sequence its row. Sequences stay where they are unless their region moved from under them."""
-        by_class: list[list[Sequence]] = [[] for _ in self._limits]
-        for sequence in decoding:
-            needed = sequence.cached + 1
-            by_class[next(i for i, limit in enumerate(self._limits) if limit >= needed)].append(sequence)
-        sources: list[int] = []
-        targets: list[int] = []
-        length = 0
+    @property
+    def used(self) -> int:
+        """Rows that are not free."""
+        return self._used
+
+    @property
+    def free(self) -> int:
+        return len(self._owners) - self._used
+
+    def owner(self, row: int) -> Sequence:
+        owner = self._owners[row]
+        if owner is None:
+            raise LookupError(f"row {row} is free")
+        return owner
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is over; its row is free."""
+        self._kinds[sequence.row] = _FREE
+        self._owners[sequence.row] = None
+        self._used -= 1
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """The sequence's prompt is in the cache."""
+        self._kinds[sequence.row] = _DECODING
+
+    def arrange(self, fresh: Seq[Sequence] = ()) -> Moves:
+        """Give every region its rows and `fresh` sequences, whose prompts are to be processed, rows of their own.
+
+        Rows stay where they are unless their region moved from under them. The caller copies the cache by the moves.
+        """
+        alive = np.flatnonzero(self._kinds)
+        classes = np.searchsorted(self._limits, self.positions[alive] + 1)
+        last_region = len(self._limits)
+        regions = np.where(self._kinds[alive] == _DECODING, last_region - 1 - classes, last_region)
+        sizes = np.bincount(regions, minlength=last_region + 1)
+        self.decoding = int(sizes[:last_region].sum())
+        sizes[last_region] += len(fresh)
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        sources: list[Ints] = []
+        targets: list[Ints] = []
         self._regions = []
-        self.decoding = []
-        start = 0
-        for limit, members in [*reversed(list(zip(self._limits, by_class, strict=True))), (0, list(prefilling))]:
-            if not members:
-                continue
-            end = start + len(members)
-            ordered: list[Sequence | None] = [None] * len(members)
-            homeless = []
-            for sequence in members:
-                if start <= sequence.row < end:
-                    ordered[sequence.row - start] = sequence
-                else:
-                    homeless.append(sequence)
-            for offset, holder in enumerate(ordered):
-                if holder is None:
-                    sequence = homeless.pop()
-                    if sequence.row >= 0:
-                        sources.append(sequence.row)
-                        targets.append(start + offset)
-                        length = max(length, sequence.cached if limit else len(sequence.request.prompt_ids))
-                    sequence.row = start + offset
-                    ordered[offset] = sequence
-            if limit:
-                self._regions.append((start, end, limit))
-                self.decoding += [sequence for sequence in ordered if sequence is not None]
-            start = end
-        if sources:
-            self._integers[:, targets] = self._integers[:, sources]
-            self._reals[:, targets] = self._reals[:, sources]
-            self.keys[targets] = self.keys[sources]
-        return Moves(sources, targets, length)
-
-    def admit(self, sequence: Sequence) -> None:
-        """Fill in the state of a sequence that was just given a row for the first time."""
-        row, sampling = sequence.row, sequence.request.sampling
-        self._integers[:, row] = (len(sequence.request.prompt_ids), 0, 0, sampling.top_k)
-        self._reals[:, row] = (sampling.temperature, sampling.top_p)
-        self.keys[row] = sequence.key
+        vacant: Ints = np.arange(0)
+        for region in range(last_region + 1):
+            start, end = int(starts[region]), int(starts[region + 1])
+            if region < last_region and end > start:
+                self._regions.append((start, end, int(self._limits[last_region - 1 - region])))
+            rows = alive[regions == region]
+            inside = (rows >= start) & (rows < end)
+            is_vacant = np.ones(end - start, dtype=np.bool_)
+            is_vacant[rows[inside] - start] = False
+            vacant = start + np.flatnonzero(is_vacant)
+            movers = rows[~inside]
+            sources.append(movers)
+            targets.append(vacant[: len(movers)])
+            vacant = vacant[len(movers) :]
+        moves = self._move(np.concatenate(sources), np.concatenate(targets))
+        self._used = int(starts[-1])
+        self._kinds[self._used :] = _FREE
+        self._owners[self._used :] = [None] * (len(self._owners) - self._used)
+        for row, sequence in zip(vacant.tolist(), fresh, strict=True):
+            self._admit(sequence, row)
+        return moves
 
     def outgrown(self) -> bool:
         """Has a sequence grown beyond the length of its class?"""
@@ -117,3 +141,49 @@ class RowTable:
             needed = int(self.positions[start:end].max()) + 1
             classes.append(RowClass(start, end, min(limit, -(-needed // _ROUND) * _ROUND)))
         return tuple(classes)
+
+    def record(self, rows_n: Ints, ids_n: Ints, logprobs_n: npt.NDArray[np.float32]) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Take one sampled token for each of `rows_n`. Returns which of them (indices into `rows_n`) end with it, and
+        for each of these whether by a stop token (else by its budget)."""
+        counts_n = self.counts[rows_n]
+        self.tokens[rows_n, counts_n] = ids_n
+        self.logprobs[rows_n, counts_n] = logprobs_n
+        self.last[rows_n] = ids_n
+        self.counts[rows_n] = counts_n + 1
+        stopped_n = (self.stops[rows_n] == ids_n[:, None]).any(axis=1)
+        ended = np.flatnonzero(stopped_n | (counts_n + 1 >= self.budgets[rows_n]))
+        return ended, stopped_n[ended]
+
+    def _move(self, sources: Ints, targets: Ints) -> Moves:
+        if not len(sources):
+            return Moves(sources, targets, 0)
+        moved = [self.owner(row) for row in sources.tolist()]
+        length = int(self.positions[sources].max())
+        self._integers[:, targets] = self._integers[:, sources]
+        self._reals[:, targets] = self._reals[:, sources]
+        self.keys[targets] = self.keys[sources]
+        self.stops[targets] = self.stops[sources]
+        self._kinds[targets] = self._kinds[sources]
+        longest = int(self.counts[targets].max())
+        self.tokens[targets, :longest] = self.tokens[sources, :longest]
+        self.logprobs[targets, :longest] = self.logprobs[sources, :longest]
+        for row, sequence in zip(targets.tolist(), moved, strict=True):
+            self._owners[row] = sequence
+            sequence.row = row
+        return Moves(sources, targets, length)
+
+    def _admit(self, sequence: Sequence, row: int) -> None:
+        sampling, prompt = sequence.request.sampling, sequence.request.prompt_ids
+        self._integers[:, row] = (len(prompt), 0, 0, sampling.max_tokens, sampling.top_k)
+        self._reals[:, row] = (sampling.temperature, sampling.top_p)
+        self.keys[row] = sequence.key
+        stops = sampling.stop_token_ids
+        if len(stops) > self.stops.shape[1]:
+            wider = np.full((len(self.stops), len(stops)), -1, dtype=np.int64)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[row] = -1
+        self.stops[row, : len(stops)] = stops
+        self._kinds[row] = _PREFILLING
+        self._owners[row] = sequence
+        sequence.row = row

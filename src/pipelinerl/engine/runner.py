@@ -28,6 +28,8 @@ class ModelRunner:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         self._windows_seen: set[int | None] = set()
+        # Our attention needs no mask. A ready-made 4D one, which it ignores, keeps transformers from making another.
+        self._mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
         _register_attention()
         _refuse_unfit(self.model)
         self._check(max_length)
@@ -58,6 +60,7 @@ class ModelRunner:
         out = self.model(
             input_ids=ids_T[None],
             position_ids=positions_T[None],
+            attention_mask=self._mask,
             use_cache=False,
             logits_to_keep=torch.as_tensor(keep, dtype=torch.long, device=self.device),
             slot_batch=batch,

@@ -1,30 +1,34 @@
-"""What the engine knows of one request while it serves it."""
+"""What the engine knows of one request while it serves it. Its tokens are in the row table until it ends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipelinerl.types import Completion, FinishReason, GenerationRequest, VersionSpan
+from pipelinerl.types import GenerationRequest, VersionSpan
 
 
 class VersionMarks:
     """Which weights produced each of a growing row of tokens, kept as the points where the version changes."""
 
-    __slots__ = ("_length", "_marks")
+    __slots__ = ("_marks",)
 
     def __init__(self) -> None:
         self._marks: list[tuple[int, int]] = []
-        self._length = 0
 
-    def extend(self, version: int, count: int = 1) -> None:
+    def mark(self, version: int, start: int) -> None:
+        """Tokens from `start` on are by the weights of `version`."""
         if not self._marks or self._marks[-1][0] != version:
-            self._marks.append((version, self._length))
-        self._length += count
+            self._marks.append((version, start))
 
-    def spans(self) -> tuple[VersionSpan, ...]:
-        ends = [*(start for _, start in self._marks[1:]), self._length]
-        # Shortest first: without marks there is nothing to cover, and `ends` is only the length 0.
-        return tuple(VersionSpan(version, start, end) for (version, start), end in zip(self._marks, ends, strict=False))
+    def spans(self, length: int) -> tuple[VersionSpan, ...]:
+        """Spans over the first `length` tokens; marks that no token followed leave no trace."""
+        starts = [start for _, start in self._marks]
+        ends = [*starts[1:], length]
+        return tuple(
+            VersionSpan(version, start, min(end, length))
+            for (version, start), end in zip(self._marks, ends, strict=False)
+            if start < min(end, length)
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -33,36 +37,9 @@ class Sequence:
 
     request: GenerationRequest
     key: int
-    stop: frozenset[int]
     row: int = -1
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     versions: VersionMarks = field(default_factory=VersionMarks)
     prompt_versions: tuple[VersionSpan, ...] = ()
-
-    @property
-    def cached(self) -> int:
-        """Tokens whose keys and values are in the cache once the prompt is: all but the newest."""
-        return len(self.request.prompt_ids) + len(self.tokens) - 1
-
-    def append(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
-        """Take a sampled token; say why the completion ends with it, if it does."""
-        self.tokens.append(token_id)
-        self.logprobs.append(logprob)
-        self.versions.extend(version)
-        if token_id in self.stop:
-            return "stop"
-        return "length" if len(self.tokens) >= self.request.sampling.max_tokens else None
-
-    def complete(self, reason: FinishReason) -> Completion:
-        return Completion(
-            request_id=self.request.id,
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            weight_versions=self.versions.spans(),
-            finish_reason=reason,
-            prompt_versions=self.prompt_versions,
-        )
 
 
 @dataclass(eq=False, slots=True)
