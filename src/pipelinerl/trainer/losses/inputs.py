@@ -1,6 +1,5 @@
 """What goes into a loss and what comes out of it."""
 
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,0 +1,286 @@
+"""Checkpoints: everything that the next optimizer step depends on, in one folder that is whole or not there.
+
+    checkpoints/step_00000010/
+        config.json, model.safetensors, tokenizer...   Hugging Face layout: AutoModelForCausalLM.from_pretrained(folder)
+        optimizer.safetensors                          moments and step counts by parameter name
+        state.json                                     version, RNG, positions, counters, size and checksum of each file
+
+A checkpoint is written into a hidden folder, made durable, and renamed. Whatever happens before the rename (a full disk,
+a kill) leaves the checkpoints that were there as they were. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import logging
+
+from pipelinerl.errors import CheckpointError
+from pipelinerl.files import sync_directory
+
+FORMAT = 1
+STATE_FILE = "state.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+# A checkpoint that is being replaced by one of the same version is called `.old` for the moment between two renames.
+_NAME = re.compile(r"step_(\d{8,})(\.old)?")
+_HIDDEN = ".unfinished-"
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    size: int
+    checksum: str
+
+
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds besides the model and the optimizer's moments.
+
+    `positions` and `counters` belong to whoever saved them: JSON-like values that come back as they were. `rng` is the
+    state of torch's generators by device, in base64; `files` are all others in the folder.
+    """
+
+    version: int
+    rng: dict[str, str] = {}
+    positions: dict[str, Any] = {}
+    counters: dict[str, Any] = {}
+    config_checksum: str = ""
+    files: dict[str, FileRecord] = {}
+    format: int = FORMAT
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    checksum: str
+    state: msgspec.Raw
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A checkpoint on disk, read and verified. `path` is also the folder to load model and tokenizer from."""
+
+    path: Path
+    state: CheckpointState
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        try:
+            tensors: dict[str, Tensor] = load_file(self.path / OPTIMIZER_FILE)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"can't read {self.path / OPTIMIZER_FILE}: {_first_line(error)}") from error
+        return tensors
+
+    def restore_rng(self) -> None:
+        """Put torch's generators back. Those of a GPU that is not here are left out: there is nothing to put back."""
+        for device, encoded in self.state.rng.items():
+            state = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.uint8)
+            if device == "cpu":
+                torch.set_rng_state(state)
+            elif torch.cuda.is_available() and torch.device(device).index < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, device)
+
+
+def rng_state() -> dict[str, str]:
+    """The states of torch's generators on the CPU and on each GPU in use, for `save_checkpoint`."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
+    return {device: base64.b64encode(bytes(state.tolist())).decode() for device, state in states.items()}
+
+
+def save_checkpoint(
+    directory: Path,
+    *,
+    version: int,
+    model: Any,
+    tokenizer: Any,
+    optimizer: Mapping[str, Tensor],
+    rng: Mapping[str, str],
+    positions: Mapping[str, Any],
+    counters: Mapping[str, Any],
+    config_checksum: str = "",
+    keep: int = 2,
+) -> Path:
+    """Write `directory/step_XXXXXXXX`, then delete all but the last `keep` checkpoints.
+
+    Raises CheckpointError when it can't be written (full disk, no permission); what was there before is still there.
+    """
+    name = f"step_{version:08d}"
+    hidden = directory / f"{_HIDDEN}{name}-{secrets.token_hex(4)}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(directory)
+        hidden.mkdir()
+        with _no_progress_bars():
+            model.save_pretrained(hidden)
+        tokenizer.save_pretrained(hidden)
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in optimizer.items()}, hidden / OPTIMIZER_FILE)
+        state = CheckpointState(
+            version=version,
+            rng=dict(rng),
+            positions=dict(positions),
+            counters=dict(counters),
+            config_checksum=config_checksum,
+            files={str(path.relative_to(hidden)): _record(path) for path in _files(hidden)},
+        )
+        (hidden / STATE_FILE).write_bytes(_encode(state))
+        _sync_tree(hidden)
+        _install(hidden, directory / name)
+    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a config that save_pretrained refuses
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise CheckpointError(f"can't write checkpoint {directory / name}: {_first_line(error)}") from error
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    _forget(checkpoints(directory)[:-keep])
+    return directory / name
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in `directory`, oldest first. One that is being replaced counts if its successor is not there yet."""
+    if not directory.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    for path in sorted(directory.iterdir(), reverse=True):  # `step_X.old` before `step_X`, which then takes its place
+        if match := _NAME.fullmatch(path.name):
+            found[int(match[1])] = path
+    return [found[version] for version in sorted(found)]
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint in `run_dir/checkpoints`, or None."""
+    found = checkpoints(run_dir / "checkpoints")
+    return found[-1] if found else None
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint's state and verify every file of it.
+
+    Raises CheckpointError naming the file that is missing, damaged, or of another format.
+    """
+    state = _read_state(path / STATE_FILE)
+    for name, record in state.files.items():
+        try:
+            actual = _record(path / name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path}: can't read {name}: {error.strerror}{_ADVICE}") from error
+        if actual != record:
+            raise CheckpointError(
+                f"checkpoint {path}: {name} is damaged ({actual.size} bytes, checksum {actual.checksum}; "
+                f"written were {record.size} bytes, checksum {record.checksum}){_ADVICE}"
+            )
+    return Checkpoint(path, state)
+
+
+_ADVICE = "; delete this checkpoint to resume from the one before"
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Delete what interrupted writes and deletions left in `directory`."""
+    for path in directory.glob(_HIDDEN + "*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob("step_*.old"):
+        if path.with_suffix("").exists():
+            _remove(path)
+
+
+def _encode(state: CheckpointState) -> bytes:
+    encoded = msgspec.json.encode(state)
+    return msgspec.json.encode(_Envelope(_checksum(encoded), msgspec.Raw(encoded)))
+
+
+def _read_state(path: Path) -> CheckpointState:
+    try:
+        envelope = msgspec.json.decode(path.read_bytes(), type=_Envelope)
+        encoded = bytes(envelope.state)
+        if _checksum(encoded) != envelope.checksum:
+            raise CheckpointError(f"checkpoint file {path} is damaged: its checksum is not {envelope.checksum}{_ADVICE}")
+        found = msgspec.json.decode(encoded, type=dict[str, Any]).get("format")
+        if found != FORMAT:
+            raise CheckpointError(f"checkpoint file {path} has format {found}; this version reads format {FORMAT}")
+        return msgspec.json.decode(encoded, type=CheckpointState)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path.parent}: can't read {path.name}: {error.strerror}{_ADVICE}") from error
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"checkpoint file {path} is damaged: {error}{_ADVICE}") from error
+
+
+def _install(hidden: Path, target: Path) -> None:
+    if target.exists():
+        replaced = target.with_name(target.name + ".old")
+        if replaced.exists():
+            _remove(replaced)
+        os.rename(target, replaced)
+    os.rename(hidden, target)
+    sync_directory(target.parent)
+    remove_unfinished(target.parent)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; hidden first, so that a half deleted one is never taken for one."""
+    doomed = path.with_name(f"{_HIDDEN}{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers shows a progress bar for a file; the run has a view of its own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _forget(paths: Sequence[Path]) -> None:
+    for path in paths:
+        try:
+            _remove(path)
+        except OSError as error:
+            raise CheckpointError(f"can't delete the old checkpoint {path}: {error.strerror}") from error
+
+
+def _sync_tree(directory: Path) -> None:
+    for path in _files(directory):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:
+        sync_directory(path)
+
+
+def _files(directory: Path) -> Sequence[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _record(path: Path) -> FileRecord:
+    digest = xxhash.xxh3_128()
+    size = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(size, digest.hexdigest())
+
+
+def _checksum(data: bytes) -> str:
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

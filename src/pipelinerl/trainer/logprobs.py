@@ -1,0 +1,64 @@
+"""Log-probabilities of given tokens, and entropies, with one copy of the logits in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 1 << 22
+"""Rows are worked on in chunks of about this many logits, so that temporaries stay small whatever the vocabulary."""
+
+
+def token_logprobs(logits_PV: Tensor, ids_P: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at `ids_P`, and the entropy in nats of each distribution; both (P,).
+
+    In float32, or float64 for float64 logits. Gradients flow through the log-probabilities only.
+
+    The backward pass writes the gradient over `logits_PV`, which must have no other use: P x V is by far the largest
+    tensor of a training step, and a second one would double the step's memory. autograd notices and raises if another
+    operation still needed them.
+    """
+    logprobs_P, entropy_P = _TokenLogprobs.apply(logits_PV, ids_P, temperature)  # type: ignore[no-untyped-call]
+    return logprobs_P, entropy_P
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_PV: Tensor, ids_P: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits_PV.dtype, torch.float32)
+        log_z_P = logits_PV.new_empty(logits_PV.shape[0], dtype=dtype)
+        logprobs_P, entropy_P = torch.empty_like(log_z_P), torch.empty_like(log_z_P)
+        for rows in _chunks(logits_PV):
+            scaled_cV = logits_PV[rows].to(dtype) / temperature
+            log_z_c = scaled_cV.logsumexp(-1)
+            log_z_P[rows] = log_z_c
+            logprobs_P[rows] = scaled_cV.gather(-1, ids_P[rows, None])[:, 0] - log_z_c
+            # Tokens that are ruled out (logit -inf) add 0 to the entropy, not 0 * -inf.
+            entropy_P[rows] = log_z_c - (scaled_cV - log_z_c[:, None]).exp_().mul_(scaled_cV).nansum(-1)
+        ctx.save_for_backward(logits_PV, ids_P, log_z_P)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy_P)
+        return logprobs_P, entropy_P
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """d logprob / d logit_v = (1[v = token] - p_v) / temperature."""
+        logits_PV, ids_P, log_z_P = ctx.saved_tensors
+        slope_P = grads[0] / ctx.temperature
+        for rows in _chunks(logits_PV):
+            gradient_cV = (logits_PV[rows].to(log_z_P.dtype) / ctx.temperature).sub_(log_z_P[rows, None]).exp_()
+            gradient_cV.mul_(-slope_P[rows, None]).scatter_add_(-1, ids_P[rows, None], slope_P[rows, None])
+            logits_PV[rows] = gradient_cV.to(logits_PV.dtype)
+        return logits_PV, None, None
+
+
+def _chunks(logits_PV: Tensor) -> Iterator[slice]:
+    positions, vocabulary = logits_PV.shape
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    for start in range(0, positions, size):
+        yield slice(start, start + size)

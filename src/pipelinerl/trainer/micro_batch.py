@@ -1,0 +1,57 @@
+"""Samples of one optimizer step, cut into micro-batches of a token budget and laid out as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipelinerl.models.packed_row import PackedRow
+from pipelinerl.types import TrainingSample
+
+Packer = Callable[[Sequence[int], int], list[list[int]]]
+"""(lengths in tokens, budget) -> bins of indices, each index in one bin."""
+
+
+def split(samples: Sequence[TrainingSample], budget: int, pack: Packer) -> list[list[TrainingSample]]:
+    """Micro-batches of whole samples with at most `budget` tokens each; a longer sample is alone in its own."""
+    return [[samples[i] for i in indices] for indices in pack([sample.length for sample in samples], budget)]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The P sampled tokens of some samples, in order, with the row that computes their logits."""
+
+    row: PackedRow
+    behaviour_logprobs_P: Tensor
+    advantages_P: Tensor
+    lags_P: Tensor
+    sequence_P: Tensor
+    """Which sample of the micro-batch a token belongs to."""
+    sequence_count: int
+    reference_logprobs_P: Tensor | None
+
+    @classmethod
+    def of(cls, samples: Sequence[TrainingSample], *, version: int, device: torch.device) -> MicroBatch:
+        """Lay `samples` out for a step that starts from the weights of `version`.
+
+        Reference log-probabilities are there if all samples have them.
+        """
+        sampled = [sample.sampled_count for sample in samples]
+        reference = [sample.reference_logprobs for sample in samples]
+        counts_S = torch.tensor(sampled)
+        advantages_S = torch.tensor([sample.advantage for sample in samples])
+        lags_P = torch.tensor([version - token for sample in samples for token in sample.versions])
+        return cls(
+            row=PackedRow.of([segment for sample in samples for segment in sample.segments], device),
+            behaviour_logprobs_P=torch.tensor([lp for sample in samples for lp in sample.behaviour_logprobs]).to(device),
+            advantages_P=advantages_S.repeat_interleave(counts_S).to(device),
+            lags_P=lags_P.to(device),
+            sequence_P=torch.arange(len(samples)).repeat_interleave(counts_S).to(device),
+            sequence_count=len(samples),
+            reference_logprobs_P=(
+                None if None in reference else torch.tensor([lp for lps in reference if lps for lp in lps]).to(device)
+            ),
+        )

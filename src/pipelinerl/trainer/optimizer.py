@@ -1,0 +1,109 @@
+"""AdamW over a model's parameters by name, in float32 whatever the type of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.errors import CheckpointError, TrainingDivergedError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class Optimizer:
+    """AdamW (decoupled weight decay, on matrices only) over the parameters of `model` that require gradients.
+
+    Weights of lower precision have a float32 master copy: a step of 1e-6 would be lost in bfloat16's rounding, and so
+    would small gradients of micro-batches added up. float32 weights are their own master.
+
+    Per step: `zero_grad`, then for each micro-batch `backward` and `accumulate`, then `step` (or not).
+    """
+
+    def __init__(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> None:
+        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._masters = {name: _master(p) for name, p in self._weights.items()}
+        matrices = [p for p in self._masters.values() if p.ndim >= 2]
+        others = [p for p in self._masters.values() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW([group for group in groups if group["params"]], betas=betas, fused=True)
+
+    def zero_grad(self) -> None:
+        """All gradients to zero (not None: a parameter without a gradient still moves by its momentum)."""
+        for name, master in self._masters.items():
+            if master is not self._weights[name]:
+                self._weights[name].grad = None
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            else:
+                master.grad.zero_()
+
+    def accumulate(self) -> None:
+        """Add the gradients of the last backward to those of the step. Nothing to do for float32 weights."""
+        for name, master in self._masters.items():
+            weight = self._weights[name]
+            if master is not weight and weight.grad is not None and master.grad is not None:
+                master.grad += weight.grad
+                weight.grad = None
+
+    def step(self, *, learning_rate: float, max_grad_norm: float) -> float:
+        """Clip the gradients to `max_grad_norm`, step, and return the norm before clipping.
+
+        Raises TrainingDivergedError, with the weights untouched, if the norm is not finite.
+        """
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
+        if not bool(norm.isfinite()):
+            broken = sorted(n for n, p in self._masters.items() if p.grad is not None and not p.grad.isfinite().all())
+            raise TrainingDivergedError(
+                f"the gradient is not finite (norm {norm.item()}; first of {len(broken)} parameters: {broken[:1]}); "
+                "lower trainer.learning_rate, or check the rewards"
+            )
+        nn.utils.clip_grads_with_norm_(list(self._masters.values()), max_grad_norm, norm)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                if master is not self._weights[name]:
+                    self._weights[name].copy_(master)
+        return float(norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments and step count of each parameter, as `NAME.exp_avg` and so on, and `NAME.master` where there is one."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self._masters.items():
+            for moment, value in self._adam.state.get(master, {}).items():
+                tensors[f"{name}.{moment}"] = value
+            if master is not self._weights[name]:
+                tensors[f"{name}.master"] = master.detach()
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` returned. Raises CheckpointError if it is of another model; nothing is changed then."""
+        masters = {f"{name}.master" for name, master in self._masters.items() if master is not self._weights[name]}
+        moments = {f"{name}.{moment}" for name in self._masters for moment in _MOMENTS}
+        if tensors.keys() not in (masters, masters | moments):
+            odd = sorted(tensors.keys() ^ (masters | moments))
+            raise CheckpointError(f"the optimizer's state is of another model or model.dtype: it differs in {odd[:3]}")
+        for name, master in self._masters.items():
+            for kind in ("exp_avg", "exp_avg_sq", "master"):
+                found = tensors.get(f"{name}.{kind}")
+                if found is not None and found.shape != master.shape:
+                    raise CheckpointError(
+                        f"the optimizer's {name}.{kind} has shape {tuple(found.shape)}, not {master.shape}"
+                    )
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                if f"{name}.master" in tensors:
+                    master.copy_(tensors[f"{name}.master"])
+                if f"{name}.step" in tensors:
+                    moved = {moment: tensors[f"{name}.{moment}"].to(master.device, copy=True) for moment in _MOMENTS}
+                    self._adam.state[master] = moved
+
+
+def _master(weight: nn.Parameter) -> nn.Parameter:
+    if weight.dtype in (torch.float32, torch.float64):
+        return weight
+    return nn.Parameter(weight.detach().float())

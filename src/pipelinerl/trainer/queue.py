@@ -1,0 +1,223 @@
+"""The trainer's queue: groups come from the stream, are prepared, and leave in batches of B rollouts.
+
+It is where conservation is kept: every rollout that came in is queued, in hand (taken, not yet settled), trained or
+dropped for a counted reason, and `position` says exactly what a resumed run must not do again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Protocol
+
+import msgspec
+
+from pipelinerl.errors import StreamError
+from pipelinerl.interfaces import StreamReader
+from pipelinerl.ledger import GroupLedger, LedgerRecord
+from pipelinerl.types import Group, TrainingSample
+
+RECENT_ROLLOUTS = 1024
+"""How many of the latest rollouts `sampled_length_mean` is over."""
+
+
+class PreparedGroup(Protocol):
+    """What became of a group's rollouts: samples to train on, and the lengths of those left out, by reason."""
+
+    @property
+    def samples(self) -> Sequence[TrainingSample]: ...
+
+    @property
+    def dropped_by_length(self) -> Mapping[str, Sequence[int]]: ...
+
+
+class GroupPreprocessor(Protocol):
+    def process(self, group: Group) -> PreparedGroup: ...
+
+
+class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the trainer has come in the stream.
+
+    Everything before `offset` is dealt with. `settled_ids` are the rollouts of later, partly dealt with groups that were
+    trained or dropped, and `ledger` the indices of all groups that are wholly dealt with.
+    """
+
+    offset: int = 0
+    settled_ids: tuple[str, ...] = ()
+    ledger: LedgerRecord = LedgerRecord()
+
+
+class QueueCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts that left the queue over the whole run."""
+
+    trained: int = 0
+    dropped: dict[str, int] = {}
+
+
+class _OpenGroup:
+    """A group with rollouts that are neither trained nor dropped."""
+
+    def __init__(self, offset: int, ids: Iterable[str]) -> None:
+        self.offset = offset
+        self.open_ids = set(ids)
+        self.settled_ids: set[str] = set()
+
+
+class SampleQueue:
+    """First in, first out. `max_lag`: no sample with an older token is handed out; None: no bound.
+
+    Reads a group only when asked to (`pull`): what the trainer does not need yet stays in the stream, whose bound then
+    holds the actor back or replaces old groups by fresh ones.
+    """
+
+    def __init__(
+        self,
+        reader: StreamReader[Group],
+        preprocessor: GroupPreprocessor,
+        max_lag: int | None = None,
+        *,
+        position: QueuePosition | None = None,
+        counts: QueueCounts | None = None,
+    ) -> None:
+        """`position` and `counts` are those of the checkpoint a run resumes from."""
+        position, counts = position or QueuePosition(), counts or QueueCounts()
+        self._reader = reader
+        self._preprocessor = preprocessor
+        self._max_lag = max_lag
+        self._samples: deque[TrainingSample] = deque()
+        self._groups: dict[int, _OpenGroup] = {}
+        self._next_offset = position.offset
+        self._settled_before = set(position.settled_ids)  # of groups that did not come again yet
+        self._ledger = GroupLedger.from_record(position.ledger)
+        self._trained = counts.trained
+        self._dropped = dict(counts.dropped)
+        self._dropped_lengths: dict[str, list[int]] = {}
+        self._recent_lengths: deque[int] = deque(maxlen=RECENT_ROLLOUTS)
+
+    @property
+    def queued(self) -> int:
+        """Rollouts at hand, to be taken."""
+        return len(self._samples)
+
+    @property
+    def outstanding(self) -> int:
+        """Rollouts that came in and are neither trained nor dropped: those at hand, and those in a step right now."""
+        return sum(len(group.open_ids) for group in self._groups.values())
+
+    @property
+    def trained(self) -> int:
+        return self._trained
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Rollouts dropped so far, by reason."""
+        return dict(self._dropped)
+
+    @property
+    def counts(self) -> QueueCounts:
+        return QueueCounts(trained=self._trained, dropped=self.dropped)
+
+    @property
+    def sampled_length_mean(self) -> float | None:
+        """Mean sampled tokens of the latest rollouts that came in, whatever became of them."""
+        return fmean(self._recent_lengths) if self._recent_lengths else None
+
+    def pull(self) -> bool:
+        """Read and prepare one more group if the stream has one now. False if not.
+
+        Raises StreamError for a group that is already open, and what the reader and the preprocessor raise.
+        """
+        items = self._reader.read(1)
+        for offset, group in items:
+            self._next_offset = offset + 1
+            if group.index in self._groups:
+                raise StreamError(f"group {group.index} came twice, the second time at offset {offset} of the stream")
+            if group.index not in self._ledger:  # else it is of the time before a resume, and dealt with
+                self._admit(offset, group)
+        return bool(items)
+
+    def take(self, count: int, version: int) -> list[TrainingSample] | None:
+        """The `count` oldest samples, to be trained on by the weights of `version`, or None if there are fewer.
+
+        Samples with a token of lag > `max_lag` are dropped first (reason `stale`). The caller settles what it took by
+        `mark_trained` or `drop`.
+        """
+        if self._max_lag is not None:
+            self.drop_older_than(version - self._max_lag, "stale")
+        if len(self._samples) < count:
+            return None
+        return [self._samples.popleft() for _ in range(count)]
+
+    def drop_older_than(self, version: int, reason: str) -> None:
+        """Drop every queued sample with a token of an earlier version than `version`."""
+        kept: deque[TrainingSample] = deque()
+        for sample in self._samples:
+            if min(sample.versions) < version:
+                self.drop([sample], reason)
+            else:
+                kept.append(sample)
+        self._samples = kept
+
+    def mark_trained(self, samples: Sequence[TrainingSample]) -> None:
+        """These went through an optimizer step."""
+        self._trained += len(samples)
+        for sample in samples:
+            self._settle(sample)
+
+    def drop(self, samples: Sequence[TrainingSample], reason: str) -> None:
+        """These won't be trained on."""
+        for sample in samples:
+            self._count_dropped(reason, [sample.sampled_count])
+            self._settle(sample)
+
+    def dropped_lengths(self) -> dict[str, list[int]]:
+        """Sampled tokens of each rollout dropped since the last call, by reason."""
+        lengths, self._dropped_lengths = self._dropped_lengths, {}
+        return lengths
+
+    def position(self) -> QueuePosition:
+        """What a checkpoint needs so that nothing is trained on twice or counted twice, and nothing is lost."""
+        return QueuePosition(
+            offset=min((group.offset for group in self._groups.values()), default=self._next_offset),
+            settled_ids=tuple(sorted(self._settled_before.union(*(group.settled_ids for group in self._groups.values())))),
+            ledger=self._ledger.to_record(),
+        )
+
+    def commit(self, position: QueuePosition) -> None:
+        """A checkpoint with this position is safely written: the stream may forget what is before it."""
+        self._reader.commit(position.offset)
+
+    def _admit(self, offset: int, group: Group) -> None:
+        ids = [rollout.id for rollout in group.rollouts]
+        if len(set(ids)) != len(ids):
+            raise StreamError(f"group {group.index} has two rollouts of the same id")
+        prepared = self._preprocessor.process(group)
+        opened = _OpenGroup(offset, (sample.id for sample in prepared.samples))
+        opened.settled_ids = set(ids) - opened.open_ids
+        settled_before = self._settled_before.intersection(ids)
+        self._settled_before -= settled_before
+        if not settled_before:  # else its drops were counted when it came first
+            for reason, lengths in prepared.dropped_by_length.items():
+                self._count_dropped(reason, lengths)
+        self._recent_lengths.extend(sample.sampled_count for sample in prepared.samples)
+        self._recent_lengths.extend(length for lengths in prepared.dropped_by_length.values() for length in lengths)
+        opened.open_ids -= settled_before
+        opened.settled_ids |= settled_before
+        self._samples.extend(sample for sample in prepared.samples if sample.id not in settled_before)
+        if opened.open_ids:
+            self._groups[group.index] = opened
+        else:
+            self._ledger.add(group.index)
+
+    def _settle(self, sample: TrainingSample) -> None:
+        group = self._groups[sample.group_index]
+        group.open_ids.remove(sample.id)
+        group.settled_ids.add(sample.id)
+        if not group.open_ids:
+            del self._groups[sample.group_index]
+            self._ledger.add(sample.group_index)
+
+    def _count_dropped(self, reason: str, lengths: Sequence[int]) -> None:
+        self._dropped[reason] = self._dropped.get(reason, 0) + len(lengths)
+        self._dropped_lengths.setdefault(reason, []).extend(lengths)

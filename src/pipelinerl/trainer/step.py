@@ -1,0 +1,169 @@
+"""One optimizer step over B rollouts, whatever micro-batches they are computed in.
+
+    samples ──pack──▶ micro-batches ──forward──▶ log-probs ──loss──▶ terms / Z ──backward──▶ gradient sum
+                                                                                               │
+                          version + 1 ◀── AdamW ◀── clip ◀── ESS of the whole batch high enough?
+
+Z belongs to the step, not to the micro-batch (see `losses`), so the gradient does not depend on the packing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipelinerl.config.schema import TrainerConfig
+from pipelinerl.errors import TrainingDivergedError
+from pipelinerl.models.loading import checkpoint_activations
+from pipelinerl.models.packed import sampled_logits, use_packed_attention
+from pipelinerl.trainer.logprobs import token_logprobs
+from pipelinerl.trainer.losses import LossInputs, make_loss
+from pipelinerl.trainer.lr_schedule import learning_rate
+from pipelinerl.trainer.micro_batch import MicroBatch, Packer, split
+from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
+from pipelinerl.trainer.optimizer import Optimizer
+from pipelinerl.types import TrainingSample
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. `stepped` is False if the ESS guard refused the batch; the weights are then untouched.
+
+    `metrics` is None when no rollout of the step had a gradient. `tokens_context` counts tokens that went through the
+    model without being trained on; `padding_free` is the share of attention's cells that are not padding.
+    """
+
+    stepped: bool
+    samples: int
+    samples_skipped: int
+    tokens_trained: int
+    tokens_context: int
+    micro_batches: int
+    padding_free: float | None
+    loss: float
+    metrics: OnPolicyMetrics | None
+    learning_rate: float
+    grad_norm: float | None = None
+
+
+class Learner:
+    """A model with its loss and optimizer.
+
+    `temperature` is the one rollouts were sampled at: log-probabilities are of the distribution that was sampled from.
+    With `skip_zero_advantage`, rollouts without a gradient cost no forward pass, but count in Z like the others.
+    Raises UnsupportedModelError if the model can't be trained on packed rows, and ModelLoadError if it can't recompute
+    activations and the configuration asks for it.
+    """
+
+    def __init__(
+        self, model: Any, config: TrainerConfig, *, temperature: float, pack: Packer, skip_zero_advantage: bool = True
+    ) -> None:
+        model.eval()  # no dropout: the policy that is trained is the one that sampled
+        if config.gradient_checkpointing:
+            checkpoint_activations(model)
+        use_packed_attention(model)
+        self.model = model
+        self.optimizer = Optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
+        self._config = config
+        self._loss = make_loss(config)
+        self._temperature = temperature
+        self._pack = pack
+        # With a KL penalty every token has a gradient, whatever its advantage.
+        self._skip_zero_advantage = skip_zero_advantage and config.kl_coefficient == 0
+        self._device: torch.device = next(model.parameters()).device
+
+    def step(
+        self,
+        samples: Sequence[TrainingSample],
+        version: int,
+        on_micro_batch: Callable[[int, int], None] | None = None,
+    ) -> StepResult:
+        """From the weights of `version` to those of `version + 1`, on these samples.
+
+        `on_micro_batch(done, total)` is called after each. Raises TrainingDivergedError, weights untouched, when the
+        loss, a log-probability or the gradient is not finite.
+        """
+        if not samples:
+            raise ValueError("an optimizer step needs samples")
+        used = [s for s in samples if s.advantage != 0.0 or not self._skip_zero_advantage]
+        batches = split(used, self._config.micro_batch_tokens, self._pack)
+        normalizer = self._normalizer(samples)
+        stats = OnPolicyStats()
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self._device, dtype=torch.float64)
+        cells = 0
+        for done, batch in enumerate(batches, start=1):
+            micro_batch = MicroBatch.of(batch, version=version, device=self._device)
+            loss += self._accumulate(micro_batch, normalizer, stats)
+            cells += micro_batch.row.cells
+            if on_micro_batch is not None:
+                on_micro_batch(done, len(batches))
+        metrics = _result(stats, float(loss))
+        rate = self._learning_rate(version)
+        stepped = metrics is None or metrics.ess >= self._config.ess_threshold
+        norm = None
+        if stepped:
+            norm = self.optimizer.step(learning_rate=rate, max_grad_norm=self._config.max_grad_norm)
+        tokens, trained = sum(s.length for s in used), sum(s.sampled_count for s in used)
+        return StepResult(
+            stepped=stepped,
+            samples=len(samples),
+            samples_skipped=len(samples) - len(used),
+            tokens_trained=trained,
+            tokens_context=tokens - trained,
+            micro_batches=len(batches),
+            padding_free=tokens / cells if cells else None,
+            loss=float(loss),
+            metrics=metrics,
+            learning_rate=rate,
+            grad_norm=norm,
+        )
+
+    def _accumulate(self, batch: MicroBatch, normalizer: int, stats: OnPolicyStats) -> torch.Tensor:
+        """Forward and backward of one micro-batch; returns its part of the loss."""
+        logits_PV = sampled_logits(self.model, batch.row)
+        logprobs_P, entropy_P = token_logprobs(logits_PV, batch.row.sampled_ids_P, self._temperature)
+        del logits_PV
+        inputs = LossInputs(
+            logprobs_N=logprobs_P,
+            behaviour_logprobs_N=batch.behaviour_logprobs_P,
+            advantages_N=batch.advantages_P,
+            sequence_N=batch.sequence_P,
+            sequence_count=batch.sequence_count,
+            reference_logprobs_N=batch.reference_logprobs_P,
+        )
+        output = self._loss(inputs)
+        part = output.loss_N.sum() / normalizer
+        part.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.accumulate()
+        stats.add(inputs.log_ratio_N, output.clipped_N, entropy_P, batch.lags_P)
+        return part.detach()
+
+    def _normalizer(self, samples: Sequence[TrainingSample]) -> int:
+        if self._config.loss_normalization == "sequences":
+            return len(samples)
+        return max(1, sum(sample.sampled_count for sample in samples))
+
+    def _learning_rate(self, version: int) -> float:
+        config = self._config
+        return learning_rate(
+            version,
+            peak=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            total_steps=config.steps,
+        )
+
+
+def _result(stats: OnPolicyStats, loss: float) -> OnPolicyMetrics | None:
+    try:
+        metrics = stats.result()
+    except ValueError as error:
+        raise TrainingDivergedError(f"{error}: the weights or the engine's log-probabilities are broken") from error
+    if not math.isfinite(loss):
+        raise TrainingDivergedError(f"the loss is {loss}: lower trainer.learning_rate, or check the rewards")
+    return metrics

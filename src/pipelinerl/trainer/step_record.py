@@ -1,0 +1,85 @@
+"""The metrics line of one optimizer step, out of what the step, the queue and the engine say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+import msgspec
+
+from pipelinerl.metrics.records import EngineRecord, StepRecord
+from pipelinerl.trainer.queue import SampleQueue
+from pipelinerl.trainer.step import StepResult
+from pipelinerl.types import EngineProgress, TrainingSample
+
+
+def step_record(
+    samples: Sequence[TrainingSample],
+    result: StepResult,
+    queue: SampleQueue,
+    *,
+    version: int,
+    time_s: float,
+    train_s: float,
+    wait_s: float,
+    ess_guard_trips: int,
+    engine: EngineRecord | None,
+) -> StepRecord:
+    """`version` is that of the weights after the step; the standard deviation of rewards is the population's."""
+    metrics = result.metrics
+    rewards = [sample.reward for sample in samples]
+    lengths = [sample.sampled_count for sample in samples]
+    record = StepRecord(
+        version=version,
+        time_s=time_s,
+        samples=result.samples,
+        samples_skipped=result.samples_skipped,
+        tokens_trained=result.tokens_trained,
+        tokens_context=result.tokens_context,
+        loss=result.loss,
+        reward_mean=fmean(rewards),
+        reward_std=pstdev(rewards),
+        completion_length_mean=fmean(lengths),
+        completion_length_max=max(lengths),
+        sampled_length_mean=queue.sampled_length_mean,
+        grad_norm=result.grad_norm,
+        learning_rate=result.learning_rate,
+        train_s=train_s,
+        wait_s=wait_s,
+        micro_batches=result.micro_batches,
+        packing_efficiency=result.padding_free,
+        queued=queue.queued,
+        dropped=queue.dropped,
+        ess_guard_trips=ess_guard_trips,
+        engine=engine,
+    )
+    if metrics is None:
+        return record
+    return msgspec.structs.replace(
+        record,
+        ess=metrics.ess,
+        kl_behaviour_policy=metrics.kl_behaviour_policy,
+        lag_mean=metrics.lag_mean,
+        lag_max=metrics.lag_max,
+        lag_p50=metrics.lag_p50,
+        lag_p99=metrics.lag_p99,
+        clamp_fraction=metrics.clamp_fraction,
+        entropy_mean=metrics.entropy_mean,
+        weight_mean=metrics.weight_mean,
+        weight_max=metrics.weight_max,
+        on_policy_gap=metrics.on_policy_gap,
+    )
+
+
+class EngineWatch:
+    """Remembers the engine's counters of the last step, for its rate since."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, int] | None = None
+
+    def record(self, progress: EngineProgress, time_s: float) -> EngineRecord:
+        rate = None
+        if self._last is not None and time_s > self._last[0] and progress.tokens_generated >= self._last[1]:
+            rate = (progress.tokens_generated - self._last[1]) / (time_s - self._last[0])
+        self._last = (time_s, progress.tokens_generated)
+        return EngineRecord.of(progress, rate)

@@ -1,0 +1,292 @@
+"""The trainer stage: the training half of Algorithm 2, one turn at a time.
+
+stream ──groups──▶ SampleQueue ──B rollouts──▶ Learner.step ──▶ publish weights, record, checkpoint
+                        ▲                          │
+                        └── drop what is stale ◀───┘ ESS too low
+
+consumes      groups from the rollout stream, as many as the schedule needs for its next step and no more
+produces      weights for the engines, a StepRecord and a TrainedRecord per step, checkpoints
+waits for     rollouts, as long as the schedule does not allow a step with those at hand
+unblocked by  the actor handing groups over
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.checkpoint import Checkpoint, rng_state, save_checkpoint
+from pipelinerl.config.schema import TrainerConfig
+from pipelinerl.errors import PolicyMismatchError
+from pipelinerl.files import JsonLines
+from pipelinerl.interfaces import Board, Schedule, WeightSender
+from pipelinerl.metrics.sinks import Sink
+from pipelinerl.models.state import named_weights
+from pipelinerl.trainer.provenance import trained_record
+from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
+from pipelinerl.trainer.status import StatusReporter
+from pipelinerl.trainer.step import Learner, StepResult
+from pipelinerl.trainer.step_record import EngineWatch, step_record
+from pipelinerl.types import EngineProgress, StageState, TrainerProgress, TrainingSample
+
+ENGINE_STAGE = "engine"
+POLL_S = 0.002
+
+
+class TrainerCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals over the whole run, the parts before a resume included."""
+
+    queue: QueueCounts = QueueCounts()
+    micro_batches: int = 0
+    tokens_trained: int = 0
+    ess_guard_trips: int = 0
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """Where training stands. The default is a fresh run."""
+
+    version: int = 0
+    position: QueuePosition = QueuePosition()
+    counters: TrainerCounters = TrainerCounters()
+
+    @classmethod
+    def resume(cls, checkpoint: Checkpoint, learner: Learner) -> TrainerState:
+        """Put optimizer and random numbers back as they were at `checkpoint`, from which the model was loaded.
+
+        Raises CheckpointError if the optimizer's state can't be read or does not fit the model.
+        """
+        learner.optimizer.load_state(checkpoint.optimizer_state())
+        checkpoint.restore_rng()
+        return cls(
+            version=checkpoint.state.version,
+            position=msgspec.convert(checkpoint.state.positions, QueuePosition),
+            counters=msgspec.convert(checkpoint.state.counters, TrainerCounters),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPlan:
+    """Where checkpoints go, and what they hold besides what the trainer knows itself."""
+
+    directory: Path
+    tokenizer: Any
+    config_checksum: str = ""
+
+
+class Trainer:
+    """Owns the model's training from `state` to `config.steps` optimizer steps.
+
+    `queue` continues from `state.position` and `state.counters.queue`. `clock` and `started_s` are on the same scale:
+    records tell the time since `started_s`. Without `checkpoints`, none are written.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        learner: Learner,
+        queue: SampleQueue,
+        schedule: Schedule,
+        sender: WeightSender,
+        *,
+        board: Board,
+        sink: Sink,
+        trained_log: JsonLines | None = None,
+        checkpoints: CheckpointPlan | None = None,
+        state: TrainerState | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        started_s: float | None = None,
+    ) -> None:
+        state = state or TrainerState()
+        self._config = config
+        self._learner = learner
+        self._queue = queue
+        self._schedule = schedule
+        self._sender = sender
+        self._board = board
+        self._sink = sink
+        self._trained_log = trained_log
+        self._checkpoints = checkpoints
+        self._clock = clock
+        self._ready_s = self._step_end_s = clock()
+        self._started_s = self._ready_s if started_s is None else started_s
+        self._status = StatusReporter(board, clock)
+        self._engine = EngineWatch()
+        self._version = state.version
+        self._saved_version = state.version if state.version else -1
+        self._published_version = -1
+        self._micro_batches = state.counters.micro_batches
+        self._tokens_trained = state.counters.tokens_trained
+        self._ess_guard_trips = state.counters.ess_guard_trips
+        self._busy_s = self._step_end_busy_s = 0.0
+        self._latest: dict[str, float] = {}
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the model's weights."""
+        return self._version
+
+    @property
+    def goal_reached(self) -> bool:
+        return self._version >= self._config.steps
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """`start`, then turns until the goal is reached or `stop()` says so, then `finish`."""
+        self.start()
+        while not self.goal_reached and not stop():
+            if not self.pump():
+                time.sleep(POLL_S)
+        self.finish()
+
+    def start(self) -> None:
+        """Hand the current weights to the engines, which have nothing to generate with before."""
+        self._report("working", f"publishing the weights of version {self._version}", now=True)
+        self._publish()
+
+    def pump(self) -> bool:
+        """One turn: take in groups, and an optimizer step if the schedule allows it. False if there was nothing to do.
+
+        Raises WeightUpdateError if an engine failed to take weights, PolicyMismatchError, TrainingDivergedError,
+        CheckpointError, and what reading and preparing groups raises.
+        """
+        self._sender.receipts()
+        if self.goal_reached:
+            return False
+        begin_s = self._clock()
+        pulled = False
+        verdict = self._schedule.may_train(self._version, self._queue.queued)
+        while not verdict.allowed and self._queue.pull():
+            pulled = True
+            self._report("working", f"preparing rollouts, {self._queue.queued} are ready")
+            verdict = self._schedule.may_train(self._version, self._queue.queued)
+        samples = self._queue.take(self._config.batch_size, self._version) if verdict.allowed else None
+        if samples is not None:
+            self._train(samples, begin_s)
+        else:
+            self._busy_s += self._clock() - begin_s if pulled else 0.0
+            self._report("waiting", verdict.waiting_for or "samples from the actor: those that were here are too old")
+        return pulled or verdict.allowed
+
+    def finish(self) -> None:
+        """Write the last checkpoint, if the last one is not of this version, and say that training is done."""
+        if self._saved_version != self._version:
+            self.checkpoint()
+        reason = "all steps are taken" if self.goal_reached else "stopped"
+        self._report("done", f"{reason} at version {self._version}", now=True)
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint, and let the stream forget what it makes superfluous. Nothing without a plan."""
+        if self._checkpoints is None:
+            return
+        self._report("working", f"writing the checkpoint of version {self._version}", now=True)
+        position = self._queue.position()
+        counters = TrainerCounters(
+            queue=self._queue.counts,
+            micro_batches=self._micro_batches,
+            tokens_trained=self._tokens_trained,
+            ess_guard_trips=self._ess_guard_trips,
+        )
+        save_checkpoint(
+            self._checkpoints.directory,
+            version=self._version,
+            model=self._learner.model,
+            tokenizer=self._checkpoints.tokenizer,
+            optimizer=self._learner.optimizer.state(),
+            rng=rng_state(),
+            positions=msgspec.to_builtins(position),
+            counters=msgspec.to_builtins(counters),
+            config_checksum=self._checkpoints.config_checksum,
+            keep=self._config.keep_checkpoints,
+        )
+        self._saved_version = self._version
+        self._queue.commit(position)
+
+    def _train(self, samples: list[TrainingSample], begin_s: float) -> None:
+        def on_micro_batch(done: int, total: int) -> None:
+            self._micro_batches += 1
+            self._report("working", f"step {self._version + 1}: micro-batch {done} of {total}")
+
+        self._report("working", f"step {self._version + 1} on {len(samples)} rollouts")
+        result = self._learner.step(samples, self._version, on_micro_batch)
+        if not result.stepped:
+            self._refuse(samples, result)
+            self._busy_s += self._clock() - begin_s
+            return
+        self._queue.mark_trained(samples)
+        self._version += 1
+        self._tokens_trained += result.tokens_trained
+        # The last weights are published in any case: the run's result is evaluated with them.
+        if self._schedule.publishes(self._version) or self.goal_reached:
+            self._publish()
+        self._record(samples, result, begin_s)
+        if self._config.checkpoint_every and self._version % self._config.checkpoint_every == 0:
+            self.checkpoint()
+            self._busy_s += self._clock() - self._step_end_s
+        self._report("working", f"step {self._version} is done", now=True)
+
+    def _refuse(self, samples: list[TrainingSample], result: StepResult) -> None:
+        """The ESS guard: give up the batch and all else that is not on-policy, and wait for what is.
+
+        Raises PolicyMismatchError if the batch was on-policy: waiting for other data would not help.
+        """
+        self._ess_guard_trips += 1
+        self._queue.drop(samples, "ess_guard")
+        self._queue.drop_older_than(self._version, "ess_guard")
+        metrics = result.metrics
+        if metrics is not None and metrics.lag_max == 0:
+            raise PolicyMismatchError(
+                f"ESS is {metrics.ess:.3f}, below trainer.ess_threshold {self._config.ess_threshold}, for tokens sampled by "
+                f"the very weights being trained (version {self._version}): engine and trainer differ in log-probabilities "
+                f"by up to {metrics.on_policy_gap:.3g}; check that both run the same model and dtype"
+            )
+
+    def _publish(self) -> None:
+        self._sender.send(self._version, named_weights(self._learner.model))
+        self._published_version = self._version
+
+    def _record(self, samples: list[TrainingSample], result: StepResult, begin_s: float) -> None:
+        now_s = self._clock()
+        self._busy_s += now_s - begin_s
+        wait_s = (now_s - self._step_end_s) - (self._busy_s - self._step_end_busy_s)
+        self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
+        status = self._board.read(ENGINE_STAGE)
+        progress = status.progress if status is not None else None
+        record = step_record(
+            samples,
+            result,
+            self._queue,
+            version=self._version,
+            time_s=now_s - self._started_s,
+            train_s=now_s - begin_s,
+            wait_s=max(0.0, wait_s),
+            ess_guard_trips=self._ess_guard_trips,
+            engine=self._engine.record(progress, now_s) if isinstance(progress, EngineProgress) else None,
+        )
+        self._sink.write(record)
+        self._latest = record.numbers()
+        dropped_lengths = self._queue.dropped_lengths()
+        if self._trained_log is not None:
+            self._trained_log.write(trained_record(samples, version=self._version - 1, dropped_lengths=dropped_lengths))
+
+    def _report(self, state: StageState, detail: str, *, now: bool = False) -> None:
+        self._status.report(state, detail, self._progress, now=now)
+
+    def _progress(self) -> TrainerProgress:
+        return TrainerProgress(
+            version=self._version,
+            trained=self._queue.trained,
+            dropped=self._queue.dropped,
+            queued=self._queue.outstanding,
+            steps_target=self._config.steps,
+            micro_batches=self._micro_batches,
+            tokens_trained=self._tokens_trained,
+            busy_s=self._busy_s,
+            ready_s=self._clock() - self._ready_s,
+            published_version=self._published_version,
+            goal_reached=self.goal_reached,
+            latest=self._latest,
+        )

@@ -1,0 +1,258 @@
+"""Checkpoints: complete, verified, loadable by transformers, and never half there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from pipelinerl import checkpoint as module
+from pipelinerl.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, rng_state, save_checkpoint
+from pipelinerl.config.schema import TrainerConfig
+from pipelinerl.errors import CheckpointError
+from pipelinerl.preprocess import pack
+from pipelinerl.trainer import Learner
+from pipelinerl.types import Segment, TrainingSample
+
+
+def make_model(hidden_size: int = 16) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, hidden_size=hidden_size, tie_word_embeddings=True)).eval()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="b")  # noqa: S106
+
+
+def make_learner(model: PreTrainedModel) -> Learner:
+    return Learner(model, TrainerConfig(learning_rate=1e-2), temperature=1.0, pack=pack)
+
+
+SAMPLES = [
+    TrainingSample(
+        id=str(i),
+        group_index=0,
+        segments=(Segment(token_ids=tuple((i * 3 + j) % 20 for j in range(6 + i)), sampled=((2, 6 + i),)),),
+        behaviour_logprobs=(-3.0,) * (4 + i),
+        versions=(0,) * (4 + i),
+        advantage=0.5 - i,
+        reward=0.0,
+    )
+    for i in range(3)
+]
+
+
+def save(directory: Path, version: int, learner: Learner | None = None, **changes: object) -> Path:
+    learner = learner or make_learner(make_model())
+    options = {
+        "model": learner.model,
+        "tokenizer": make_tokenizer(),
+        "optimizer": learner.optimizer.state(),
+        "rng": rng_state(),
+        "positions": {"offset": 7, "settled_ids": ["1/0"]},
+        "counters": {"trained": 12, "dropped": {"stale": 2}},
+        "config_checksum": "abc",
+    }
+    return save_checkpoint(directory, version=version, **(options | changes))
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    assert path == tmp_path / "step_00000010"
+    state = load_checkpoint(path).state
+    assert state.version == 10
+    assert state.positions == {"offset": 7, "settled_ids": ["1/0"]}
+    assert state.counters == {"trained": 12, "dropped": {"stale": 2}}
+    assert state.config_checksum == "abc"
+
+
+def test_transformers_loads_the_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    learner = make_learner(make_model())
+    learner.step(SAMPLES, version=0)
+    path = save(tmp_path, 1, learner)
+    assert capfd.readouterr() == ("", ""), "saving is silent"
+    assert "pipelinerl" not in (path / "config.json").read_text(), "training's attention is not the model's"
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    for (name, a), (other, b) in zip(learner.model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(a, b)
+    assert loaded.generate(torch.tensor([[1, 2]]), max_new_tokens=2, pad_token_id=0).shape[0] == 1
+    assert AutoTokenizer.from_pretrained(path).encode("a") == [0]
+
+
+def test_a_resumed_step_is_bitwise_the_step_that_would_have_followed(tmp_path: Path) -> None:
+    learner = make_learner(make_model())
+    for version in range(3):
+        learner.step(SAMPLES, version=version)
+    path = save(tmp_path, 3, learner)
+    expected_draw = torch.rand(3)
+    learner.step(SAMPLES, version=3)
+
+    restored = load_checkpoint(path)
+    resumed = make_learner(AutoModelForCausalLM.from_pretrained(restored.path).eval())
+    resumed.optimizer.load_state(restored.optimizer_state())
+    restored.restore_rng()
+    assert torch.equal(torch.rand(3), expected_draw)
+    resumed.step(SAMPLES, version=3)
+    for a, b in zip(learner.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        save(tmp_path, version, keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+
+
+def test_the_latest_is_found_by_number(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    directory = tmp_path / "checkpoints"
+    for version in (9, 123_456_789):
+        save(directory, version)
+    (directory / "step_00000099.txt").write_text("a note")
+    (directory / ".unfinished-step_00000500-aa").mkdir()
+    assert latest_checkpoint(tmp_path) == directory / "step_123456789"
+
+
+def test_a_checkpoint_of_the_same_version_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 4, counters={"trained": 1})
+    save(tmp_path, 4, counters={"trained": 2})
+    (path,) = checkpoints(tmp_path)
+    assert load_checkpoint(path).state.counters == {"trained": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000004"]
+
+
+def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 4).rename(tmp_path / "step_00000004.old")
+    (path,) = checkpoints(tmp_path)
+    assert load_checkpoint(path).state.version == 4
+    save(tmp_path, 5)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step_00000004.old", "step_00000005"]
+    save(tmp_path, 4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000004", "step_00000005"]
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json", "state.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    learner = make_learner(make_model())
+    learner.step(SAMPLES, version=0)
+    path = save(tmp_path, 1, learner)
+    data = bytearray((path / name).read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 0x01
+        (path / name).write_bytes(data)
+    elif damage == "cut":
+        (path / name).write_bytes(data[:-3])
+    else:
+        (path / name).unlink()
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
+        load_checkpoint(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 1)
+    monkeypatch.setattr(module, "FORMAT", 2)
+    with pytest.raises(CheckpointError, match="format 1; this version reads format 2"):
+        load_checkpoint(path)
+
+
+def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="can't write checkpoint") as caught:
+        save(tmp_path / "file" / "checkpoints", 1)
+    assert "\n" not in str(caught.value)
+
+
+# The following run in a process of their own, which is killed or may only write small files.
+SAVE_IN_A_LOOP = """
+import sys, itertools, signal
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_checkpoint as t
+directory = Path(sys.argv[2])
+learner = t.make_learner(t.make_model())
+print("ready", flush=True)
+for version in itertools.count(1):
+    t.save(directory, version, learner, keep=3)
+"""
+
+SAVE_ON_A_SMALL_DISK = """
+import sys, resource
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_checkpoint as t
+from pipelinerl.errors import CheckpointError
+directory, limit = Path(sys.argv[2]), int(sys.argv[3])
+learner = t.make_learner(t.make_model(hidden_size=64))
+learner.step(t.SAMPLES, version=0)
+t.save(directory, 1, learner)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+try:
+    t.save(directory, 2, learner)
+except CheckpointError as error:
+    print(error)
+else:
+    print("no error")
+"""
+
+
+def run_script(script: str, *arguments: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, str(Path(__file__).parent), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_only_whole_checkpoints_remain(tmp_path: Path) -> None:
+    process = run_script(SAVE_IN_A_LOOP, str(tmp_path))
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2000):
+            if len(checkpoints(tmp_path)) >= 2:
+                break
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    found = checkpoints(tmp_path)
+    assert found, "at least one checkpoint was written"
+    for path in found:
+        load_checkpoint(path)
+        AutoModelForCausalLM.from_pretrained(path)
+    save(tmp_path, 10**6)
+    assert not list(tmp_path.glob(".*")), "the next checkpoint cleans up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [2_000, 60_000, 150_000], ids=["config", "model", "optimizer"])
+def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path, limit: int) -> None:
+    output, errors = run_script(SAVE_ON_A_SMALL_DISK, str(tmp_path), str(limit)).communicate(timeout=120)
+    assert output.startswith(f"can't write checkpoint {tmp_path / 'step_00000002'}:"), output + errors
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    load_checkpoint(tmp_path / "step_00000001")
+
+
+def test_a_folder_that_was_half_deleted_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: (Path(path) / "state.json").unlink())
+    save(tmp_path, 3, keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_00000003"]

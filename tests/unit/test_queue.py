@@ -1,0 +1,210 @@
+"""The trainer's queue: order, lag bound, conservation, and positions that a resumed run continues from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.config.schema import PreprocessConfig
+from pipelinerl.errors import StreamError
+from pipelinerl.preprocess import Preprocessor
+from pipelinerl.stream.memory import memory_stream
+from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
+from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
+
+
+def make_group(index: int, size: int = 3, versions: Sequence[int] = (0, 0), rewards: Sequence[float] | None = None) -> Group:
+    """`versions` of the tokens of every rollout; rollout k has k tokens more, of the last version."""
+    rollouts = []
+    for attempt in range(size):
+        tokens = [*versions, *[versions[-1]] * attempt]
+        completion = Completion(
+            request_id=f"{index}/{attempt}",
+            token_ids=tuple(range(len(tokens))),
+            logprobs=(-1.0,) * len(tokens),
+            weight_versions=spans_from_versions(tokens),
+            finish_reason="stop",
+        )
+        reward = float(attempt) if rewards is None else rewards[attempt]
+        turn = Turn(prompt_ids=(1, 2), completion=completion)
+        rollouts.append(Rollout(turns=(turn,), reward=reward, id=f"{index}/{attempt}", attempt=attempt))
+    problem = Problem(id=str(index), payload={})
+    return Group(index=index, problem=problem, rollouts=tuple(rollouts), started=size)
+
+
+@dataclass
+class Setup:
+    """A queue over a list of groups, of which the first may be gone."""
+
+    groups: Sequence[Group]
+    max_lag: int | None = None
+    config: PreprocessConfig = field(default_factory=PreprocessConfig)
+
+    def queue(self, position: QueuePosition | None = None, counts: QueueCounts | None = None) -> SampleQueue:
+        writer, self.reader = memory_stream(capacity=1000)
+        for group in self.groups:
+            assert writer.try_write(group)
+        queue = SampleQueue(self.reader, Preprocessor(self.config), self.max_lag, position=position, counts=counts)
+        if position is not None:
+            self.reader.read(position.offset)  # a resumed stream starts at its committed offset
+        return queue
+
+
+def pull_all(queue: SampleQueue) -> None:
+    while queue.pull():
+        pass
+
+
+def ids(samples: Sequence[object] | None) -> list[str]:
+    assert samples is not None
+    return [sample.id for sample in samples]  # type: ignore[attr-defined]
+
+
+def test_batches_come_in_order_and_only_whole() -> None:
+    queue = Setup([make_group(0), make_group(1)]).queue()
+    assert queue.take(4, version=0) is None
+    assert queue.pull()
+    assert queue.queued == 3
+    assert queue.take(4, version=0) is None
+    assert queue.pull()
+    assert not queue.pull()
+    assert ids(queue.take(4, version=0)) == ["0/0", "0/1", "0/2", "1/0"]
+    assert ids(queue.take(2, version=0)) == ["1/1", "1/2"]
+
+
+def test_it_reads_no_more_than_asked() -> None:
+    setup = Setup([make_group(i) for i in range(5)])
+    queue = setup.queue()
+    queue.pull()
+    queue.pull()
+    assert setup.reader.stats().pending == 3
+
+
+def test_a_token_beyond_the_lag_bound_drops_its_sample() -> None:
+    groups = [make_group(0, versions=(0, 3)), make_group(1, versions=(1, 3)), make_group(2, versions=(3, 3))]
+    queue = Setup(groups, max_lag=2).queue()
+    pull_all(queue)
+    assert ids(queue.take(6, version=3)) == ["1/0", "1/1", "1/2", "2/0", "2/1", "2/2"]
+    assert queue.dropped == {"stale": 3}
+    assert queue.dropped_lengths() == {"stale": [2, 3, 4]}
+    assert queue.dropped_lengths() == {}
+
+
+def test_without_a_bound_nothing_is_too_old() -> None:
+    queue = Setup([make_group(0, versions=(0, 0))]).queue()
+    pull_all(queue)
+    assert len(queue.take(3, version=10**6) or ()) == 3
+
+
+def test_what_the_preprocessor_drops_is_counted_with_its_length() -> None:
+    config = PreprocessConfig(zero_advantage="drop")
+    queue = Setup([make_group(0, rewards=(1.0, 1.0, 1.0)), make_group(1, rewards=(0.0, 2.0, 1.0))], config=config).queue()
+    pull_all(queue)
+    assert queue.dropped == {"zero_advantage": 4}
+    assert queue.dropped_lengths() == {"zero_advantage": [2, 3, 4, 4]}
+    assert queue.outstanding == queue.queued == 2
+    assert 0 in {*range(queue.position().ledger.below)}
+    assert queue.sampled_length_mean == 3.0, "the mean is over all that came in, dropped or not"
+
+
+def test_the_position_holds_at_the_first_group_that_is_not_dealt_with() -> None:
+    queue = Setup([make_group(i) for i in range(4)]).queue()
+    pull_all(queue)
+    assert queue.position().offset == 0
+    queue.mark_trained(queue.take(4, version=0) or [])
+    position = queue.position()
+    assert (position.offset, position.settled_ids, position.ledger.below) == (1, ("1/0",), 1)
+    taken = queue.take(5, version=0) or []
+    assert queue.position() == position, "what is taken and not settled is not dealt with"
+    queue.drop(taken, "ess_guard")
+    position = queue.position()
+    assert (position.offset, position.settled_ids, position.ledger.below) == (3, (), 3)
+    assert queue.counts == QueueCounts(trained=4, dropped={"ess_guard": 5})
+
+
+def test_a_group_that_comes_twice_is_an_error() -> None:
+    queue = Setup([make_group(0), make_group(0)]).queue()
+    queue.pull()
+    with pytest.raises(StreamError, match="group 0 came twice"):
+        queue.pull()
+
+
+def test_a_group_that_was_dealt_with_before_a_resume_is_not_trained_on_again() -> None:
+    queue = Setup([make_group(0), make_group(1)]).queue()
+    pull_all(queue)
+    trained = queue.take(6, version=0) or []
+    queue.mark_trained(trained[3:])  # group 1 is dealt with, group 0 is not
+    again = Setup([make_group(0), make_group(1)]).queue(queue.position(), queue.counts)
+    pull_all(again)
+    assert ids(again.take(3, version=0)) == ["0/0", "0/1", "0/2"]
+    assert again.queued == 0
+
+
+def test_a_group_of_nothing_is_dealt_with_at_once() -> None:
+    queue = Setup([make_group(0, size=0), make_group(1)]).queue()
+    pull_all(queue)
+    assert (queue.position().offset, queue.position().ledger.below) == (1, 1)
+
+
+def test_commit_lets_the_stream_forget() -> None:
+    setup = Setup([make_group(0), make_group(1)])
+    queue = setup.queue()
+    pull_all(queue)
+    queue.mark_trained(queue.take(3, version=0) or [])
+    queue.commit(queue.position())
+    with pytest.raises(ValueError, match="can't commit"):
+        setup.reader.commit(3)
+
+
+Action = st.one_of(
+    st.just(("pull", 0)), st.tuples(st.sampled_from(["train", "refuse"]), st.integers(1, 5)), st.just(("resume", 0))
+)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 4), max_size=12),
+    ages=st.lists(st.integers(0, 6), min_size=12, max_size=12),
+    flat=st.sets(st.integers(0, 11)),
+    actions=st.lists(Action, max_size=40),
+    max_lag=st.sampled_from([None, 0, 2]),
+)
+@settings(deadline=None, max_examples=200)
+def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(
+    sizes: list[int], ages: list[int], flat: set[int], actions: list[tuple[str, int]], max_lag: int | None
+) -> None:
+    """Trains, refuses and resumes at random; then checks what became of each rollout, and that the counts agree."""
+    groups = [
+        make_group(i, size, versions=(ages[i], ages[i]), rewards=[1.0] * size if i in flat else None)
+        for i, size in enumerate(sizes)
+    ]
+    setup = Setup(groups, max_lag, PreprocessConfig(zero_advantage="drop"))
+    queue, version = setup.queue(), 6
+    trained: list[str] = []
+    for action, count in actions:
+        if action == "pull":
+            queue.pull()
+        elif action == "resume":
+            position = msgspec.json.decode(msgspec.json.encode(queue.position()), type=QueuePosition)
+            queue = setup.queue(position, queue.counts)
+        elif samples := queue.take(count, version):
+            assert all(max_lag is None or version - v <= max_lag for sample in samples for v in sample.versions)
+            if action == "train":
+                queue.mark_trained(samples)
+                trained += ids(samples)
+            else:
+                queue.drop(samples, "ess_guard")
+    assert len(set(trained)) == len(trained) == queue.trained
+    pull_all(queue)
+    rollouts = sum(sizes)
+    assert queue.trained + sum(queue.dropped.values()) + queue.outstanding == rollouts
+    assert queue.outstanding == queue.queued
+    while samples := queue.take(1, version):
+        queue.mark_trained(samples)
+    assert queue.position() == QueuePosition(
+        offset=len(groups), ledger=msgspec.structs.replace(queue.position().ledger, below=len(groups), extras=())
+    )

@@ -1,0 +1,319 @@
+"""The trainer stage as a whole: what it takes, publishes, records, refuses and resumes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from pipelinerl.board import MemoryBoard
+from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
+from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
+from pipelinerl.errors import PolicyMismatchError
+from pipelinerl.files import JsonLines, read_json_lines
+from pipelinerl.interfaces import Schedule
+from pipelinerl.metrics.records import StepRecord, read_records
+from pipelinerl.metrics.sinks import make_sink
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.preprocess import Preprocessor, pack
+from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
+from pipelinerl.stream.memory import memory_stream
+from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
+from pipelinerl.trainer.provenance import TrainedRecord
+from pipelinerl.types import (
+    Completion,
+    Group,
+    Problem,
+    Rollout,
+    StageStatus,
+    TrainerProgress,
+    Turn,
+    UpdateReceipt,
+    spans_from_versions,
+)
+from pipelinerl.weights.memory import MemoryChannel
+
+K = 4
+PROMPT = (1, 2, 3)
+
+
+def make_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval()
+
+
+class Engine:
+    """Generates whole groups with the newest weights it was sent, recording exact log-probs (off by `noise`)."""
+
+    def __init__(self, channel: MemoryChannel, noise: float = 0.0) -> None:
+        self.model = make_model()
+        self.channel = channel
+        self.noise = noise
+        self.versions: list[int] = []
+
+    def take_weights(self) -> None:
+        update = self.channel.receiver.poll()
+        if update is None:
+            return
+        self.model.load_state_dict(dict(update.tensors))
+        self.versions.append(update.version)
+        found = checksum(named_weights(self.model))
+        self.channel.receiver.acknowledge(
+            UpdateReceipt(engine="0", version=update.version, checksum=found, pause_s=0.0, sequences_in_flight=0)
+        )
+
+    @torch.no_grad()
+    def group(self, index: int) -> Group:
+        generator = torch.Generator().manual_seed(index)
+        rollouts = []
+        for attempt in range(K):
+            tokens, logprobs = [], []
+            for _ in range(2 + attempt):
+                logits_V = self.model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
+                tokens.append(int(torch.multinomial(logits_V.softmax(-1), 1, generator=generator)))
+                logprobs.append(logits_V.log_softmax(-1)[tokens[-1]].item())
+            noise = self.noise * torch.randn(len(tokens), generator=generator)
+            completion = Completion(
+                request_id=f"{index}/{attempt}",
+                token_ids=tuple(tokens),
+                logprobs=tuple(min(0.0, lp + n) for lp, n in zip(logprobs, noise.tolist(), strict=True)),
+                weight_versions=spans_from_versions([self.versions[-1]] * len(tokens)),
+                finish_reason="length",
+            )
+            turn = Turn(prompt_ids=PROMPT, completion=completion)
+            reward = float(sum(tokens) % 3 == attempt % 2)
+            rollouts.append(Rollout(turns=(turn,), reward=reward, id=f"{index}/{attempt}", attempt=attempt))
+        problem = Problem(id=str(index), payload={})
+        return Group(index=index, problem=problem, rollouts=tuple(rollouts), started=K)
+
+
+class Setup:
+    """A trainer with everything around it in memory, but for what it writes."""
+
+    def __init__(
+        self, run_dir: Path, schedule: Schedule | None = None, *, noise: float = 0.0, resume: bool = False, **changes: object
+    ) -> None:
+        self.config = TrainerConfig(**({"batch_size": 4, "steps": 6, "learning_rate": 1e-2} | changes))
+        self.run_dir = run_dir
+        self.channel = MemoryChannel()
+        self.engine = Engine(self.channel, noise)
+        self.board = MemoryBoard()
+        self.writer, reader = memory_stream(capacity=100)
+        model, state = make_model(), TrainerState()
+        path = latest_checkpoint(run_dir) if resume else None
+        if path is not None:
+            model = AutoModelForCausalLM.from_pretrained(path).eval()
+        self.learner = Learner(model, self.config, temperature=1.0, pack=pack)
+        if path is not None:
+            state = TrainerState.resume(load_checkpoint(path), self.learner)
+        self.queue = SampleQueue(
+            reader, Preprocessor(PreprocessConfig()), position=state.position, counts=state.counters.queue
+        )
+        tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))  # noqa: S106
+        (run_dir / "rollouts").mkdir(exist_ok=True)
+        self.trainer = Trainer(
+            self.config,
+            self.learner,
+            self.queue,
+            schedule or PipelineSchedule(self.config.batch_size),
+            self.channel.sender,
+            board=self.board,
+            sink=make_sink(run_dir),
+            trained_log=JsonLines(run_dir / "rollouts" / "trained.jsonl"),
+            checkpoints=CheckpointPlan(
+                directory=run_dir / "checkpoints", tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+            ),
+            state=state,
+        )
+
+    def feed(self, indices: Sequence[int]) -> None:
+        self.engine.take_weights()
+        for index in indices:
+            assert self.writer.try_write(self.engine.group(index))
+
+    def drive(self) -> None:
+        """One group between two turns of the trainer, to the end."""
+        index = 0
+        self.trainer.start()
+        while not self.trainer.goal_reached:
+            self.feed([index])
+            index += 1
+            self.trainer.pump()
+        self.engine.take_weights()
+        self.trainer.finish()
+
+    @property
+    def status(self) -> StageStatus:
+        status = self.board.read("trainer")
+        assert status is not None
+        return status
+
+    @property
+    def progress(self) -> TrainerProgress:
+        assert isinstance(self.status.progress, TrainerProgress)
+        return self.status.progress
+
+    def records(self) -> list[StepRecord]:
+        return read_records(self.run_dir / "metrics.jsonl", StepRecord)
+
+
+def weights(setup: Setup) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in setup.learner.model.parameters()]
+
+
+def test_a_run_takes_its_steps_and_publishes_each(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.drive()
+    assert setup.engine.versions == [0, 1, 2, 3, 4, 5, 6]
+    records = setup.records()
+    assert [record.version for record in records] == [1, 2, 3, 4, 5, 6]
+    assert all(record.samples == 4 and record.lag_max in (0, None) for record in records)
+    assert {record.learning_rate for record in records} == {1e-2}
+    assert max(record.on_policy_gap or 0.0 for record in records) < 1e-5
+    assert min(record.ess for record in records if record.ess is not None) > 0.999
+    assert setup.status.state == "done"
+    assert setup.progress.goal_reached
+    assert (setup.progress.trained, setup.progress.queued, setup.progress.published_version) == (24, 0, 6)
+    assert setup.progress.latest["version"] == 6
+    assert not setup.trainer.pump(), "nothing more to do"
+
+
+def test_it_waits_without_blocking_and_says_for_what(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, batch_size=8)
+    setup.trainer.start()
+    assert not setup.trainer.pump()
+    assert setup.status.state == "waiting"
+    assert "0 of 8" in setup.status.detail
+    setup.feed([0])
+    assert setup.trainer.pump(), "it took a group in"
+    assert setup.trainer.version == 0
+    assert not setup.trainer.pump()
+    setup.feed([1])
+    assert setup.trainer.pump()
+    assert setup.trainer.version == 1
+
+
+def test_it_leaves_what_it_does_not_need_in_the_stream(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.trainer.start()
+    setup.feed(range(5))
+    setup.trainer.pump()
+    assert setup.writer.stats().pending == 4
+    assert setup.trainer.version == 1
+
+
+def test_conventional_publishes_once_a_round_and_at_the_end(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, ConventionalSchedule(4, 4), steps=6)
+    setup.drive()
+    assert setup.engine.versions == [0, 4, 6]
+    assert [record.lag_max for record in setup.records() if record.lag_max is not None][:4] == [0, 1, 2, 3]
+
+
+def test_trained_records_tell_versions_and_lags(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, steps=2)
+    setup.trainer.start()
+    setup.feed([0, 1])
+    while not setup.trainer.goal_reached:
+        setup.trainer.pump()
+    first, second = read_json_lines(tmp_path / "rollouts" / "trained.jsonl", TrainedRecord)
+    assert [sample.id for sample in first.samples] == ["0/0", "0/1", "0/2", "0/3"]
+    assert [sample.tokens for sample in first.samples] == [2, 3, 4, 5]
+    assert {(sample.lag_min, sample.lag_max) for sample in first.samples} == {(0, 0)}
+    assert (second.version, {(sample.lag_min, sample.lag_max) for sample in second.samples}) == (2, {(1, 1)})
+
+
+def test_the_ess_guard_drops_what_is_off_policy_and_goes_on_with_fresh_rollouts(tmp_path: Path) -> None:
+    # Steps this large take the policy far from the one that sampled the groups waiting in the stream.
+    setup = Setup(tmp_path, ess_threshold=0.97, learning_rate=0.3, steps=2, batch_size=8)
+    setup.trainer.start()
+    setup.feed(range(6))
+    while setup.trainer.pump():
+        pass
+    assert setup.trainer.version == 1
+    assert setup.progress.dropped == {"ess_guard": 16}
+    before = weights(setup)
+    assert setup.status.state == "waiting"
+    setup.feed([6, 7])
+    assert setup.trainer.pump()
+    assert setup.trainer.version == 2
+    assert setup.records()[-1].ess_guard_trips == 2
+    assert setup.records()[-1].lag_max == 0
+    assert not torch.equal(before[0], weights(setup)[0])
+    assert setup.progress.trained + sum(setup.progress.dropped.values()) == 8 * K
+
+
+def test_an_on_policy_batch_below_the_threshold_is_a_mismatch_with_numbers(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, ess_threshold=0.9, noise=2.0)
+    setup.trainer.start()
+    setup.feed([0])
+    with pytest.raises(PolicyMismatchError, match=r"ESS is 0\.\d+, below trainer\.ess_threshold 0\.9.*by up to \d"):
+        setup.trainer.pump()
+    assert setup.trainer.version == 0
+
+
+def test_run_stops_when_told_with_a_checkpoint(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, steps=100)
+    turns = iter(range(1000))
+
+    def stop() -> bool:
+        turn = next(turns)
+        if turn < 3:
+            setup.feed([turn])
+        return turn >= 6
+
+    setup.trainer.run(stop)
+    assert setup.trainer.version == 3
+    assert setup.status.state == "done"
+    path = latest_checkpoint(tmp_path)
+    assert path is not None
+    assert load_checkpoint(path).state.version == 3
+
+
+def test_checkpoints_come_when_due(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, steps=5, checkpoint_every=2, keep_checkpoints=9)
+    setup.drive()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000004",
+        "step_00000005",
+    ]
+
+
+def test_a_resumed_trainer_takes_the_same_next_steps(tmp_path: Path) -> None:
+    """Groups of 4 and batches of 3: checkpoints fall inside groups."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    config = {"batch_size": 3, "steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9}
+    straight = Setup(tmp_path / "a", **config)
+    straight.trainer.start()
+    straight.feed([0, 1, 2])
+    while not straight.trainer.goal_reached:
+        straight.trainer.pump()
+
+    first = Setup(tmp_path / "b", **config)
+    first.trainer.start()
+    first.feed([0, 1, 2])
+    while first.trainer.version < 2:
+        first.trainer.pump()
+    resumed = Setup(tmp_path / "b", resume=True, **config)
+    position = resumed.queue.position()
+    assert (resumed.trainer.version, position.offset, position.settled_ids) == (2, 1, ("1/0", "1/1"))
+    resumed.engine.versions = first.engine.versions
+    for index in range(3):  # the stream as it was kept: offset 0 is read and skipped
+        assert resumed.writer.try_write(first.engine.group(index))
+    resumed.trainer.start()
+    while not resumed.trainer.goal_reached:
+        resumed.trainer.pump()
+    for a, b in zip(weights(straight), weights(resumed), strict=True):
+        assert torch.equal(a, b)
+    assert resumed.progress.trained == straight.progress.trained == 12
+    expected = msgspec.structs.asdict(straight.records()[-1])
+    actual = msgspec.structs.asdict(resumed.records()[-1])
+    for field in ("version", "loss", "ess", "lag_max", "reward_mean", "grad_norm", "dropped", "queued"):
+        assert actual[field] == expected[field], field

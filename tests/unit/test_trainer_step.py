@@ -1,0 +1,371 @@
+"""One optimizer step: the same whatever the micro-batches, refused when off-policy, and never on broken numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from pipelinerl.config.schema import TrainerConfig
+from pipelinerl.errors import CheckpointError, TrainingDivergedError
+from pipelinerl.preprocess import pack
+from pipelinerl.trainer import FrozenModelScorer, Learner
+from pipelinerl.trainer.logprobs import token_logprobs
+from pipelinerl.types import Segment, TrainingSample
+
+TEMPERATURE = 0.8
+
+
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=23,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def own_logprobs(model: PreTrainedModel, sample: TrainingSample) -> torch.Tensor:
+    """The slow way: each segment alone, through the model's own attention."""
+    logprobs = []
+    for segment in sample.segments:
+        logits_TV = model(torch.tensor([segment.token_ids])).logits[0].float() / TEMPERATURE
+        logprobs += [logits_TV[p - 1].log_softmax(-1)[segment.token_ids[p]] for p in segment.sampled_positions]
+    return torch.stack(logprobs)
+
+
+def make_samples(model: PreTrainedModel, count: int = 12, noise: float = 0.2, version: int = 3) -> list[TrainingSample]:
+    """Ragged samples, some of several turns or segments, one in four without advantage, behaviour a bit off `model`."""
+    generator = torch.Generator().manual_seed(5)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    samples = []
+    for i in range(count):
+        segments = []
+        for _ in range(1 + (i % 5 == 0)):
+            n = integer(6, 40)
+            ids = tuple(integer(0, 23) for _ in range(n))
+            segments.append(Segment(token_ids=ids, sampled=((2, 4), (5, n)) if i % 3 == 0 else ((3, n),)))
+        tokens = sum(len(s.sampled_positions) for s in segments)
+        sample = TrainingSample(
+            id=f"{i}",
+            group_index=i // 4,
+            segments=tuple(segments),
+            behaviour_logprobs=(0.0,) * tokens,
+            versions=tuple(version - min(version, t % 3) for t in range(tokens)),
+            advantage=0.0 if i % 4 == 3 else (-1.0) ** i * (0.3 + 0.1 * i),
+            reward=float(i % 2),
+        )
+        with torch.no_grad():
+            logprobs_P = own_logprobs(model, sample)
+        off_P = noise * torch.randn(tokens, generator=generator)
+        samples.append(msgspec.structs.replace(sample, behaviour_logprobs=tuple((logprobs_P + off_P).tolist())))
+    return samples
+
+
+def learner(model: PreTrainedModel, *, skip: bool = True, **changes: object) -> Learner:
+    config = TrainerConfig(**({"learning_rate": 1e-3, "max_grad_norm": 1e9} | changes))
+    return Learner(model, config, temperature=TEMPERATURE, pack=pack, skip_zero_advantage=skip)
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def weights(model: PreTrainedModel) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def reinforce_gradients(
+    model: PreTrainedModel, samples: Sequence[TrainingSample], normalizer: float
+) -> dict[str, torch.Tensor]:
+    """The objective as it is written down, one sequence at a time."""
+    model.zero_grad()
+    for sample in samples:
+        logprobs_N = own_logprobs(model, sample)
+        ratio_N = (logprobs_N.detach() - torch.tensor(sample.behaviour_logprobs)).exp()
+        (-(ratio_N.clamp(max=5.0) * sample.advantage * logprobs_N).sum() / normalizer).backward()
+    found = gradients(model)
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("budget", [1, 30, 77, 10_000])
+@pytest.mark.parametrize("normalization", ["sequences", "tokens"])
+def test_a_step_equals_the_sum_over_single_sequences_for_any_micro_batch(budget: int, normalization: str) -> None:
+    model = make_model()
+    samples = make_samples(model)
+    normalizer = len(samples) if normalization == "sequences" else sum(s.sampled_count for s in samples)
+    expected = reinforce_gradients(model, samples, normalizer)
+    result = learner(model, micro_batch_tokens=budget, loss_normalization=normalization).step(samples, version=3)
+    assert result.stepped
+    assert result.samples_skipped == 3
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5 * gradient.abs().max().item(), rtol=1e-5, msg=name)
+
+
+def test_recomputing_activations_changes_nothing() -> None:
+    plain, recomputing = make_model(), make_model()
+    samples = make_samples(plain)
+    learner(plain).step(samples, version=3)
+    learner(recomputing, gradient_checkpointing=True).step(samples, version=3)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradient, gradients(recomputing)[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "gspo", "cispo"])
+def test_metrics_and_weights_do_not_depend_on_micro_batches(loss: str) -> None:
+    results, models = [], []
+    for budget in (1, 50, 10_000):
+        model = make_model()
+        samples = make_samples(model)
+        results.append(learner(model, micro_batch_tokens=budget, loss=loss).step(samples, version=3))
+        models.append(weights(model))
+    assert [r.micro_batches for r in results] == sorted((r.micro_batches for r in results), reverse=True)
+    for result, other in zip(results[1:], models[1:], strict=True):
+        for a, b in zip(models[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+        assert result.metrics is not None
+        assert results[0].metrics is not None
+        for field in ("ess", "kl_behaviour_policy", "entropy_mean", "weight_max", "clamp_fraction", "lag_mean"):
+            assert getattr(result.metrics, field) == pytest.approx(getattr(results[0].metrics, field), abs=1e-5), field
+        assert result.loss == pytest.approx(results[0].loss, abs=1e-6)
+
+
+def test_skipping_rollouts_without_advantage_changes_nothing() -> None:
+    skipping, keeping = make_model(), make_model()
+    samples = make_samples(skipping)
+    skipped = learner(skipping, skip=True).step(samples, version=3)
+    kept = learner(keeping, skip=False).step(samples, version=3)
+    assert (skipped.samples_skipped, kept.samples_skipped) == (3, 0)
+    assert skipped.tokens_trained < kept.tokens_trained
+    for a, b in zip(weights(skipping), weights(keeping), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_a_step_of_rollouts_without_advantage_still_moves_by_its_momentum() -> None:
+    results = []
+    for skip in (True, False):
+        model = make_model()
+        samples = make_samples(model)
+        flat = [msgspec.structs.replace(sample, advantage=0.0) for sample in samples]
+        taught = learner(model, skip=skip)
+        taught.step(samples, version=3)
+        before = weights(model)
+        result = taught.step(flat, version=4)
+        assert result.stepped
+        assert (result.metrics is None) == skip
+        assert not torch.equal(before[0], weights(model)[0])
+        results.append(weights(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_with_a_kl_penalty_rollouts_without_advantage_count() -> None:
+    model = make_model()
+    samples = make_samples(model, count=4)
+    scorer = FrozenModelScorer(make_model(seed=1), temperature=TEMPERATURE, micro_batch_tokens=50, pack=pack)
+    scored = [
+        msgspec.structs.replace(
+            sample, advantage=0.0, reference_logprobs=tuple(lp for part in scorer.score(sample.segments) for lp in part)
+        )
+        for sample in samples
+    ]
+    result = learner(model, kl_coefficient=0.1).step(scored, version=3)
+    assert result.samples_skipped == 0
+    assert result.grad_norm is not None
+    assert result.grad_norm > 0
+
+
+@pytest.mark.parametrize("budget", [1, 60, 1000])
+def test_reference_scores_are_those_of_each_segment_alone(budget: int) -> None:
+    model = make_model(seed=2)
+    samples = make_samples(model, noise=0.0)
+    scorer = FrozenModelScorer(model, temperature=TEMPERATURE, micro_batch_tokens=budget, pack=pack)
+    scores = scorer.score([segment for sample in samples for segment in sample.segments])
+    flat = [lp for part in scores for lp in part]
+    assert flat == pytest.approx([lp for sample in samples for lp in sample.behaviour_logprobs], abs=1e-4)
+    assert [len(part) for part in scores] == [len(s.sampled_positions) for sample in samples for s in sample.segments]
+
+
+def test_the_gap_to_a_faithful_engine_is_numerical_and_lags_are_exact() -> None:
+    model = make_model()
+    samples = make_samples(model, noise=0.0, version=3)
+    metrics = learner(model, skip=False).step(samples, version=5).metrics
+    assert metrics is not None
+    assert metrics.ess == pytest.approx(1.0, abs=1e-5)
+    assert metrics.lag_max == 5 - min(v for s in samples for v in s.versions)
+    assert metrics.on_policy_gap is None, "no token is of version 5"
+    again = make_model()
+    on_policy = learner(again, skip=False).step(samples, version=3).metrics
+    assert on_policy is not None
+    assert on_policy.on_policy_gap is not None
+    assert on_policy.on_policy_gap < 1e-4
+    assert on_policy.lag_mean == pytest.approx(
+        sum(3 - v for s in samples for v in s.versions) / sum(s.sampled_count for s in samples)
+    )
+
+
+def test_the_ess_guard_refuses_a_batch_and_leaves_no_trace() -> None:
+    guarded, plain = make_model(), make_model()
+    far, near = make_samples(guarded, noise=3.0), make_samples(guarded, noise=0.01)
+    before = weights(guarded)
+    taught = learner(guarded, ess_threshold=0.5)
+    refused = taught.step(far, version=3)
+    assert not refused.stepped
+    assert refused.metrics is not None
+    assert refused.metrics.ess < 0.5
+    assert refused.grad_norm is None
+    for a, b in zip(before, weights(guarded), strict=True):
+        assert torch.equal(a, b)
+    assert taught.step(near, version=3).stepped
+    learner(plain, ess_threshold=0.5).step(near, version=3)
+    for a, b in zip(weights(guarded), weights(plain), strict=True):
+        assert torch.equal(a, b), "the refused batch's gradient must not leak into the next step"
+
+
+@pytest.mark.parametrize("what", ["weights", "behaviour", "advantage"])
+def test_broken_numbers_stop_training_and_leave_the_weights_alone(what: str) -> None:
+    model = make_model()
+    samples = make_samples(model)
+    taught = learner(model)
+    if what == "weights":
+        next(model.parameters()).data[:, 0] = math.nan
+    elif what == "behaviour":
+        sample = samples[0]
+        samples[0] = msgspec.structs.replace(sample, behaviour_logprobs=(-math.inf, *sample.behaviour_logprobs[1:]))
+    else:
+        samples[0] = msgspec.structs.replace(samples[0], advantage=math.inf)
+    before = weights(model)
+    with pytest.raises(TrainingDivergedError):
+        taught.step(samples, version=3)
+    for a, b in zip(before, weights(model), strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def test_a_gradient_that_overflows_stops_training() -> None:
+    model = make_model()
+    samples = [msgspec.structs.replace(s, advantage=1e38 * (1 if s.advantage >= 0 else -1)) for s in make_samples(model)]
+    before = weights(model)
+    with pytest.raises(TrainingDivergedError, match=r"not finite|the loss is"):
+        learner(model, loss_normalization="sequences").step(samples, version=3)
+    assert torch.equal(before[0], weights(model)[0])
+
+
+def test_gradients_are_clipped_to_the_norm() -> None:
+    model = make_model()
+    samples = make_samples(model)
+    result = learner(model, max_grad_norm=1e-3).step(samples, version=3)
+    assert result.grad_norm is not None
+    assert result.grad_norm > 1e-3
+    clipped = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    assert clipped == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_learning_rate_follows_the_schedule() -> None:
+    model = make_model()
+    samples = make_samples(model)
+    taught = learner(model, warmup_steps=4, steps=10)
+    rates = [taught.step(samples, version=v).learning_rate for v in range(5)]
+    assert rates == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+
+
+def test_the_optimizer_continues_bitwise_from_its_saved_state() -> None:
+    model = make_model()
+    samples = make_samples(model)
+    taught = learner(model, weight_decay=0.1)
+    for version in range(3):
+        taught.step(samples, version=version)
+    copied = copy.deepcopy(model)
+    resumed = learner(copied, weight_decay=0.1)
+    resumed.optimizer.load_state(load(save(taught.optimizer.state())))
+    taught.step(samples, version=3)
+    resumed.step(samples, version=3)
+    for a, b in zip(weights(model), weights(copied), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_optimizer_state_of_another_model_is_refused() -> None:
+    model = make_model()
+    samples = make_samples(model)
+    taught = learner(model)
+    taught.step(samples, version=0)
+    state = taught.optimizer.state()
+    del state["model.norm.weight.exp_avg"]
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        learner(make_model()).optimizer.load_state(state)
+
+
+def test_low_precision_weights_learn_from_steps_below_their_rounding() -> None:
+    model = make_model(dtype=torch.bfloat16)
+    samples = make_samples(make_model())
+    taught = learner(model, learning_rate=1e-5)
+    before = weights(model)
+    for version in range(40):
+        taught.step(samples, version=version)
+    masters = {name: t for name, t in taught.optimizer.state().items() if name.endswith(".master")}
+    assert {t.dtype for t in masters.values()} == {torch.float32}
+    norm_before, norm_after = before[-1].float(), masters["model.norm.weight.master"]
+    assert (norm_before - norm_after).abs().max() > 1e-4, "bfloat16 around 1 can't move by 1e-5 a step"
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, masters[f"{name}.master"].bfloat16())
+
+
+@given(
+    positions=st.integers(1, 9),
+    vocabulary=st.integers(1, 40),
+    temperature=st.floats(0.3, 3),
+    chunk=st.sampled_from([1, 64, 1 << 22]),
+)
+@settings(deadline=None, max_examples=40)
+def test_logprobs_entropy_and_gradient_equal_plain_torch(
+    positions: int, vocabulary: int, temperature: float, chunk: int
+) -> None:
+    generator = torch.Generator().manual_seed(positions * 100 + vocabulary)
+    logits_PV = (5 * torch.randn(positions, vocabulary, generator=generator, dtype=torch.float64)).requires_grad_()
+    ids_P = torch.randint(0, vocabulary, (positions,), generator=generator)
+    slope_P = torch.randn(positions, generator=generator, dtype=torch.float64)
+    log_p_PV = (logits_PV / temperature).log_softmax(-1)
+    expected_P = log_p_PV.gather(-1, ids_P[:, None])[:, 0]
+    (expected,) = torch.autograd.grad((expected_P * slope_P).sum(), logits_PV)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipelinerl.trainer.logprobs.CHUNK_ELEMENTS", chunk)
+        actual_P, entropy_P = token_logprobs(logits_PV * 1.0, ids_P, temperature)
+        (actual,) = torch.autograd.grad((actual_P * slope_P).sum(), logits_PV)
+    torch.testing.assert_close(actual_P, expected_P)
+    torch.testing.assert_close(entropy_P, -(log_p_PV.exp() * log_p_PV).sum(-1).detach())
+    torch.testing.assert_close(actual, expected)
+
+
+def test_ruled_out_tokens_have_no_part_in_entropy_or_gradient() -> None:
+    logits_PV = torch.tensor([[1.0, -math.inf, 1.0]], requires_grad=True)
+    logprobs_P, entropy_P = token_logprobs(logits_PV * 1.0, torch.tensor([2]), 1.0)
+    logprobs_P.sum().backward()
+    assert entropy_P.item() == pytest.approx(math.log(2))
+    assert logits_PV.grad is not None
+    assert logits_PV.grad.tolist() == [[-0.5, 0.0, 0.5]]
+
+
+def test_logits_that_another_operation_still_needs_are_not_overwritten_unnoticed() -> None:
+    x_PV = torch.randn(4, 8, requires_grad=True)
+    logits_PV = x_PV.tanh()  # needs its output for its own backward
+    logprobs_P, _ = token_logprobs(logits_PV, torch.zeros(4, dtype=torch.long), 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs_P.sum().backward()
