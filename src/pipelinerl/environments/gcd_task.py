@@ -1,0 +1,108 @@
+"""The demo's task: the greatest common divisor of two numbers, found by repeated subtraction.
+
+The prompt is the pair, `84,36:`. A full answer takes the smaller number from the larger, step by step,
+until they are equal, then the result: `48,36;12,36;12,24;12,12>12`. All numbers have two digits. Only the
+result is graded, so a model is free to guess or to stop early; on this task that rarely pays. The number of
+steps is long-tailed (usually a few, now and then more than thirty), and so is the length of a completion.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+
+ALPHABET = "0123456789,;:>"
+MAX_STEPS = 36
+MEAN_EXTRA_STEPS = 5.0
+MAX_ANSWER = 12
+# The longest full answer has MAX_STEPS cells of six characters, then three for the result; the rest is room
+# for detours.
+MAX_COMPLETION_TOKENS = 240
+
+Pools = Mapping[int, Mapping[int, tuple[tuple[int, int], ...]]]
+
+
+@dataclass(frozen=True)
+class GcdProblem:
+    a: int
+    b: int
+    answer: int
+    steps: int
+
+
+def subtract_once(a: int, b: int) -> tuple[int, int]:
+    """One step of the method: the larger number is replaced by the difference."""
+    return (a - b, b) if a > b else (a, b - a)
+
+
+def count_steps(a: int, b: int) -> int:
+    """How many subtractions it takes until both numbers are equal."""
+    steps = 0
+    while a != b:
+        a, b = subtract_once(a, b)
+        steps += 1
+    return steps
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """Whether this pair is kept for evaluation: about one in ten is.
+
+    A hash of the text decides, so that no pattern in the digits tells the two kinds apart.
+    """
+    return zlib.crc32(f"{a:02d},{b:02d}".encode()) % 10 == 0
+
+
+@cache
+def problem_pools(held_out: bool) -> Pools:
+    """The pairs a problem may be drawn from: by number of steps, then by answer."""
+    pools: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    for a in range(1, 100):
+        for b in range(1, 100):
+            answer = gcd(a, b)
+            if a == b or answer > MAX_ANSWER or is_held_out(a, b) != held_out:
+                continue
+            steps = count_steps(a, b)
+            if steps <= MAX_STEPS:
+                pools.setdefault(steps, {}).setdefault(answer, []).append((a, b))
+    return {
+        steps: {answer: tuple(pairs) for answer, pairs in by_answer.items()}
+        for steps, by_answer in pools.items()
+    }
+
+
+def draw_problem(rng: random.Random, held_out: bool, steps: int | None = None) -> GcdProblem:
+    """A random problem of about `steps` subtractions; without it, a long-tailed number of them."""
+    if steps is None:
+        steps = min(MAX_STEPS, 1 + int(rng.expovariate(1.0 / MEAN_EXTRA_STEPS)))
+    pools = problem_pools(held_out)
+    while steps not in pools:  # a small pool can lack a length: take the next shorter one it has
+        steps -= 1
+    by_answer = pools[steps]
+    # The answer is drawn first and evenly: most pairs have 1 in common, and "always say 01" must not pay.
+    answer = rng.choice(sorted(by_answer))
+    a, b = rng.choice(by_answer[answer])
+    return GcdProblem(a=a, b=b, answer=answer, steps=steps)
+
+
+def problem_at(index: int, seed: int, held_out: bool) -> GcdProblem:
+    """Problem number `index` of an endless stream. The same arguments always give the same problem."""
+    return draw_problem(random.Random(f"gcd/{seed}/{held_out}/{index}"), held_out)
+
+
+def held_out_problems(n: int) -> list[GcdProblem]:
+    """The first `n` problems of the one fixed evaluation set."""
+    return [problem_at(index, seed=0, held_out=True) for index in range(n)]
+
+
+def prompt_text(problem: GcdProblem) -> str:
+    return f"{problem.a:02d},{problem.b:02d}:"
+
+
+def score(problem: GcdProblem, text: str) -> float:
+    """1.0 if what follows the first `>`, to the very end, is exactly the answer in two digits; else 0.0."""
+    _, mark, result = text.partition(">")
+    return 1.0 if mark and result == f"{problem.answer:02d}" else 0.0
