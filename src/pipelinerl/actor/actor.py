@@ -1,0 +1,306 @@
+"""The actor: keeps the engine full of rollouts and hands finished groups to the stream.
+
+    start_indices ─▶ group: K attempts ─▶ requests ─▶ engine ─▶ tokens ─▶ K outcomes ─▶ writer, rollouts.jsonl
+                     (schedule admits)               ▲  one step an iteration
+                                     receiver ─weights┘  (between two steps, if the schedule lets it)
+
+consumes   group indices; weights; the trainer's counts on the board
+produces   groups, in the order in which they finish; the statuses of the stages `engine` and `actor` on the board
+waits for  the trainer (lag bound, round, full stream), or an environment; it never blocks: it says so and returns
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
+from typing import Protocol
+
+import msgspec
+
+from pipelinerl.actor.client import EngineClient, let_rollouts_run
+from pipelinerl.actor.deadline import deadlines_work
+from pipelinerl.actor.evaluation import Evaluation, RecordSink, evaluate, held_out_problems, write_record
+from pipelinerl.actor.failures import FailureLog
+from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.outstanding import HandedOver
+from pipelinerl.actor.rollouts import TimeLimits
+from pipelinerl.actor.status import StatusReporter
+from pipelinerl.config.schema import ActorConfig, EvaluationConfig
+from pipelinerl.interfaces import (
+    Board,
+    Engine,
+    Environment,
+    PipelineState,
+    Schedule,
+    StreamWriter,
+    Tokenizer,
+    Verdict,
+    WeightReceiver,
+)
+from pipelinerl.types import ActorProgress, EngineProgress, Group, SamplingParams, StageState, TrainerProgress
+
+logger = logging.getLogger(__name__)
+
+OPEN_ROLLOUTS_PER_SLOT = 4
+"""Rollouts that wait for something else than tokens (a tool, a slow reward) leave their slots to others, up to this many."""
+RECENT_ROLLOUTS = 256
+STREAM_DROP = "stream_full"
+
+
+class CountingEngine(Engine, Protocol):
+    """An engine that says what it has done since it was made."""
+
+    def progress(self) -> EngineProgress: ...
+
+
+class Actor:
+    """Algorithm 2's actor process, one iteration at a time, in the thread and event loop of whoever calls `iterate`."""
+
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        engine: CountingEngine,
+        tokenizer: Tokenizer,
+        schedule: Schedule,
+        writer: StreamWriter[Group],
+        receiver: WeightReceiver,
+        board: Board,
+        records: RecordSink,
+        config: ActorConfig,
+        seed: int,
+        slots: int,
+        start_indices: Iterator[int],
+        stop_token_ids: Sequence[int],
+        in_stream: Iterable[tuple[Group, int]] = (),
+        settled_before: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        idle_s: float = 0.002,
+    ) -> None:
+        """`start_indices` says which groups to start, in order; `slots` is the engine's H.
+
+        A resumed run also has `in_stream`, the groups that the stream holds already, each with the number of its rollouts
+        that are still to be trained; and `settled_before`, how many rollouts the trainer had trained or dropped by then
+        (None: what the board says now). `idle_s` is slept when there is nothing to do, by `clock`.
+        """
+        self._environment = environment
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._schedule = schedule
+        self._writer = writer
+        self._receiver = receiver
+        self._board = board
+        self._records = records
+        self._slots = slots
+        self._indices = start_indices
+        self._clock = clock
+        self._idle_s = idle_s
+        self._limits = TimeLimits(config.rollout_timeout_s, config.code_timeout_s)
+        self._sampling = SamplingParams(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+
+        self._client = EngineClient(engine)
+        self._failures = FailureLog(config.max_failure_fraction, config.failure_window)
+        self._groups = GroupRunner(
+            environment,
+            self._client,
+            tokenizer,
+            sampling=self._sampling,
+            limits=self._limits,
+            group_size=config.group_size,
+            seed=seed,
+            failures=self._failures,
+        )
+        self._handed_over = HandedOver(in_stream)
+        self._stopping = False
+
+        self._rollouts_handed_over = 0
+        self._rollouts_dropped_by_stream = 0
+        self._recent_rewards: deque[float] = deque(maxlen=RECENT_ROLLOUTS)
+        self._evaluations: dict[str, float] = {}
+        self._evaluated = 0
+        self._settled_before = _settled(self._trainer()) if settled_before is None else settled_before
+        self._ready_since_s = clock()
+        self._engine_status = StatusReporter(board, "engine", clock)
+        self._actor_status = StatusReporter(board, "actor", clock)
+        if not self.code_deadline:
+            logger.warning(
+                "actor.code_timeout_s has no effect here: code that never yields can be interrupted in the main thread of a "
+                "POSIX process only"
+            )
+
+    @property
+    def code_deadline(self) -> bool:
+        """Whether environment code that computes without yielding is interrupted after `code_timeout_s`."""
+        return deadlines_work()
+
+    # -------------------------------------------------------------------------------------------- one iteration
+
+    async def iterate(self) -> None:
+        """Take weights, start groups, make one engine step, hand over what is finished, report.
+
+        Raises TooManyFailuresError when too many rollouts fail, and what engine, stream or weight receiver raise.
+        """
+        trainer = self._trainer()
+        self._handed_over.settle(_settled(trainer) - self._settled_before)
+        self._hand_over()
+        self._take_weights()
+        admission = self._start_groups(trainer)
+        await let_rollouts_run(2)  # one turn to begin, one to submit
+        stepped = await self._client.step()
+        self._groups.check()
+        self._hand_over()
+        self._report(admission, stepped)
+        if not stepped:
+            await asyncio.sleep(self._idle_s)
+
+    def _take_weights(self) -> None:
+        if self._schedule.may_take_weights(self._groups.running).allowed:
+            update = self._receiver.poll()
+            if update is not None:
+                self._receiver.acknowledge(self._engine.update_weights(update))
+
+    def _start_groups(self, trainer: TrainerProgress) -> Verdict:
+        """Start groups while the engine has room. Returns the last verdict: allowed, or why no more were started."""
+        room = self._slots - self._engine.in_progress - self._engine.queued
+        while room > 0:
+            verdict = self._may_start(trainer)
+            if not verdict.allowed:
+                return verdict
+            index = next(self._indices, None)
+            if index is None:
+                return Verdict(False, "nothing any more: all groups have been started")
+            self._groups.start(index, self._engine.version)
+            room -= self._groups.group_size
+        return Verdict(True)
+
+    def _may_start(self, trainer: TrainerProgress) -> Verdict:
+        if self._stopping:
+            return Verdict(False, "nothing any more: it was told to stop")
+        if trainer.goal_reached:
+            return Verdict(False, "the end of the run: the trainer has reached its goal")
+        if self._groups.finished:
+            return Verdict(False, f"the trainer: the stream is full ({self._writer.stats().pending} groups)")
+        if self._groups.running >= OPEN_ROLLOUTS_PER_SLOT * self._slots:
+            return Verdict(False, f"the environment: {self._groups.running} rollouts are open and do not ask for tokens")
+        oldest_version = self._oldest_version
+        state = PipelineState(
+            engine_version=self._engine.version,
+            trainer_version=trainer.version,
+            oldest_version=self._engine.version if oldest_version is None else oldest_version,
+            outstanding=self._handed_over.rollouts + self._groups.in_progress,
+        )
+        return self._schedule.may_start(state, self._groups.group_size)
+
+    def _hand_over(self) -> None:
+        """Write finished groups, oldest first, until the stream is full."""
+        while self._groups.finished and self._writer.try_write(self._groups.finished[0]):
+            group = self._groups.finished.popleft()
+            self._handed_over.add(group)
+            self._rollouts_handed_over += len(group.rollouts)
+            self._recent_rewards.extend(rollout.reward for rollout in group.rollouts)
+            write_record(self._records, group)
+
+    def stream_dropped(self, group: Group) -> None:
+        """The stream replaced this group by a fresher one (its `on_drop`): its rollouts are dropped, not handed over."""
+        self._rollouts_dropped_by_stream += self._handed_over.remove(group.index)
+
+    # ------------------------------------------------------------------------------------------------ the rest
+
+    async def evaluate(self, when: str, config: EvaluationConfig, records: RecordSink) -> Evaluation:
+        """Answer `config.problems` held-out problems, before the first or after the last iteration (`finish`)."""
+        problems = held_out_problems(self._environment, config.problems)
+        sampling = msgspec.structs.replace(self._sampling, temperature=config.temperature, top_p=1.0, top_k=0)
+
+        def report(done: int) -> None:
+            self._evaluated = done
+            self._publish(f"evaluates, {when} training: {done} of {len(problems)} held-out problems")
+
+        evaluation = await evaluate(
+            self._environment,
+            problems,
+            client=self._client,
+            tokenizer=self._tokenizer,
+            sampling=sampling,
+            limits=self._limits,
+            slots=self._slots,
+            records=records,
+            name=f"evaluation-{when}",
+            on_progress=report,
+        )
+        if evaluation.reward is not None:
+            self._evaluations[when] = evaluation.reward
+        self._actor_status.report("done" if self._stopping else "waiting", "", self._actor_progress)
+        return evaluation
+
+    async def finish(self) -> None:
+        """Start nothing any more and cancel what is running: it stays counted as in progress."""
+        self._stopping = True
+        self._groups.cancel()
+        await let_rollouts_run()  # they cancel their requests
+        await self._client.step()  # the engine lets go of them
+        self._hand_over()
+        self._engine_status.report("done", "", self._engine_progress)
+        self._actor_status.report("done", "", self._actor_progress)
+
+    def _report(self, admission: Verdict, stepped: bool) -> None:
+        if stepped:
+            limit = "" if admission.allowed else f"; starts no more, waiting for {admission.waiting_for}"
+            self._publish(f"{self._groups.running} rollouts running{limit}")
+        elif self._groups.running:
+            self._publish("", f"the environment: {self._groups.running} rollouts run code of their own")
+        else:
+            self._publish("", admission.waiting_for or "its next iteration")
+
+    def _publish(self, doing: str, waiting_for: str = "") -> None:
+        state: StageState = "waiting" if waiting_for else "working"
+        self._actor_status.report(state, waiting_for or doing, self._actor_progress)
+        if self._engine.in_progress:
+            self._engine_status.report("working", f"{self._engine.in_progress} sequences in progress", self._engine_progress)
+        else:
+            self._engine_status.report("waiting", "requests from the actor", self._engine_progress)
+
+    def _trainer(self) -> TrainerProgress:
+        status = self._board.read("trainer")
+        if status is not None and isinstance(status.progress, TrainerProgress):
+            return status.progress
+        return TrainerProgress(version=self._engine.version)
+
+    @property
+    def _oldest_version(self) -> int | None:
+        versions = (self._handed_over.oldest_version, self._groups.oldest_version)
+        return min((version for version in versions if version is not None), default=None)
+
+    def _engine_progress(self) -> EngineProgress:
+        ready_s = self._clock() - self._ready_since_s
+        return msgspec.structs.replace(self._engine.progress(), slots=self._slots, ready_s=ready_s)
+
+    def _actor_progress(self) -> ActorProgress:
+        dropped = self._failures.counts
+        if self._rollouts_dropped_by_stream:
+            dropped[STREAM_DROP] = self._rollouts_dropped_by_stream
+        return ActorProgress(
+            groups_started=self._groups.groups_started,
+            rollouts_started=self._groups.groups_started * self._groups.group_size,
+            rollouts_handed_over=self._rollouts_handed_over - self._rollouts_dropped_by_stream,
+            rollouts_dropped=dropped,
+            rollouts_in_progress=self._groups.in_progress,
+            oldest_version=self._oldest_version,
+            recent_reward=fmean(self._recent_rewards) if self._recent_rewards else None,
+            evaluations=dict(self._evaluations),
+            evaluated=self._evaluated,
+        )
+
+
+def _settled(trainer: TrainerProgress) -> int:
+    """Rollouts that the trainer has dealt with."""
+    return trainer.trained + sum(trainer.dropped.values())

@@ -1,0 +1,214 @@
+"""Between rollouts, which await tokens, and the engine, which makes them one step at a time: all in one thread.
+
+`EngineClient` is the bridge. A rollout's coroutine submits a request and sleeps; whoever steps the engine hands the
+step's output to `deliver`, which wakes the rollouts that it concerns. `RolloutClient` is what one rollout sees of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+
+from pipelinerl.errors import RequestError, RolloutError
+from pipelinerl.interfaces import Engine, StepOutput, Tokenizer
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
+
+TURNS_TO_REACT = 4
+"""Turns of the event loop from a finished completion to a finished rollout, or to its next request: a completion wakes the
+rollout's code, which ends and wakes who supervises it. Code that awaits more than that is seen one engine step later."""
+
+
+class _Open(NamedTuple):
+    """A request in the engine: where its completion goes and, if it streams, its tokens (None after the last)."""
+
+    completion: asyncio.Future[Completion]
+    tokens: asyncio.Queue[TokenEvent | None] | None
+
+
+class EngineClient:
+    """Lets coroutines await completions of an `Engine` that somebody else steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: dict[str, _Open] = {}
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that somebody awaits."""
+        return len(self._open)
+
+    def deliver(self, output: StepOutput) -> None:
+        """Hand one step's tokens and completions to those who await them.
+
+        Raises RuntimeError for a completion that nobody asked for, unless it is one that was given up.
+        """
+        for event in output.tokens:
+            request = self._open.get(event.request_id)
+            if request is not None and request.tokens is not None:
+                request.tokens.put_nowait(event)
+        for completion in output.finished:
+            request = self._open.pop(completion.request_id, None)
+            if request is None:
+                if completion.finish_reason != "cancelled":
+                    raise RuntimeError(f"the engine finished {completion.request_id!r}, which nobody awaits")
+                continue
+            if not request.completion.done():  # it is done when the awaiting task was cancelled a moment ago
+                request.completion.set_result(completion)
+            if request.tokens is not None:
+                request.tokens.put_nowait(None)
+
+    async def step(self) -> bool:
+        """One engine step, delivered; then the rollouts that it wakes run. False, and no step, if the engine is empty."""
+        if self._engine.in_progress + self._engine.queued == 0:
+            return False
+        output = self._engine.step()
+        self.deliver(output)
+        await let_rollouts_run(TURNS_TO_REACT if output.finished else 1)
+        return True
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Submit and await. Raises RequestError as `Engine.submit` does; cancelling the caller cancels the request."""
+        opened = self._submit(request, None)
+        try:
+            return await opened.completion
+        finally:
+            self._give_up(request.id)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
+        """Every token as it is made and, last, the completion. Closing the iterator early cancels the request."""
+        tokens: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
+        opened = self._submit(msgspec.structs.replace(request, stream=True), tokens)
+        try:
+            while (event := await tokens.get()) is not None:
+                yield event
+            yield opened.completion.result()
+        finally:
+            self._give_up(request.id)
+
+    def _submit(self, request: GenerationRequest, tokens: asyncio.Queue[TokenEvent | None] | None) -> _Open:
+        if request.id in self._open:
+            raise RequestError(f"request {request.id!r} is already in the engine; give each request an id of its own")
+        self._engine.submit(request)
+        opened = _Open(asyncio.get_running_loop().create_future(), tokens)
+        self._open[request.id] = opened
+        return opened
+
+    def _give_up(self, request_id: str) -> None:
+        if self._open.pop(request_id, None) is not None:
+            self._engine.cancel(request_id)
+
+
+class Produced(NamedTuple):
+    """What went into the engine and what came out, for one request of a rollout."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+
+class RolloutClient:
+    """One rollout's view of the engine; implements `interfaces.GenerationClient`.
+
+    `name` identifies the rollout in the run (`g12.a3`): its requests are `g12.a3.t0`, `g12.a3.t1`, ... `sampling` holds
+    the run's parameters; `max_tokens` there is both the default and the upper limit. `seed` is the rollout's: each
+    request draws with a seed derived from it.
+    """
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, sampling: SamplingParams, *, name: str, seed: int
+    ) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._name = name
+        self._seed = seed
+        self._turns = 0
+        self._closed = False
+        self._produced: dict[str, Produced] = {}
+        self._streamed: dict[str, tuple[tuple[int, ...], list[TokenEvent]]] = {}
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
+        """One completion of at most `max_tokens` tokens (never more than the run's limit).
+
+        Raises PromptTooLongError or RequestError at once for what the engine can't serve.
+        """
+        request = self._request(prompt_ids, max_tokens)
+        completion = await self._client.generate(request)
+        self._produced[request.id] = Produced(request.prompt_ids, completion)
+        return completion
+
+    async def stream(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> AsyncIterator[TokenEvent]:
+        """The same, token by token. Leaving the loop early cancels the request; `completions[-1]` is then what was seen."""
+        request = self._request(prompt_ids, max_tokens)
+        seen: list[TokenEvent] = []
+        self._streamed[request.id] = (request.prompt_ids, seen)
+        async with aclosing(self._client.stream(request)) as events:
+            async for event in events:
+                if isinstance(event, Completion):
+                    del self._streamed[request.id]
+                    self._produced[request.id] = Produced(request.prompt_ids, event)
+                else:
+                    seen.append(event)
+                    yield event
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """All that this client produced so far, streams that were left early (reason `cancelled`) last."""
+        return tuple(produced.completion for produced in self.produced().values())
+
+    def produced(self) -> dict[str, Produced]:
+        """Everything this client produced, by request id."""
+        unfinished = {
+            request_id: Produced(prompt_ids, _completion_of(request_id, events))
+            for request_id, (prompt_ids, events) in self._streamed.items()
+        }
+        return self._produced | unfinished
+
+    def close(self) -> None:
+        """The rollout is over: whatever code of it still runs gets a RolloutError instead of tokens."""
+        self._closed = True
+
+    def _request(self, prompt_ids: Sequence[int], max_tokens: int | None) -> GenerationRequest:
+        if self._closed:
+            raise RolloutError(f"rollout {self._name} is over; its client can't be used any more")
+        limit = self._sampling.max_tokens if max_tokens is None else min(max_tokens, self._sampling.max_tokens)
+        turn, self._turns = self._turns, self._turns + 1
+        return GenerationRequest(
+            id=f"{self._name}.t{turn}",
+            prompt_ids=tuple(map(int, prompt_ids)),
+            sampling=msgspec.structs.replace(self._sampling, max_tokens=limit, seed=derive_seed(self._seed, turn)),
+        )
+
+
+async def let_rollouts_run(turns: int = TURNS_TO_REACT) -> None:
+    """Let every coroutine that is ready run, `turns` times."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed of 63 bits from whatever identifies its use: the same parts give the same seed, on any machine."""
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _completion_of(request_id: str, events: Sequence[TokenEvent]) -> Completion:
+    return Completion(
+        request_id=request_id,
+        token_ids=tuple(event.token_id for event in events),
+        logprobs=tuple(event.logprob for event in events),
+        weight_versions=spans_from_versions(event.version for event in events),
+        finish_reason="cancelled",
+    )

@@ -1,0 +1,179 @@
+"""A deadline for code that isn't ours: environments and rewards must not be able to stop the run.
+
+`asyncio` can end a coroutine that awaits for too long, but not one that computes or sleeps without awaiting: that one
+holds the thread, and the engine with it. Here the coroutine is driven by hand, one `send` at a time, and while it holds
+the thread a timer (SIGALRM) is armed that raises `CodeDeadlineError` inside it.
+
+Signals reach the main thread of a POSIX process only. Elsewhere the code runs without this deadline, and
+`deadlines_work()` says so. A single call into C code that never returns to the interpreter can't be interrupted; the
+run's watchdog is there for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+REPEAT_S = 0.25
+"""Code that swallows the error, and goes on, gets it again after this long."""
+
+
+GRACE_S = 1.0
+"""How long code may take to end once it is cancelled."""
+
+
+class CodeDeadlineError(BaseException):
+    """Raised inside code that holds the thread for too long. Not an `Exception`, so that `except Exception` lets it pass."""
+
+
+def deadlines_work() -> bool:
+    """Whether code that doesn't yield can be interrupted: in the main thread, where the system has interval timers."""
+    return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+
+
+def call_with_deadline(code_timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The same for a plain call: `function(*args, **kwargs)`, interrupted after `code_timeout_s`."""
+    return CodeDeadline(code_timeout_s).call(lambda: function(*args, **kwargs))
+
+
+class CodeDeadline:
+    """Runs one coroutine, and whatever tasks it starts, under a deadline."""
+
+    def __init__(self, code_timeout_s: float) -> None:
+        self._seconds = code_timeout_s
+        self._works = deadlines_work()
+        self._armed = False
+        self._task: asyncio.Task[Any] | None = None
+        self._started: set[asyncio.Task[Any]] = set()
+        self.closing = False
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await `coroutine`; no stretch of it between two awaits may hold the thread for longer than `code_timeout_s`.
+
+        Tasks that it starts are bound likewise, and are cancelled when it ends. Costs a few microseconds a resumption.
+        Raises CodeDeadlineError, and RuntimeError for code that calls `sys.exit`; else what the coroutine raises.
+        """
+        self._task = asyncio.current_task()
+        try:
+            return await self._guard(coroutine)
+        finally:
+            self._task = None
+            self.end()
+
+    def end(self) -> None:
+        """Cancel what still runs. What has not ended `GRACE_S` later is closed, and not resumed again.
+
+        Else code that refuses to be cancelled would live as long as the event loop, and keep it from closing.
+        """
+        if self._cancel():
+            asyncio.get_running_loop().call_later(GRACE_S, self._close)
+
+    def _close(self) -> None:
+        self.closing = True
+        self._cancel()
+
+    def _cancel(self) -> bool:
+        running = [task for task in (self._task, *self._started) if task is not None]
+        for task in running:
+            task.cancel()
+        return bool(running)
+
+    async def _guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await _Resumptions(coroutine, self)
+
+    def resume(self, step: Callable[[], T]) -> T:
+        """One resumption of a coroutine, in the running loop."""
+        loop = asyncio.get_running_loop()
+        factory = loop.get_task_factory()
+
+        def spawn(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+            guarded = self._guard(coroutine)
+            made = factory(loop, guarded, **options) if factory else asyncio.Task(guarded, loop=loop, **options)
+            task = cast("asyncio.Task[Any]", made)
+            self._started.add(task)
+            task.add_done_callback(self._started.discard)
+            return task
+
+        loop.set_task_factory(spawn)
+        try:
+            return self.call(step)
+        finally:
+            loop.set_task_factory(factory)
+
+    def call(self, step: Callable[[], T]) -> T:
+        """Run `step` with the timer armed."""
+        try:
+            return self._timed(step) if self._works else step()
+        except SystemExit as error:  # would pass through the event loop and end the process
+            raise RuntimeError(f"the code called sys.exit({error.code!r})") from error
+
+    def _timed(self, step: Callable[[], T]) -> T:
+        handler = signal.signal(signal.SIGALRM, self._ring)
+        started = time.monotonic()
+        outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, self._seconds, REPEAT_S)
+        try:
+            try:
+                self._armed = True
+                return step()
+            finally:
+                self._armed = False
+        finally:  # of its own, because the timer may strike in the line above: after `step`, and before it is disarmed
+            self._armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+            if outer_s:
+                left_s = max(outer_s - (time.monotonic() - started), 1e-6)
+                signal.setitimer(signal.ITIMER_REAL, left_s, outer_repeat_s)
+
+    def _ring(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._armed:
+            raise CodeDeadlineError(f"the code ran for {self._seconds:g} s without yielding")
+
+
+class _Resumptions(Generic[T]):
+    """Awaits a coroutine the way `await` does, with every resumption under the deadline."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], deadline: CodeDeadline) -> None:
+        self._coroutine = coroutine
+        self._deadline = deadline
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        coroutine, deadline = self._coroutine, self._deadline
+        error: BaseException | None = None
+        while True:
+            try:
+                waits_on = deadline.resume(_throw(coroutine, error) if error else _send(coroutine))
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            except CodeDeadlineError:
+                # It usually came from within the coroutine, which has ended with it. But the timer may have struck on
+                # the way back from it, between its last line and ours: then it is suspended and is ended here.
+                deadline.call(coroutine.close)
+                raise
+            try:
+                yield waits_on
+                error = None
+            except BaseException as thrown:
+                error = thrown
+                if deadline.closing and isinstance(thrown, asyncio.CancelledError):
+                    with suppress(RuntimeError, CodeDeadlineError):  # it refuses this too: then it is just left suspended
+                        deadline.call(coroutine.close)
+                    raise
+
+
+def _send(coroutine: Coroutine[Any, Any, Any]) -> Callable[[], Any]:
+    return lambda: coroutine.send(None)
+
+
+def _throw(coroutine: Coroutine[Any, Any, Any], error: BaseException) -> Callable[[], Any]:
+    return lambda: coroutine.throw(error)

@@ -1,0 +1,160 @@
+"""Groups while their K attempts are running."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
+from pipelinerl.actor.failures import FailureLog
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
+from pipelinerl.interfaces import Environment, Tokenizer
+from pipelinerl.types import Group, Problem, Rollout, SamplingParams
+
+
+@dataclass
+class OpenGroup:
+    """`problem` is the one that is recorded; `outcomes` has one entry per attempt that has ended, by attempt."""
+
+    index: int
+    problem: Problem
+    size: int
+    started_version: int
+    outcomes: dict[int, Rollout | Failure] = field(default_factory=dict)
+    failed: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return len(self.outcomes) == self.size
+
+    @property
+    def running(self) -> int:
+        return self.size - len(self.outcomes)
+
+    @property
+    def in_progress(self) -> int:
+        """Attempts that are neither dropped nor handed over: running, or waiting for the others."""
+        return self.size - self.failed
+
+    def rollout_name(self, number: int) -> str:
+        return f"g{self.index}.a{number}"
+
+    def record(self) -> Group:
+        """The finished group, rollouts in the order of their attempts. All may have failed: then it has none."""
+        ended = sorted(self.outcomes.items())
+        rollouts = tuple(
+            msgspec.structs.replace(outcome, id=self.rollout_name(number), attempt=number)
+            for number, outcome in ended
+            if isinstance(outcome, Rollout)
+        )
+        dropped: Counter[str] = Counter(outcome.reason for _, outcome in ended if isinstance(outcome, Failure))
+        return Group(
+            index=self.index,
+            problem=self.problem,
+            rollouts=rollouts,
+            started=self.size,
+            dropped=dict(dropped),
+            started_version=self.started_version,
+        )
+
+
+class GroupRunner:
+    """Runs the attempts of groups as tasks of the event loop. `finished` holds complete groups, first finished first."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        *,
+        sampling: SamplingParams,
+        limits: TimeLimits,
+        group_size: int,
+        seed: int,
+        failures: FailureLog,
+    ) -> None:
+        self.group_size = group_size
+        self.finished: deque[Group] = deque()
+        self.groups_started = 0
+        self._environment = environment
+        self._client = client
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._limits = limits
+        self._seed = seed
+        self._failures = failures
+        self._open: dict[int, OpenGroup] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._crash: BaseException | None = None
+
+    @property
+    def running(self) -> int:
+        """Attempts that have not ended."""
+        return sum(group.running for group in self._open.values())
+
+    @property
+    def in_progress(self) -> int:
+        """Rollouts that are neither dropped nor taken from `finished`."""
+        waiting = sum(len(group.rollouts) for group in self.finished)
+        return waiting + sum(group.in_progress for group in self._open.values())
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest version that any group here was started with; None without groups."""
+        running = [group.started_version for group in self._open.values()]
+        waiting = [group.started_version for group in self.finished]
+        return min(running + waiting, default=None)
+
+    def start(self, index: int, version: int) -> None:
+        """Start the attempts at problem `index`; the engine has the weights of `version`. They begin at the next turn.
+
+        A problem that the environment can't make is a group all of whose attempts failed.
+        """
+        self.groups_started += 1
+        made = problem_for(self._environment, index, self._limits)
+        recorded = Problem(id=f"problem {index}", payload={}) if isinstance(made, Failure) else made[1]
+        group = OpenGroup(index, recorded, self.group_size, version)
+        self._open[index] = group
+        for number in range(self.group_size):
+            if isinstance(made, Failure):
+                self._ended(group, number, made)
+                continue
+            task = asyncio.create_task(self._attempt(group, number, made[0]))
+            self._tasks.add(task)
+            task.add_done_callback(self._forget)
+
+    def check(self) -> None:
+        """Raises TooManyFailuresError when too many attempts failed."""
+        if self._crash is not None:
+            raise self._crash
+        self._failures.check()
+
+    def cancel(self) -> None:
+        """Cancel what is running. It stays counted as in progress."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def _attempt(self, group: OpenGroup, number: int, problem: Problem) -> None:
+        seed = derive_seed(self._seed, group.index, number)
+        name = group.rollout_name(number)
+        client = RolloutClient(self._client, self._tokenizer, self._sampling, name=name, seed=seed)
+        self._ended(group, number, await attempt(self._environment, problem, client, self._limits))
+
+    def _ended(self, group: OpenGroup, number: int, outcome: Rollout | Failure) -> None:
+        group.outcomes[number] = outcome
+        if isinstance(outcome, Failure):
+            group.failed += 1
+            self._failures.failure(outcome, group.rollout_name(number))
+        else:
+            self._failures.success()
+        if group.complete:
+            del self._open[group.index]
+            self.finished.append(group.record())
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._crash = task.exception()  # not the environment's doing, so `check` raises it

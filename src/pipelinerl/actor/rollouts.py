@@ -1,0 +1,191 @@
+"""One attempt at one problem: run the environment's code under deadlines, then believe nothing that it returns.
+
+An attempt ends in a checked `Rollout` or in a `Failure` with one of four reasons. It never raises what the
+environment raised: one bad attempt costs that attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import numbers
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, cast
+
+import msgspec
+
+from pipelinerl.actor.client import Produced, RolloutClient
+from pipelinerl.actor.deadline import GRACE_S, CodeDeadline, CodeDeadlineError, call_with_deadline
+from pipelinerl.errors import PromptTooLongError, RolloutError
+from pipelinerl.interfaces import Environment
+from pipelinerl.types import Completion, Problem, Rollout, Turn
+
+FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
+
+_HERE = Path(__file__).parent
+
+
+class Failure(NamedTuple):
+    """Why an attempt gave no rollout. `message` is one line; `traceback` starts at the environment's own code."""
+
+    reason: FailureReason
+    message: str
+    traceback: str = ""
+
+
+class TimeLimits(NamedTuple):
+    """`rollout_s` bounds a rollout as a whole, `code_s` any stretch of its code that doesn't yield."""
+
+    rollout_s: float
+    code_s: float
+
+
+async def attempt(
+    environment: Environment, problem: Problem, client: RolloutClient, limits: TimeLimits
+) -> Rollout | Failure:
+    """Run one rollout to its end, its failure or its deadline. Cancelling this cancels the rollout and raises."""
+    deadline = CodeDeadline(limits.code_s)
+    task = asyncio.create_task(_play(environment, problem, client, deadline))
+    try:
+        await asyncio.wait({task}, timeout=limits.rollout_s)
+        if task.done():
+            return task.result()
+        deadline.end()
+        await asyncio.wait({task}, timeout=2 * GRACE_S)
+        stopped = task.result() if task.done() and not task.cancelled() else None
+        where = stopped.traceback if isinstance(stopped, Failure) else ""
+        return Failure("timeout", f"the rollout took longer than {limits.rollout_s:g} s", where)
+    finally:
+        client.close()
+        if not task.done():
+            task.cancel()
+            deadline.end()
+
+
+def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tuple[Problem, Problem] | Failure:
+    """The problem number `index`, as the environment made it and as a reader of its JSON will see it."""
+    try:
+        problem = call_with_deadline(limits.code_s, environment.problem, index)
+        if not isinstance(cast("object", problem), Problem):
+            return Failure("raised", f"problem({index}) returned {_kind(problem)}, not a Problem")
+        return problem, msgspec.json.decode(msgspec.json.encode(problem), type=Problem)
+    except CodeDeadlineError as error:
+        return Failure("timeout", f"problem({index}): {error}", _format(error))
+    except Exception as error:  # noqa: BLE001 - code that isn't ours: it is reported as this problem's failure
+        return Failure("raised", f"problem({index}): {_one_line(error)}", _format(error))
+
+
+async def _play(
+    environment: Environment, problem: Problem, client: RolloutClient, deadline: CodeDeadline
+) -> Rollout | Failure:
+    async def play() -> Rollout:  # so that code of a `rollout` that isn't `async def` is under the deadline as well
+        return await environment.rollout(problem, client)
+
+    try:
+        returned = await deadline.run(play())
+        return check_rollout(returned, client.produced())
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - code that isn't ours: it is reported as this attempt's failure
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> Failure:
+    """What went wrong, also if it comes wrapped in a group: the gravest of its parts says what the whole is."""
+    parts = list(_leaves(error))
+    for part in parts:
+        if isinstance(part, CodeDeadlineError):
+            return Failure("timeout", str(part), _format(error))
+    for part in parts:
+        if isinstance(part, PromptTooLongError):
+            return Failure("prompt_too_long", str(part))
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            return Failure("timeout", "cancelled", _format(error))
+        return Failure("raised", "the environment awaited something that was cancelled", _format(error))
+    if isinstance(error, RolloutError):
+        return Failure("bad_rollout", str(error))
+    return Failure("raised", _one_line(error), _format(error))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error
+
+
+def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout:
+    """`returned` as a rollout that is safe to record and to train on: exactly what the engine produced, and a finite reward.
+
+    Raises RolloutError, saying what is wrong.
+    """
+    if not isinstance(returned, Rollout):
+        raise RolloutError(f"the environment returned {_kind(returned)}, not a Rollout")
+    if not isinstance(returned.turns, Sequence) or not returned.turns:
+        raise RolloutError("the rollout has no turns")
+    turns: dict[str, Turn] = {}
+    for number, turn in enumerate(returned.turns):
+        checked = _check_turn(turn, number, produced)
+        if checked.completion.request_id in turns:
+            raise RolloutError(f"turn {number} repeats request {checked.completion.request_id}")
+        turns[checked.completion.request_id] = checked
+    if not isinstance(returned.metrics, Mapping):
+        raise RolloutError(f"metrics are {_kind(returned.metrics)}, not a dict of numbers")
+    metrics = {str(name): _finite(value, f"metric {name!r}") for name, value in returned.metrics.items()}
+    return Rollout(turns=tuple(turns.values()), reward=_finite(returned.reward, "the reward"), metrics=metrics)
+
+
+def _check_turn(turn: object, number: int, produced: Mapping[str, Produced]) -> Turn:
+    if not isinstance(turn, Turn) or not isinstance(turn.completion, Completion):
+        raise RolloutError(f"turn {number} is {_kind(turn)}, not a Turn with a Completion")
+    request_id = turn.completion.request_id
+    if request_id not in produced:
+        raise RolloutError(f"turn {number}: this rollout's client has produced no completion {request_id!r}")
+    prompt_ids, completion = produced[request_id]
+    for field in Completion.__struct_fields__:
+        if getattr(turn.completion, field) != getattr(completion, field):
+            raise RolloutError(f"turn {number}: `{field}` of {request_id} is not what the engine produced")
+    if tuple(turn.prompt_ids) != prompt_ids:
+        raise RolloutError(f"turn {number}: `prompt_ids` are not the ids that {request_id} was generated from")
+    if not completion.token_ids:
+        raise RolloutError(f"turn {number}: {request_id} has no tokens")
+    if not isinstance(turn.text, str):
+        raise RolloutError(f"turn {number}: `text` is {_kind(turn.text)}, not a string")
+    text = turn.text.encode(errors="replace").decode()  # a lone surrogate can't be written as JSON
+    return Turn(prompt_ids=prompt_ids, completion=completion, text=text)
+
+
+def _finite(value: object, what: str) -> float:
+    """Any real number (bool, int, float, NumPy's) as a float."""
+    if not isinstance(value, numbers.Real):
+        raise RolloutError(f"{what} is {_kind(value)}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RolloutError(f"{what} is {value}, not a finite number")
+    return number
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _one_line(error: BaseException) -> str:
+    lines = traceback.format_exception_only(error)
+    return lines[-1].strip()
+
+
+def _format(error: BaseException) -> str:
+    """The traceback from the first line that isn't the actor's own."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()

@@ -1,0 +1,134 @@
+r"""Numbers in free text: which one is the answer, and what is its value. Pure functions, exact arithmetic.
+
+Understood: `42`, `-3.50`, `.5`, `1,234,567`, `$1,200.`, `75%` (as 75), `3/4`, `2 1/2`, `\frac{3}{4}`, a minus in Unicode,
+and LaTeX's `\$`, `\%`, `{,}`. A minus counts as a sign only where it can't be a subtraction.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_DIGITS = 40
+"""Longer runs of digits are noise, not answers."""
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_NUMBER = re.compile(
+    rf"""
+    (?<![\w.])  # not within a word or a number
+    (?:
+        (?P<whole>{_DIGITS})[ ](?P<top>\d+)/(?P<bottom>\d+)   # 2 1/2
+      | (?P<numerator>{_DIGITS})/(?P<denominator>{_DIGITS})   # 3/4
+      | (?P<decimal>{_DIGITS}(?:\.\d+)?|\.\d+)
+    )
+    """,
+    re.VERBOSE,
+)
+_MINUS = re.compile(r"-(?P<gap>[ $]*)\Z")
+_MARKED = re.compile(r"####\s*(?P<answer>[^\n]*)")
+_CLOSING = ")]}%"
+_FRACTION_COMMAND = re.compile(r"\\[dt]?frac\s*\{\s*(-?)\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
+_BOXED = "\\boxed{"
+_PLAIN = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " "})  # noqa: RUF001 - characters that texts have
+
+
+def answer_in(text: str) -> Fraction | None:
+    r"""The number that a text gives as its answer.
+
+    That is the number after the last `####`, else the one in the last `\boxed{}`, else the last number of all. None if the
+    place where it should be has no number.
+    """
+    text = _simplified(text)
+    marked = list(_MARKED.finditer(text))
+    if marked:
+        return _first_number(marked[-1]["answer"])
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return _last_number(boxed)
+    return _last_number(text)
+
+
+def marks_answer(text: str) -> bool:
+    r"""Whether the text says which number is its answer: a number after the last `####`, or in the last `\boxed{}`."""
+    text = _simplified(text)
+    marked = list(_MARKED.finditer(text))
+    if marked:
+        return _first_number(marked[-1]["answer"]) is not None
+    boxed = _last_boxed(text)
+    return boxed is not None and _last_number(boxed) is not None
+
+
+def number_of(text: str) -> Fraction | None:
+    """The value of a text that is one number and nothing else (signs of currency or percent and a unit aside)."""
+    text = _simplified(text)
+    match = _NUMBER.search(text)
+    if match is None or text[: match.start()].strip(" \t-$") or _NUMBER.search(text, match.end()):
+        return None
+    return _value(match)
+
+
+def same_number(text: str, expected: Fraction) -> bool:
+    """Whether the answer that `text` gives has the value `expected`."""
+    return answer_in(text) == expected
+
+
+def _simplified(text: str) -> str:
+    text = text.translate(_PLAIN).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
+    return _FRACTION_COMMAND.sub(r"\1\2/\3", text)
+
+
+def _first_number(text: str) -> Fraction | None:
+    match = _NUMBER.search(text)
+    return _value(match) if match else None
+
+
+def _last_number(text: str) -> Fraction | None:
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match
+    return _value(last) if last else None
+
+
+def _last_boxed(text: str) -> str | None:
+    """What is between the braces of the last box, which may have braces in it; all of the rest if they aren't closed."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    start += len(_BOXED)
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
+    return text[start:]
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    parts = {name: part.replace(",", "") for name, part in match.groupdict().items() if part}
+    if any(len(part) > MAX_DIGITS for part in parts.values()):
+        return None
+    sign = -1 if _is_negative(match.string[: match.start()]) else 1
+    try:
+        if "whole" in parts:
+            return sign * (int(parts["whole"]) + Fraction(int(parts["top"]), int(parts["bottom"])))
+        if "numerator" in parts:
+            return sign * Fraction(int(parts["numerator"]), int(parts["denominator"]))
+        return sign * Fraction(parts["decimal"])
+    except ZeroDivisionError:
+        return None
+
+
+def _is_negative(before: str) -> bool:
+    """Whether what stands before a number ends with a sign: a minus that is neither a subtraction nor a list's dash."""
+    minus = _MINUS.search(before)
+    if minus is None:
+        return False
+    left, spaced = before[: minus.start()], " " in minus["gap"]
+    operand = left.rstrip(" ")[-1:]
+    if operand in ("", "\n"):
+        return not spaced  # `- 5` at the beginning of a line is an item of a list
+    if left == left.rstrip(" "):  # nothing between: `10-5`, `x-5`, but `=-5`, `(-5`
+        return not (operand.isalnum() or operand in _CLOSING)
+    if operand.isdigit() or operand in _CLOSING:  # `10 - 5`, `10 -5`
+        return False
+    return not (spaced and operand.isalpha())  # `x - 5`, but `is -5`

@@ -1,0 +1,47 @@
+"""From text to the ids of a prompt, and back. Only ever for what goes into a model: what came out stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipelinerl.interfaces import Tokenizer
+
+Message = Mapping[str, str]
+"""One message of a chat: `{"role": "user", "content": "..."}`."""
+
+
+def has_chat_template(tokenizer: Tokenizer) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+    """The ids of a text, with the special tokens that the model expects around it, or of chat messages in its template.
+
+    Raises ValueError for messages if the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        return tuple(tokenizer.encode(prompt))
+    if not has_chat_template(tokenizer):
+        raise ValueError("the model's tokenizer has no chat template: give the prompt as plain text")
+    messages = [dict(message) for message in prompt]
+    encoded = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
+    return tuple(map(int, encoded["input_ids"]))
+
+
+def encode_reply(tokenizer: Tokenizer, completion_ids: Sequence[int], reply: str) -> tuple[int, ...]:
+    """The ids that follow a completion in a chat when the user says `reply` and it is the model's turn again.
+
+    What the template puts between the model's text and its next one is found with a placeholder as the model's text, so
+    the completion itself is never encoded again. Its stop token, if it ended with one, is not repeated.
+    """
+    placeholder = "[the model's message]"
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": placeholder},
+        {"role": "user", "content": reply},
+    ]
+    chat: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    _, _, between = str(chat).partition(placeholder)
+    ids = tuple(tokenizer.encode(between, add_special_tokens=False))
+    return ids[1:] if completion_ids and ids[:1] == tuple(completion_ids[-1:]) else ids

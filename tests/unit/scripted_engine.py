@@ -1,0 +1,131 @@
+"""An engine without a model, for tests: it keeps the protocol to the letter, and a script says which tokens it makes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from pipelinerl.errors import PromptTooLongError
+from pipelinerl.interfaces import StepOutput, WeightUpdate
+from pipelinerl.types import (
+    Completion,
+    EngineProgress,
+    FinishReason,
+    GenerationRequest,
+    TokenEvent,
+    UpdateReceipt,
+    spans_from_versions,
+)
+
+STOP = 0
+
+
+class CharTokenizer:
+    """One token a character, its code point; token 0 ends a completion."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(token) for token in token_ids if token != STOP or not skip_special_tokens)
+
+    def apply_chat_template(self, conversation: object, **options: object) -> object:
+        raise ValueError("no chat template")
+
+
+class _Sequence:
+    def __init__(self, request: GenerationRequest, script: Sequence[int]) -> None:
+        self.request = request
+        self.script = script
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    def complete(self, reason: FinishReason) -> Completion:
+        return Completion(
+            request_id=self.request.id,
+            token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            weight_versions=spans_from_versions(self.versions),
+            finish_reason=reason,
+        )
+
+
+class ScriptedEngine:
+    """`script(request)` gives the tokens of a completion; the log-probability of token i is -(i + 1) / 8."""
+
+    def __init__(
+        self,
+        script: Callable[[GenerationRequest], Sequence[int]],
+        *,
+        slots: int = 4,
+        max_length: int = 1000,
+        version: int = 0,
+    ) -> None:
+        self.version = version
+        self.requests: list[GenerationRequest] = []
+        self.cancelled: list[str] = []
+        self.batch_sizes: list[int] = []
+        self.steps = 0
+        self._script = script
+        self._slots = slots
+        self._max_length = max_length
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._to_cancel: set[str] = set()
+
+    @property
+    def in_progress(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+    def progress(self) -> EngineProgress:
+        return EngineProgress(
+            version=self.version, in_progress=self.in_progress, queued=self.queued, decode_steps=self.steps
+        )
+
+    def submit(self, request: GenerationRequest) -> None:
+        if len(request.prompt_ids) + request.sampling.max_tokens > self._max_length:
+            raise PromptTooLongError(f"{len(request.prompt_ids)} + {request.sampling.max_tokens} > {self._max_length}")
+        self.requests.append(request)
+        self._waiting.append(_Sequence(request, self._script(request)))
+
+    def cancel(self, request_id: str) -> None:
+        self._to_cancel.add(request_id)
+        self.cancelled.append(request_id)
+
+    def step(self) -> StepOutput:
+        self.steps += 1
+        gone = [item for item in (*self._running, *self._waiting) if item.request.id in self._to_cancel]
+        self._running = [item for item in self._running if item not in gone]
+        self._waiting = deque(item for item in self._waiting if item not in gone)
+        self._to_cancel.clear()
+        while self._waiting and len(self._running) < self._slots:
+            self._running.append(self._waiting.popleft())
+        self.batch_sizes.append(len(self._running))
+        finished, events = [item.complete("cancelled") for item in gone], []
+        for item in tuple(self._running):
+            index = len(item.tokens)
+            item.tokens.append(item.script[index])
+            item.logprobs.append(-(index + 1) / 8)
+            item.versions.append(self.version)
+            if item.request.stream:
+                events.append(TokenEvent(item.request.id, index, item.tokens[-1], item.logprobs[-1], self.version))
+            stopped = item.tokens[-1] in item.request.sampling.stop_token_ids
+            if stopped or len(item.tokens) >= min(item.request.sampling.max_tokens, len(item.script)):
+                self._running.remove(item)
+                finished.append(item.complete("stop" if stopped else "length"))
+        return StepOutput(events, finished)
+
+    def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
+        self.version = update.version
+        return UpdateReceipt(
+            engine="test",
+            version=update.version,
+            checksum=update.checksum,
+            pause_s=0.0,
+            sequences_in_flight=self.in_progress,
+        )

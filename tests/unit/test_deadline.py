@@ -1,0 +1,277 @@
+"""Code that isn't ours can neither hold the thread nor end the process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from pipelinerl.actor import deadline
+from pipelinerl.actor.deadline import CodeDeadline, CodeDeadlineError, call_with_deadline, deadlines_work
+
+SHORT_S = 0.03
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def run(coroutine, seconds=SHORT_S):
+    """Run under the deadline, then show that the loop still turns."""
+
+    async def main():
+        try:
+            return await CodeDeadline(seconds).run(coroutine)
+        finally:
+            assert await asyncio.wait_for(asyncio.sleep(0, "turns"), 1) == "turns"
+            assert asyncio.get_running_loop().get_task_factory() is None
+
+    return asyncio.run(main())
+
+
+def test_a_coroutine_that_behaves_is_left_alone():
+    async def code():
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(future.set_result, 41)
+        return await future + await asyncio.wait_for(asyncio.sleep(0, 1), 1)
+
+    assert run(code()) == 42
+
+
+def test_what_it_raises_comes_out():
+    async def code():
+        await asyncio.sleep(0)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(code())
+
+
+@pytest.mark.parametrize("hang", [spin, lambda: time.sleep(60)], ids=["computes", "sleeps"])
+@pytest.mark.parametrize("awaits_before", [0, 2])
+def test_code_that_does_not_yield_is_interrupted(hang, awaits_before):
+    async def code():
+        for _ in range(awaits_before):
+            await asyncio.sleep(0)
+        hang()
+
+    with pytest.raises(CodeDeadlineError, match="without yielding"):
+        run(code())
+
+
+def test_except_exception_does_not_swallow_it():
+    async def code():
+        try:
+            spin()
+        except Exception:  # noqa: BLE001 - what users write
+            return "swallowed"
+
+    with pytest.raises(CodeDeadlineError):
+        run(code())
+
+
+def test_code_that_swallows_everything_gets_it_again(monkeypatch):
+    monkeypatch.setattr(deadline, "REPEAT_S", 0.01)
+
+    async def code():
+        caught = 0
+        while caught < 3:
+            try:
+                spin()
+            except BaseException:  # noqa: BLE001 - what users write
+                caught += 1
+        spin()
+
+    with pytest.raises(CodeDeadlineError):
+        run(code())
+
+
+def test_waiting_is_not_computing():
+    async def code():
+        await asyncio.sleep(3 * SHORT_S)
+        return "done"
+
+    assert run(code()) == "done"
+
+
+def test_the_deadline_is_for_each_stretch_of_code():
+    async def code():
+        for _ in range(4):
+            time.sleep(SHORT_S / 2)
+            await asyncio.sleep(0)
+        return "done"
+
+    assert run(code()) == "done"
+
+
+def test_cleanup_after_the_deadline_may_await():
+    cleaned = []
+
+    async def code():
+        try:
+            spin()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append(True)
+
+    with pytest.raises(CodeDeadlineError):
+        run(code())
+    assert cleaned
+
+
+def test_cancellation_reaches_the_code():
+    seen = []
+
+    async def code():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    async def main():
+        task = asyncio.create_task(CodeDeadline(SHORT_S).run(code()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert seen == ["cancelled"]
+
+
+def test_tasks_of_the_code_are_under_the_deadline_too():
+    async def child():
+        await asyncio.sleep(0)
+        spin()
+
+    async def grandparent():
+        await asyncio.gather(asyncio.create_task(child()), asyncio.sleep(0))
+
+    with pytest.raises(CodeDeadlineError):
+        run(grandparent())
+
+
+def test_tasks_that_the_code_leaves_behind_are_cancelled():
+    left = []
+
+    async def child():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            left.append("cancelled")
+            raise
+
+    async def code():
+        left.append(asyncio.create_task(child()))
+        await asyncio.sleep(0)
+
+    async def main():
+        await CodeDeadline(SHORT_S).run(code())
+        task = left[0]
+        await asyncio.wait({task}, timeout=1)
+        assert task.cancelled()
+
+    asyncio.run(main())
+    assert left[1:] == ["cancelled"]
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "only cancelled by asyncio.run"])
+def test_code_that_refuses_to_be_cancelled_is_closed_in_the_end(ended, monkeypatch):
+    """asyncio.run would wait for it for ever."""
+    monkeypatch.setattr(deadline, "GRACE_S", 0.02)
+    cancellations = []
+
+    async def code():
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancellations.append(True)
+
+    async def supervisor():
+        guard = CodeDeadline(SHORT_S)
+        task = asyncio.create_task(guard.run(code()))
+        try:
+            await asyncio.wait({task})
+        finally:
+            guard.end()
+
+    async def main():
+        task = asyncio.create_task(supervisor())
+        await asyncio.sleep(0.01)
+        if ended:
+            task.cancel()
+            await asyncio.sleep(0.1)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+    assert cancellations
+
+
+def test_code_may_time_things_out_as_often_as_it_likes():
+    async def code():
+        timeouts = 0
+        for _ in range(5):
+            try:
+                async with asyncio.timeout(0.001):
+                    await asyncio.sleep(60)
+            except TimeoutError:
+                timeouts += 1
+        return timeouts
+
+    assert run(code()) == 5
+
+
+def test_sys_exit_does_not_end_the_process():
+    async def code():
+        sys.exit(3)
+
+    with pytest.raises(RuntimeError, match=r"sys\.exit\(3\)"):
+        run(code())
+
+
+def test_timer_and_handler_of_others_are_restored():
+    def handler(number, frame):
+        raise AssertionError("not its time yet")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    timer_before = signal.setitimer(signal.ITIMER_REAL, 100, 7)
+    try:
+        with pytest.raises(CodeDeadlineError):
+            call_with_deadline(SHORT_S, spin)
+        left_s, repeat_s = signal.getitimer(signal.ITIMER_REAL)
+        assert signal.getsignal(signal.SIGALRM) is handler
+        assert 50 < left_s < 100 - SHORT_S / 2
+        assert repeat_s == 7
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer_before)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_plain_call():
+    assert call_with_deadline(1.0, divmod, 7, 3) == (2, 1)
+    with pytest.raises(CodeDeadlineError):
+        call_with_deadline(SHORT_S, time.sleep, 60)
+
+
+def test_outside_the_main_thread_it_runs_without_and_says_so():
+    result = []
+
+    def thread():
+        async def code():
+            time.sleep(2 * SHORT_S)
+            return "ran"
+
+        result.extend([deadlines_work(), asyncio.run(CodeDeadline(SHORT_S).run(code()))])
+
+    worker = threading.Thread(target=thread)
+    worker.start()
+    worker.join()
+    assert result == [False, "ran"]
+    assert deadlines_work()

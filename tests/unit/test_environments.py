@@ -1,0 +1,297 @@
+"""The built-in tasks, tasks of one's own, and what a user can get wrong about them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.actor.client import EngineClient, RolloutClient
+from pipelinerl.actor.rollouts import check_rollout
+from pipelinerl.config import load_config
+from pipelinerl.environments import SingleTurn, make_environment
+from pipelinerl.environments.gcd_task import GcdProblem, subtract_once
+from pipelinerl.environments.guess_number import GuessNumber, guess_in
+from pipelinerl.environments.prompts import encode_prompt, encode_reply
+from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.types import Problem, SamplingParams
+
+from .scripted_engine import STOP, CharTokenizer, ScriptedEngine
+
+TOKENIZER = CharTokenizer()
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class ChatTokenizer(CharTokenizer):
+    """A chat in which `<` and `>` mark turns and token 0 ends the model's: <u:hi>\\n<a:hello\\0\\n<u:..."""
+
+    chat_template = "there is one"
+
+    def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt, **options):
+        text = "S" + "".join(f"<{m['role'][0]}:{m['content']}{chr(STOP)}\n" for m in conversation)
+        text += "<a:" if add_generation_prompt else ""
+        return {"input_ids": self.encode(text), "attention_mask": []} if tokenize else text
+
+
+def play(environment, problem, answers, tokenizer=TOKENIZER):
+    """One rollout with a model that gives `answers` in turn; also what went into the model."""
+    engine = ScriptedEngine(lambda r: answers[len(engine.requests) - 1], max_length=100_000)
+
+    async def main():
+        client = EngineClient(engine)
+        view = RolloutClient(client, tokenizer, SamplingParams(max_tokens=500, stop_token_ids=(STOP,)), name="g0.a0", seed=0)
+        task = asyncio.create_task(environment.rollout(problem, view))
+        while not task.done():
+            await asyncio.sleep(0)
+            await client.step()
+        return check_rollout(task.result(), view.produced())
+
+    return asyncio.run(main()), engine.requests
+
+
+def say(text):
+    return [*TOKENIZER.encode(text), STOP]
+
+
+# ------------------------------------------------------------------------------------------------------ gcd
+
+
+def full_answer(task):
+    a, b, cells = task.a, task.b, []
+    while a != b:
+        a, b = subtract_once(a, b)
+        cells.append(f"{a:02d},{b:02d}")
+    return ";".join(cells) + f">{task.answer:02d}"
+
+
+def test_gcd_rewards_the_right_result():
+    environment = make_environment("gcd", {}, TOKENIZER, 0)
+    for index in range(20):
+        problem = environment.problem(index)
+        task = GcdProblem(**problem.payload)
+        good, requests = play(environment, problem, [say(full_answer(task))])
+        assert good.reward == 1.0
+        assert TOKENIZER.decode(requests[0].prompt_ids) == f"{task.a:02d},{task.b:02d}:"
+        bad, _ = play(environment, problem, [say(f">{task.answer + 1:02d}")])
+        assert bad.reward == 0.0
+
+
+def test_gcd_problems_depend_on_index_and_seed_and_are_never_held_out_ones():
+    one, two = make_environment("gcd", {}, TOKENIZER, 1), make_environment("gcd", {}, TOKENIZER, 2)
+    assert [one.problem(index) for index in range(30)] == [
+        make_environment("gcd", {}, TOKENIZER, 1).problem(n) for n in range(30)
+    ]
+    assert [one.problem(index) for index in range(30)] != [two.problem(index) for index in range(30)]
+    assert one.held_out(50) == two.held_out(50)
+    held_out = {(problem.payload["a"], problem.payload["b"]) for problem in one.held_out(300)}
+    assert held_out.isdisjoint({(p.payload["a"], p.payload["b"]) for p in map(one.problem, range(1000))})
+
+
+# ------------------------------------------------------------------------------------------------- guessing
+
+
+def test_guessing_goes_on_from_the_very_ids_that_were_sampled():
+    environment = GuessNumber(TOKENIZER, 0, highest=50)
+    problem = Problem(id="p", payload={"number": 30})
+    rollout, requests = play(environment, problem, [say(" 10"), say(" 40!"), say("hm"), say(" 30")])
+    assert rollout.reward == pytest.approx(1 / 4)
+    assert rollout.metrics == {"guesses": 4}
+    feedback = ["higher", "lower", "not a number"]
+    for before, after, said in zip(rollout.turns[:-1], rollout.turns[1:], feedback, strict=True):
+        known = (*before.prompt_ids, *before.completion.token_ids)
+        assert after.prompt_ids[: len(known)] == known
+        assert TOKENIZER.decode(after.prompt_ids[len(known) :]) == f"\n{said}\nGuess:"
+    assert [request.prompt_ids for request in requests] == [turn.prompt_ids for turn in rollout.turns]
+
+
+def test_guessing_ends_after_max_turns():
+    environment = GuessNumber(TOKENIZER, 0, highest=50, max_turns=3)
+    rollout, requests = play(environment, Problem(id="p", payload={"number": 30}), [say("1")] * 3)
+    assert rollout.reward == 0.0
+    assert len(requests) == len(rollout.turns) == 3
+
+
+def test_guessing_in_a_chat_does_not_repeat_the_stop_token():
+    tokenizer = ChatTokenizer()
+    environment = GuessNumber(tokenizer, 0, highest=50, max_tokens=3)
+    answers = [say("10"), TOKENIZER.encode("400"), say("30")]  # the second one is cut at its limit, before a stop token
+    rollout, _ = play(environment, Problem(id="p", payload={"number": 30}), answers, tokenizer)
+    text = tokenizer.decode(rollout.turns[-1].prompt_ids)
+    assert text.startswith("S<u:I am thinking of")
+    assert text.endswith("<a:10\0\n<u:higher\0\n<a:400\0\n<u:lower\0\n<a:")
+
+
+def test_numbers_to_guess_are_split():
+    one, two = GuessNumber(TOKENIZER, 1), GuessNumber(TOKENIZER, 2)
+    assert one.held_out(99) == two.held_out(99)
+    held_out = {problem.payload["number"] for problem in one.held_out(99)}
+    trained = {one.problem(index).payload["number"] for index in range(2000)}
+    assert len(held_out) == 10
+    assert trained == set(range(1, 101)) - held_out
+    assert [one.problem(n) for n in range(9)] == [GuessNumber(TOKENIZER, 1).problem(n) for n in range(9)]
+
+
+@pytest.mark.parametrize(("text", "guess"), [("it is 12 or 13", 12), ("none", None), ("007", 7), ("9" * 5000, 999999999)])
+def test_the_guess_in_a_text(text, guess):
+    assert guess_in(text) == guess
+
+
+# ------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_of_text_and_of_messages():
+    assert encode_prompt(TOKENIZER, "hi") == tuple(b"hi")
+    assert encode_prompt(ChatTokenizer(), [{"role": "user", "content": "hi"}]) == tuple(b"S<u:hi\0\n<a:")
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_prompt(TOKENIZER, [{"role": "user", "content": "hi"}])
+
+
+def test_a_reply_continues_a_chat():
+    tokenizer = ChatTokenizer()
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why"}]
+    whole = encode_prompt(tokenizer, chat)
+    first = encode_prompt(tokenizer, chat[:1])
+    for completion in (say("yes"), say("yes")[:-1]):
+        assert (*first, *completion, *encode_reply(tokenizer, completion, "why")) == whole
+
+
+# -------------------------------------------------------------------------------------------- one's own task
+
+OWN = """
+from dataclasses import dataclass
+from pipelinerl.config import load_config
+from pipelinerl.environments import SingleTurn
+from pipelinerl.types import Problem
+
+@dataclass
+class Word:
+    text: str
+
+class Shout(SingleTurn):
+    def __init__(self, tokenizer, seed, *, word="hey", times: int = 1):
+        super().__init__(tokenizer, seed)
+        if times < 1:
+            raise ValueError("times must be positive")
+        self.word = Word(word * times)
+
+    def problem(self, index):
+        return Problem(id=str(index), payload={})
+
+    def prompt(self, problem):
+        return self.word.text
+
+    def reward(self, problem, text):
+        return text.isupper()
+
+class Silent(SingleTurn):
+    def problem(self, index):
+        return Problem(id=str(index), payload={})
+
+class NoEnvironment:
+    pass
+
+class NotAsync(Shout):
+    def rollout(self, problem, client):
+        return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_class_in_a_file(own):
+    environment = make_environment(f"{own}:Shout", {"word": "ab", "times": 2}, TOKENIZER, 7)
+    rollout, requests = play(environment, environment.problem(0), [say("HEY")])
+    assert rollout.reward == 1.0
+    assert rollout.turns[0].text == "HEY"
+    assert requests[0].prompt_ids == tuple(b"abab")
+    assert environment.seed == 7
+    assert environment.held_out(5) == ()
+
+
+def test_a_class_in_a_module(own, monkeypatch):
+    monkeypatch.syspath_prepend(str(own.parent))
+    environment = make_environment("own:Shout", {}, TOKENIZER, 0)
+    assert isinstance(environment, SingleTurn)
+    sys.modules.pop("own")
+
+
+def test_two_files_of_the_same_name_do_not_mix(own, tmp_path):
+    (tmp_path / "b").mkdir()
+    other = tmp_path / "b" / "own.py"
+    other.write_text(OWN.replace('"hey"', '"ho"'))
+    first, second = (make_environment(f"{path}:Shout", {}, TOKENIZER, 0) for path in (own, other))
+    assert (first.word.text, second.word.text) == ("hey", "ho")
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "complaint"),
+    [
+        ("gdc", {}, "'gdc' is unknown. Did you mean 'gcd'"),
+        ("poetry", {}, "It is one of gcd, math_words, guess_number"),
+        (":Shout", {}, "is unknown"),
+        ("nowhere/own.py:Shout", {}, "file that isn't there"),
+        ("no_such_package.own:Shout", {}, "module that isn't there: no_such_package.own"),
+        ("{own}:Shoot", {}, "has no class 'Shoot'; it has Shout"),
+        ("{own}:NoEnvironment", {}, "has no method `problem(self, index)`"),
+        ("{own}:NotAsync", {}, "must be `async def`"),
+        ("{own}:Silent", {}, "must define `prompt`, `reward`"),
+        (
+            "{own}:Shout",
+            {"wrod": "x"},
+            "unexpected keyword argument 'wrod'; after `tokenizer` and `seed` it takes word, times",
+        ),
+        ("{own}:Shout", {"times": 0}, "can't be built: ValueError: times must be positive"),
+        ("{own}:Shout", {"times": "x"}, "can't be built: TypeError"),
+        ("math_words", {}, "it takes path (required), held_out_path, "),
+        ("gcd", {"digits": 3}, "it takes nothing"),
+        ("guess_number", {"highest": 3}, "environment.args.highest of guess_number must be at least 10"),
+        ("guess_number", {"chat": True}, "no chat template"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_them(own, kind, args, complaint):
+    with pytest.raises(EnvironmentSetupError) as caught:
+        make_environment(kind.replace("{own}", str(own)), args, TOKENIZER, 0)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("import no_such_thing", "line 1: ModuleNotFoundError"),
+        ("\nx = 1 / 0", "line 2: ZeroDivisionError"),
+        ("def", "SyntaxError"),
+    ],
+)
+def test_a_file_that_can_not_be_imported(tmp_path, code, complaint):
+    path = tmp_path / "broken.py"
+    path.write_text(code)
+    for _ in range(2):
+        with pytest.raises(EnvironmentSetupError, match=complaint):
+            make_environment(f"{path}:X", {}, TOKENIZER, 0)
+
+
+def test_the_example_of_ones_own_task_works():
+    environment = make_environment(f"{EXAMPLES / 'bring_your_own.py'}:LargerNumber", {}, TOKENIZER, 0)
+    problem = environment.problem(0)
+    larger, smaller = sorted(problem.payload.values(), reverse=True)
+    assert play(environment, problem, [say(f">{larger}")])[0].reward == 1.0
+    assert play(environment, problem, [say(f">{smaller}")])[0].reward == 0.0
+    pairs = [
+        {tuple(p.payload.values()) for p in problems}
+        for problems in (map(environment.problem, range(500)), environment.held_out(100))
+    ]
+    assert pairs[0].isdisjoint(pairs[1])
+    assert len(environment.held_out(100)) == 100
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+def test_the_run_files_of_the_examples_are_valid(name):
+    load_config(EXAMPLES / name)
