@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pipelinerl.types import (
     Completion,
+    EngineProgress,
     GenerationRequest,
     Problem,
     Rollout,
@@ -44,6 +45,11 @@ class GenerationClient(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def completions(self) -> Sequence[Completion]:
+        """All that this client produced so far; a stream that was left early is a completion of reason "cancelled"."""
+        ...
 
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
         """One completion. Raises PromptTooLongError at once when the prompt can't fit."""
@@ -91,6 +97,10 @@ class Engine(Protocol):
 
     @property
     def queued(self) -> int: ...
+
+    def progress(self) -> EngineProgress:
+        """Counts since the engine was made."""
+        ...
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises RequestError, for this request alone, if it can never be served."""
@@ -146,7 +156,10 @@ class StreamReader(Protocol[ItemOut_co]):
 
 
 class WeightUpdate(NamedTuple):
-    """A whole set of weights: parameter name -> tensor, with the checksum its sender computed over them."""
+    """A whole set of weights: parameter name -> tensor, with the checksum its sender computed over them.
+
+    The tensors are read-only views of the transport's memory, good until the receipt is given.
+    """
 
     version: int
     checksum: str

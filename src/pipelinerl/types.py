@@ -194,6 +194,8 @@ StageState = Literal["starting", "working", "waiting", "done", "failed"]
 
 
 class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
+    """`busy_s` of the `ready_s` seconds since the engine was ready were spent in steps; `pauses_s` of the latest updates."""
+
     version: int = 0
     slots: int = 0
     in_progress: int = 0
@@ -222,7 +224,10 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
 
 
 class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
-    """`trained` counts rollouts all of whose samples went through an optimizer step; `dropped` is by reason."""
+    """Counts of rollouts over the whole run, resumed parts included. Those in the stream are nobody's yet.
+
+    `queued` are with the trainer, `dropped` (by reason) were dropped there: the actor's own drops are not among them.
+    """
 
     version: int = 0
     trained: int = 0

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
-from typing import Protocol
 
 import msgspec
 
@@ -51,12 +50,6 @@ RECENT_ROLLOUTS = 256
 STREAM_DROP = "stream_full"
 
 
-class CountingEngine(Engine, Protocol):
-    """An engine that says what it has done since it was made."""
-
-    def progress(self) -> EngineProgress: ...
-
-
 class Actor:
     """Algorithm 2's actor process, one iteration at a time, in the thread and event loop of whoever calls `iterate`."""
 
@@ -64,7 +57,7 @@ class Actor:
         self,
         *,
         environment: Environment,
-        engine: CountingEngine,
+        engine: Engine,
         tokenizer: Tokenizer,
         schedule: Schedule,
         writer: StreamWriter[Group],

@@ -236,7 +236,7 @@ class RunConfig(Section, frozen=True):
         str | None, Meta(description="Where everything is written. null: `runs/<date>-<environment>-<schedule>`.")
     ] = None
     seed: Annotated[
-        int, Meta(ge=0, lt=2**63, description="Seed of problems, sampling and everything else that is random.")
+        int, Meta(ge=0, le=2**63 - 1, description="Seed of problems, sampling and everything else that is random.")
     ] = 0
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -14,18 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipelinerl.engine.kv_cache import KVCache
-from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.attention import attend, refuse_unknown_features
 
 ATTENTION_NAME = "pipelinerl_slots"
-
-# What models pass that does not change the result here: masks and caches are ours, the rest is bookkeeping.
-_HARMLESS = frozenset(
-    {"dropout", "position_ids", "use_cache", "output_attentions", "past_key_values", "cache_position", "is_causal"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +43,17 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepBatch:
-    """Everything that one forward needs to know about slots. `positions_R` are the decoding tokens' positions."""
+    """Everything that one forward needs to know about slots.
+
+    `positions_R` are the decoding tokens' positions; `longest` is what a sequence may grow to.
+    """
 
     kv: KVCache
     positions_R: Tensor
     rows_R: Tensor
     classes: tuple[RowClass, ...]
     chunks: tuple[Chunk, ...]
-    windows_seen: set[int | None] = field(default_factory=set)
+    longest: int
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     @property
@@ -96,16 +93,7 @@ class _Layer:
     softcap: float | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """softmax(cap(scale q k^T) + mask) v; causal when there is no mask. All [.., .., length, D]."""
-        if self.softcap is None:
-            causal = mask is None
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale)
-        scores = torch.matmul(query, key.transpose(-1, -2)) * self.scale
-        scores = torch.tanh(scores / self.softcap) * self.softcap
-        if mask is not None:
-            scores = scores + mask
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        return torch.matmul(weights, value)
+        return attend(query, key, value, mask, scale=self.scale, softcap=self.softcap)
 
 
 def slot_attention(
@@ -113,7 +101,8 @@ def slot_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *_mask: Tensor | None,
+    attention_mask: object,
+    *,
     slot_batch: StepBatch,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -124,12 +113,7 @@ def slot_attention(
 
     Raises UnsupportedModelError if the model asks for something that this function would not honour.
     """
-    unknown = sorted(name for name, given in other.items() if given is not None and name not in _HARMLESS)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} uses attention features that the embedded engine does not have: {', '.join(unknown)}"
-        )
-    slot_batch.windows_seen.add(sliding_window)
+    refuse_unknown_features(module, attention_mask, sliding_window=sliding_window, longest=slot_batch.longest, other=other)
     index: int = module.layer_idx  # type: ignore[assignment]
     keys, values = slot_batch.kv.layer(index)
     layer = _Layer(
@@ -170,9 +154,6 @@ def _prefill(chunk: Chunk, layer: _Layer, out: Tensor) -> None:
     layer.values[chunk.row, :, chunk.offset : end] = layer.value[tokens].transpose(0, 1)
     query = layer.query[tokens].transpose(0, 1)
     keys, values = layer.keys[chunk.row, :, :end], layer.values[chunk.row, :, :end]
-    groups = query.shape[0] // keys.shape[0]
-    if groups > 1:
-        keys, values = keys.repeat_interleave(groups, dim=0), values.repeat_interleave(groups, dim=0)
     mask = None
     if chunk.offset or layer.softcap is not None or (layer.window is not None and end > layer.window):
         positions_c1 = torch.arange(chunk.offset, end, device=query.device)[:, None]

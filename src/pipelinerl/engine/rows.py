@@ -25,8 +25,8 @@ _ROUND = 16
 _FREE, _PREFILLING, _DECODING = 0, 1, 2
 
 
-def class_limits(max_length: int, smallest: int = 32) -> tuple[int, ...]:
-    """Doubling class lengths up to `max_length`: 32, 64, 128, ..."""
+def class_limits(max_length: int, smallest: int = 48) -> tuple[int, ...]:
+    """Doubling class lengths up to `max_length`: 48, 96, 192, ..."""
     limits = []
     length = smallest
     while length < max_length:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipelinerl.engine.attention import ATTENTION_NAME, Chunk, RowClass, StepBatch, slot_attention
 from pipelinerl.engine.kv_cache import KVCache, LayerShape
 from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.attention import replace_attention, rope_limit
 
 _PROBE_TOKENS = 24
 
@@ -27,12 +28,18 @@ class ModelRunner:
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
-        self._windows_seen: set[int | None] = set()
-        # Our attention needs no mask. A ready-made 4D one, which it ignores, keeps transformers from making another.
+        self._max_length = max_length
+        limit = rope_limit(self.model)
+        if limit is not None and max_length > limit:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} changes its position encoding beyond {limit} tokens, which sequences "
+                f"that share a batch can't follow; set engine.max_length to {limit}"
+            )
+        # While the model is being checked it says what its masks would have been. Afterwards a ready-made mask, which our
+        # attention ignores, keeps transformers from spending time on them.
+        self._mask: Tensor | None = None
+        self._check()
         self._mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
-        _register_attention()
-        _refuse_unfit(self.model)
-        self._check(max_length)
         self.kv = KVCache(self._shapes, rows, max_length, self.dtype, self.device)
 
     @torch.inference_mode()
@@ -56,6 +63,7 @@ class ModelRunner:
             rows_R=torch.arange(decoding, device=self.device),
             classes=classes,
             chunks=chunks,
+            longest=self._max_length,
         )
         out = self.model(
             input_ids=ids_T[None],
@@ -65,21 +73,21 @@ class ModelRunner:
             logits_to_keep=torch.as_tensor(keep, dtype=torch.long, device=self.device),
             slot_batch=batch,
         )
-        self._windows_seen |= batch.windows_seen
         logits: Tensor = out.logits[0]
         return logits
 
     @torch.inference_mode()
-    def _check(self, max_length: int) -> None:
+    def _check(self) -> None:
         """Compare with the model's own attention on a probe: two chunks of prompt, then single tokens, in two rows."""
         name = type(self.model).__name__
         window = _sliding_window(self.model)
         length = _PROBE_TOKENS if window is None or window > 512 else window + _PROBE_TOKENS
-        length = min(length, max_length)
+        length = min(length, self._max_length)
         ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        replace_attention(self.model, ATTENTION_NAME, slot_attention)
         self.model.set_attn_implementation("eager")
         reference = self.model(input_ids=ids_T[None], use_cache=True)
-        self._shapes = _layer_shapes(reference.past_key_values, name)
+        self._shapes = _layer_shapes(getattr(reference, "past_key_values", None), name)
         self.model.set_attn_implementation(ATTENTION_NAME)
         kv = KVCache(self._shapes, 2, length, self.dtype, self.device)
         logits_TV = self._probe(kv, ids_T)
@@ -91,8 +99,6 @@ class ModelRunner:
                 f"{name} can't be run by the embedded engine: on a probe its log-probabilities are off by {error:.2g} "
                 f"(limit {limit:g})"
             )
-        if window is not None and window < max_length and not any(self._windows_seen):
-            raise UnsupportedModelError(f"{name} has a sliding window of {window} but does not pass it to its attention")
 
     def _probe(self, kv: KVCache, ids_T: Tensor) -> Tensor:
         length = int(ids_T.shape[0])
@@ -109,28 +115,6 @@ class ModelRunner:
             token = ids_T[position : position + 1]
             parts.append(self.forward(kv, token, [position], keep=[0], decoding=1, classes=classes))
         return torch.cat(parts)
-
-
-def _register_attention() -> None:
-    """Make our attention known to transformers under its name (idempotent; no mask is ever built for it)."""
-    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415 (heavy)
-
-    AttentionInterface.register(ATTENTION_NAME, slot_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
-
-
-def _no_mask(*_args: Any, **_options: Any) -> None:
-    return None
-
-
-def _refuse_unfit(model: Any) -> None:
-    name = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{name} has no pluggable attention in this version of transformers, so the embedded engine can't run it"
-        )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; the embedded engine runs decoder-only language models")
 
 
 def _sliding_window(model: Any) -> int | None:

@@ -1,1 +1,1 @@
-"""Hugging Face models as the stages need them: loading, weights by name, packed forwards, conversion. The bottom of torch."""
+"""Hugging Face models as the stages need them: loading, attention, packed forwards, weights by name, conversion."""
