@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pipelinerl.actor import deadline
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
+from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.failures import FailureLog
 from pipelinerl.actor.outstanding import HandedOver
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, check_rollout
@@ -43,7 +44,7 @@ from pipelinerl.types import (
 from .scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TOKENIZER = CharTokenizer()
-LIMITS = TimeLimits(rollout_s=5.0, code_s=1.0)
+LIMITS = TimeLimits(5.0, CodeAlarm(1.0))
 SAMPLING = SamplingParams(max_tokens=20, stop_token_ids=(STOP,))
 
 
@@ -265,13 +266,13 @@ async def hang_in_a_request(problem, client):
 @pytest.mark.parametrize("code", [hang_forever, hang_and_refuse_to_be_cancelled, hang_in_a_request])
 def test_a_rollout_that_hangs_times_out(code, monkeypatch):
     monkeypatch.setattr(deadline, "GRACE_S", 0.02)
-    outcome = play(code, limits=TimeLimits(0.05, 1.0))
+    outcome = play(code, limits=TimeLimits(0.05, CodeAlarm(1.0)))
     assert outcome.reason == "timeout"
     assert "0.05 s" in outcome.message
 
 
 def test_a_timeout_says_where_the_code_was():
-    assert "hang_forever" in play(hang_forever, limits=TimeLimits(0.05, 1.0)).traceback
+    assert "hang_forever" in play(hang_forever, limits=TimeLimits(0.05, CodeAlarm(1.0))).traceback
 
 
 @pytest.mark.parametrize("hang", [lambda: time.sleep(60), lambda: [None for _ in iter(int, 1)]], ids=["sleeps", "computes"])
@@ -280,7 +281,7 @@ def test_a_reward_that_hangs_is_interrupted(hang):
         await client.generate([1])
         hang()
 
-    outcome = play(code, limits=TimeLimits(5.0, 0.05))
+    outcome = play(code, limits=TimeLimits(5.0, CodeAlarm(0.05)))
     assert outcome.reason == "timeout"
     assert "hang()" in outcome.traceback
 
@@ -293,7 +294,7 @@ def test_a_deadline_within_a_task_group_is_still_a_timeout():
         async with asyncio.TaskGroup() as group:
             group.create_task(child())
 
-    assert play(code, limits=TimeLimits(5.0, 0.05)).reason == "timeout"
+    assert play(code, limits=TimeLimits(5.0, CodeAlarm(0.05))).reason == "timeout"
 
 
 def test_what_code_raises_is_reported_from_its_own_first_line():

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from pipelinerl.actor import deadline
-from pipelinerl.actor.deadline import CodeDeadline, CodeDeadlineError, call_with_deadline, deadlines_work
+from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, call_with_deadline, deadlines_work
 
 SHORT_S = 0.03
 
@@ -26,7 +26,7 @@ def run(coroutine, seconds=SHORT_S):
 
     async def main():
         try:
-            return await CodeDeadline(seconds).run(coroutine)
+            return await CodeDeadline(CodeAlarm(seconds)).run(coroutine)
         finally:
             assert await asyncio.wait_for(asyncio.sleep(0, "turns"), 1) == "turns"
             assert asyncio.get_running_loop().get_task_factory() is None
@@ -135,7 +135,7 @@ def test_cancellation_reaches_the_code():
             raise
 
     async def main():
-        task = asyncio.create_task(CodeDeadline(SHORT_S).run(code()))
+        task = asyncio.create_task(CodeDeadline(CodeAlarm(SHORT_S)).run(code()))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -172,7 +172,7 @@ def test_tasks_that_the_code_leaves_behind_are_cancelled():
         await asyncio.sleep(0)
 
     async def main():
-        await CodeDeadline(SHORT_S).run(code())
+        await CodeDeadline(CodeAlarm(SHORT_S)).run(code())
         task = left[0]
         await asyncio.wait({task}, timeout=1)
         assert task.cancelled()
@@ -195,7 +195,7 @@ def test_code_that_refuses_to_be_cancelled_is_closed_in_the_end(ended, monkeypat
                 cancellations.append(True)
 
     async def supervisor():
-        guard = CodeDeadline(SHORT_S)
+        guard = CodeDeadline(CodeAlarm(SHORT_S))
         task = asyncio.create_task(guard.run(code()))
         try:
             await asyncio.wait({task})
@@ -268,10 +268,21 @@ def test_outside_the_main_thread_it_runs_without_and_says_so():
             time.sleep(2 * SHORT_S)
             return "ran"
 
-        result.extend([deadlines_work(), asyncio.run(CodeDeadline(SHORT_S).run(code()))])
+        result.extend([deadlines_work(), asyncio.run(CodeDeadline(CodeAlarm(SHORT_S)).run(code()))])
 
     worker = threading.Thread(target=thread)
     worker.start()
     worker.join()
     assert result == [False, "ran"]
     assert deadlines_work()
+
+
+def test_an_alarm_that_stays_keeps_its_handler_until_it_is_released() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    alarm = CodeAlarm(SHORT_S, stays=True)
+    for _ in range(2):
+        with pytest.raises(CodeDeadlineError):
+            alarm.call(spin)
+        assert signal.getsignal(signal.SIGALRM) is not before
+    alarm.release()
+    assert signal.getsignal(signal.SIGALRM) is before

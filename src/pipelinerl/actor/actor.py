@@ -21,7 +21,7 @@ from statistics import fmean
 import msgspec
 
 from pipelinerl.actor.client import EngineClient, let_rollouts_run
-from pipelinerl.actor.deadline import deadlines_work
+from pipelinerl.actor.deadline import CodeAlarm, deadlines_work
 from pipelinerl.actor.evaluation import Evaluation, RecordSink, evaluate, held_out_problems, write_record
 from pipelinerl.actor.failures import FailureLog
 from pipelinerl.actor.groups import GroupRunner
@@ -92,7 +92,8 @@ class Actor:
         self._indices = start_indices
         self._clock = clock
         self._idle_s = idle_s
-        self._limits = TimeLimits(config.rollout_timeout_s, config.code_timeout_s)
+        self._alarm = CodeAlarm(config.code_timeout_s, stays=True)
+        self._limits = TimeLimits(config.rollout_timeout_s, self._alarm)
         self._sampling = SamplingParams(
             max_tokens=config.max_tokens,
             temperature=config.temperature,
@@ -242,6 +243,7 @@ class Actor:
         await let_rollouts_run()  # they cancel their requests
         await self._client.step()  # the engine lets go of them
         self._hand_over()
+        self._alarm.release()
         self._engine_status.report("done", "", self._engine_progress)
         self._actor_status.report("done", "", self._actor_progress)
 

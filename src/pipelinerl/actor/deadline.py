@@ -41,23 +41,75 @@ def deadlines_work() -> bool:
 
 
 def call_with_deadline(code_timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The same for a plain call: `function(*args, **kwargs)`, interrupted after `code_timeout_s`."""
-    return CodeDeadline(code_timeout_s).call(lambda: function(*args, **kwargs))
+    """A plain call under a deadline: `function(*args, **kwargs)`, interrupted after `code_timeout_s`."""
+    return CodeAlarm(code_timeout_s).call(lambda: function(*args, **kwargs))
+
+
+class CodeAlarm:
+    """The timer that interrupts code that holds the thread for longer than `code_timeout_s`.
+
+    The handler is put back after each call; with `stays` only by `release`, which saves most of a call's cost.
+    """
+
+    def __init__(self, code_timeout_s: float, *, stays: bool = False) -> None:
+        self._seconds = code_timeout_s
+        self._works = deadlines_work()
+        self._stays = stays
+        self._armed = False
+        self._installed = False
+        self._previous: Any = signal.SIG_DFL
+
+    def call(self, step: Callable[[], T]) -> T:
+        """Run `step` with the timer armed. Raises CodeDeadlineError in it, and RuntimeError if it calls `sys.exit`."""
+        try:
+            return self._timed(step) if self._works else step()
+        except SystemExit as error:  # would pass through the event loop and end the process
+            raise RuntimeError(f"the code called sys.exit({error.code!r})") from error
+
+    def release(self) -> None:
+        """Put the signal's handler back as it was."""
+        if self._installed:
+            signal.signal(signal.SIGALRM, self._previous)
+            self._installed = False
+
+    def _timed(self, step: Callable[[], T]) -> T:
+        if not self._installed:
+            self._previous = signal.signal(signal.SIGALRM, self._ring) or signal.SIG_DFL
+            self._installed = True
+        started = time.monotonic()
+        outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, self._seconds, REPEAT_S)
+        try:
+            try:
+                self._armed = True
+                return step()
+            finally:
+                self._armed = False
+        finally:  # of its own, because the timer may strike in the line above: after `step`, and before it is disarmed
+            self._armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if not self._stays:
+                self.release()
+            if outer_s:
+                left_s = max(outer_s - (time.monotonic() - started), 1e-6)
+                signal.setitimer(signal.ITIMER_REAL, left_s, outer_repeat_s)
+
+    def _ring(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._armed:
+            raise CodeDeadlineError(f"the code ran for {self._seconds:g} s without yielding")
 
 
 class CodeDeadline:
-    """Runs one coroutine, and whatever tasks it starts, under a deadline."""
+    """Runs one coroutine, and whatever tasks it starts, under the deadline of `alarm`."""
 
-    def __init__(self, code_timeout_s: float) -> None:
-        self._seconds = code_timeout_s
-        self._works = deadlines_work()
-        self._armed = False
+    def __init__(self, alarm: CodeAlarm) -> None:
+        self._alarm = alarm
         self._task: asyncio.Task[Any] | None = None
         self._started: set[asyncio.Task[Any]] = set()
         self.closing = False
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await `coroutine`; no stretch of it between two awaits may hold the thread for longer than `code_timeout_s`.
+        """Await `coroutine`; no stretch of it between two awaits may hold the thread for longer than the alarm
+        allows.
 
         Tasks that it starts are bound likewise, and are cancelled when it ends. Costs a few microseconds a resumption.
         Raises CodeDeadlineError, and RuntimeError for code that calls `sys.exit`; else what the coroutine raises.
@@ -110,33 +162,7 @@ class CodeDeadline:
             loop.set_task_factory(factory)
 
     def call(self, step: Callable[[], T]) -> T:
-        """Run `step` with the timer armed."""
-        try:
-            return self._timed(step) if self._works else step()
-        except SystemExit as error:  # would pass through the event loop and end the process
-            raise RuntimeError(f"the code called sys.exit({error.code!r})") from error
-
-    def _timed(self, step: Callable[[], T]) -> T:
-        handler = signal.signal(signal.SIGALRM, self._ring)
-        started = time.monotonic()
-        outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, self._seconds, REPEAT_S)
-        try:
-            try:
-                self._armed = True
-                return step()
-            finally:
-                self._armed = False
-        finally:  # of its own, because the timer may strike in the line above: after `step`, and before it is disarmed
-            self._armed = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-            if outer_s:
-                left_s = max(outer_s - (time.monotonic() - started), 1e-6)
-                signal.setitimer(signal.ITIMER_REAL, left_s, outer_repeat_s)
-
-    def _ring(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._armed:
-            raise CodeDeadlineError(f"the code ran for {self._seconds:g} s without yielding")
+        return self._alarm.call(step)
 
 
 class _Resumptions(Generic[T]):

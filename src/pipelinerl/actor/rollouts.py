@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, cast
 import msgspec
 
 from pipelinerl.actor.client import Produced, RolloutClient
-from pipelinerl.actor.deadline import GRACE_S, CodeDeadline, CodeDeadlineError, call_with_deadline
+from pipelinerl.actor.deadline import GRACE_S, CodeAlarm, CodeDeadline, CodeDeadlineError
 from pipelinerl.errors import PromptTooLongError, RolloutError
 from pipelinerl.interfaces import Environment
 from pipelinerl.types import Completion, Problem, Rollout, Turn
@@ -37,17 +37,17 @@ class Failure(NamedTuple):
 
 
 class TimeLimits(NamedTuple):
-    """`rollout_s` bounds a rollout as a whole, `code_s` any stretch of its code that doesn't yield."""
+    """`rollout_s` bounds a rollout as a whole, `alarm` any stretch of its code that doesn't yield."""
 
     rollout_s: float
-    code_s: float
+    alarm: CodeAlarm
 
 
 async def attempt(
     environment: Environment, problem: Problem, client: RolloutClient, limits: TimeLimits
 ) -> Rollout | Failure:
     """Run one rollout to its end, its failure or its deadline. Cancelling this cancels the rollout and raises."""
-    deadline = CodeDeadline(limits.code_s)
+    deadline = CodeDeadline(limits.alarm)
     task = asyncio.create_task(_play(environment, problem, client, deadline))
     try:
         await asyncio.wait({task}, timeout=limits.rollout_s)
@@ -68,7 +68,7 @@ async def attempt(
 def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tuple[Problem, Problem] | Failure:
     """The problem number `index`, as the environment made it and as a reader of its JSON will see it."""
     try:
-        problem = call_with_deadline(limits.code_s, environment.problem, index)
+        problem = limits.alarm.call(lambda: environment.problem(index))
         if not isinstance(cast("object", problem), Problem):
             return Failure("raised", f"problem({index}) returned {_kind(problem)}, not a Problem")
         return problem, msgspec.json.decode(msgspec.json.encode(problem), type=Problem)
