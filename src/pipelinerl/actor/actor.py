@@ -27,7 +27,6 @@ from pipelinerl.actor.failures import FailureLog
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.outstanding import HandedOver
 from pipelinerl.actor.rollouts import TimeLimits
-from pipelinerl.actor.status import StatusReporter
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.interfaces import (
     Board,
@@ -40,6 +39,7 @@ from pipelinerl.interfaces import (
     Verdict,
     WeightReceiver,
 )
+from pipelinerl.status import StatusReporter
 from pipelinerl.types import ActorProgress, EngineProgress, Group, SamplingParams, StageState, TrainerProgress
 
 logger = logging.getLogger(__name__)

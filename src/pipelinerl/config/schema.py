@@ -133,8 +133,8 @@ class PreprocessConfig(Section, frozen=True):
     zero_advantage: Annotated[
         Literal["skip", "keep", "drop"],
         Meta(
-            description="Samples whose advantage is 0 have no gradient. `skip`: they count among the B of a step but cost no "
-            "forward pass. `keep`: compute them all the same. `drop`: leave them out, so that a step has B others."
+            description="Samples whose advantage is 0 have no gradient. `skip`: they count among the B of a step but cost "
+            "no forward pass (unless there is a KL penalty). `keep`: compute them all the same. `drop`: leave them out, so that a step has B others."
         ),
     ] = "skip"
     overlong: Annotated[

@@ -1,4 +1,4 @@
-"""What the trainer says of itself on the board, without saying it too often."""
+"""What a stage says of itself on the board: often enough to be true, seldom enough to cost nothing."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import os
 from collections.abc import Callable
 
 from pipelinerl.interfaces import Board
-from pipelinerl.types import StageState, StageStatus, TrainerProgress
+from pipelinerl.types import Progress, StageState, StageStatus
 
-STAGE = "trainer"
-REFRESH_S = 0.2
-"""While nothing changes, the status is written again after this long."""
+REFRESH_S = 0.05
+"""While the state stays the same, the status is written again after this long."""
 
 
 class StatusReporter:
-    """Publishes the trainer's status when its state changes, and otherwise every `REFRESH_S`."""
+    """One stage's line on the board. `clock` is `time.monotonic`, or a test's."""
 
-    def __init__(self, board: Board, clock: Callable[[], float]) -> None:
+    def __init__(self, board: Board, stage: str, clock: Callable[[], float]) -> None:
         self._board = board
+        self._stage = stage
         self._clock = clock
         self._state: StageState | None = None
         self._since_s = 0.0
         self._written_s = 0.0
 
-    def report(self, state: StageState, detail: str, progress: Callable[[], TrainerProgress], *, now: bool = False) -> None:
-        """`progress` is called only if the status is published. `now`: publish in any case."""
+    def report(
+        self, state: StageState, detail: str, progress: Callable[[], Progress | None] = lambda: None, *, now: bool = False
+    ) -> None:
+        """Publish if the state changed, the last time is long enough ago, or `now`; `progress` is asked for only then."""
         time_s = self._clock()
         if state != self._state:
             self._state, self._since_s = state, time_s
@@ -33,7 +35,7 @@ class StatusReporter:
         self._written_s = time_s
         self._board.publish(
             StageStatus(
-                stage=STAGE,
+                stage=self._stage,
                 pid=os.getpid(),
                 state=state,
                 detail=detail,

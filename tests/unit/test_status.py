@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pipelinerl.board import MemoryBoard
-from pipelinerl.trainer.status import REFRESH_S, STAGE, StatusReporter
+from pipelinerl.status import REFRESH_S, StatusReporter
 from pipelinerl.types import TrainerProgress
 
 
 def test_status_is_published_on_change_and_refreshed_in_between() -> None:
     board, now_s, calls = MemoryBoard(), [100.0], [0]
-    reporter = StatusReporter(board, lambda: now_s[0])
+    reporter = StatusReporter(board, "trainer", lambda: now_s[0])
 
     def progress() -> TrainerProgress:
         calls[0] += 1
         return TrainerProgress(version=calls[0])
 
     def seen() -> tuple[str, str, float, float]:
-        status = board.read(STAGE)
+        status = board.read("trainer")
         assert status is not None
         return status.state, status.detail, status.since_s, status.written_s
 
