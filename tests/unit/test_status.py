@@ -25,7 +25,7 @@ def test_status_is_published_on_change_and_refreshed_in_between() -> None:
     now_s[0] = 100.0 + REFRESH_S / 2
     reporter.report("working", "b", progress)
     assert seen()[1] == "a", "too soon"
-    now_s[0] = 100.0 + REFRESH_S
+    now_s[0] = 100.0 + 2 * REFRESH_S
     reporter.report("working", "b", progress)
     assert seen() == ("working", "b", 100.0, now_s[0]), "working since 100"
     reporter.report("waiting", "c", progress)

@@ -134,7 +134,8 @@ class PreprocessConfig(Section, frozen=True):
         Literal["skip", "keep", "drop"],
         Meta(
             description="Samples whose advantage is 0 have no gradient. `skip`: they count among the B of a step but cost "
-            "no forward pass (unless there is a KL penalty). `keep`: compute them all the same. `drop`: leave them out, so that a step has B others."
+            "no forward pass (unless there is a KL penalty). `keep`: compute them all the same. `drop`: leave them out, so "
+            "that a step has B others."
         ),
     ] = "skip"
     overlong: Annotated[
