@@ -62,7 +62,10 @@ class OpenGroup:
 
 
 class GroupRunner:
-    """Runs the attempts of groups as tasks of the event loop. `finished` holds complete groups, first finished first."""
+    """Runs the attempts of groups as tasks of the event loop.
+
+    `finished` holds complete groups, first finished first; `running` counts attempts that have not ended.
+    """
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class GroupRunner:
         self.group_size = group_size
         self.finished: deque[Group] = deque()
         self.groups_started = 0
+        self.running = 0
         self._environment = environment
         self._client = client
         self._tokenizer = tokenizer
@@ -89,11 +93,6 @@ class GroupRunner:
         self._open: dict[int, OpenGroup] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._crash: BaseException | None = None
-
-    @property
-    def running(self) -> int:
-        """Attempts that have not ended."""
-        return sum(group.running for group in self._open.values())
 
     @property
     def in_progress(self) -> int:
@@ -118,6 +117,7 @@ class GroupRunner:
         recorded = Problem(id=f"problem {index}", payload={}) if isinstance(made, Failure) else made[1]
         group = OpenGroup(index, recorded, self.group_size, version)
         self._open[index] = group
+        self.running += group.size
         for number in range(self.group_size):
             if isinstance(made, Failure):
                 self._ended(group, number, made)
@@ -145,6 +145,7 @@ class GroupRunner:
 
     def _ended(self, group: OpenGroup, number: int, outcome: Rollout | Failure) -> None:
         group.outcomes[number] = outcome
+        self.running -= 1
         if isinstance(outcome, Failure):
             group.failed += 1
             self._failures.failure(outcome, group.rollout_name(number))
