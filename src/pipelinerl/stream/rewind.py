@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from pipelinerl.files import AppendFile, sync_directory
-from pipelinerl.stream.segments import damaged, decode_item, encode_line, list_segments, read_segment, segment_path
+from pipelinerl.stream.segments import decode_item, encode_line, read_records, segment_path
 from pipelinerl.stream.state import Counts, Role, StreamState, explained, generation_path, made, newest_generation
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def _rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callabl
         earlier_drops = state.drops.before(from_offset)
         decoder = msgspec.json.Decoder(item_type)
         kept: list[tuple[bytes, T]] = []
-        for offset, payload, path, line in _records(old, from_offset):
+        for offset, payload, path, line in read_records(old, from_offset):
             if offset not in state.drops and keep(item := decode_item(decoder, payload, path, line)):
                 kept.append((payload, item))
 
@@ -66,18 +66,3 @@ def _rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callabl
     for left_over in range(number + 1):  # `old`, and what an interrupted rewind before this one did not get to
         shutil.rmtree(generation_path(directory, left_over), ignore_errors=True)
     return [item for _, item in kept]
-
-
-def _records(directory: Path, from_offset: int) -> Iterator[tuple[int, bytes, Path, int]]:
-    """Offset, JSON, file and line of every item from `from_offset` on that is still there."""
-    segments = list_segments(directory)
-    for first, following in zip(segments, [*segments[1:], None], strict=True):
-        if following is not None and following <= from_offset:
-            continue
-        path = segment_path(directory, first)
-        count = 0
-        for count, payload in enumerate(read_segment(path, newest=following is None), start=1):
-            if first + count > from_offset:
-                yield first + count - 1, payload, path, count
-        if following is not None and first + count != following:
-            raise damaged(path, count + 1, f"the next file starts at item {following}")

@@ -159,3 +159,18 @@ def decode_item(decoder: msgspec.json.Decoder[T], payload: bytes, path: Path, li
         return decoder.decode(payload)
     except msgspec.DecodeError as error:
         raise damaged(path, line, str(error)) from error
+
+
+def read_records(directory: Path, from_offset: int) -> Iterator[tuple[int, bytes, Path, int]]:
+    """Offset, JSON, file and line of every item from `from_offset` on that is still there."""
+    segments = list_segments(directory)
+    for first, following in zip(segments, [*segments[1:], None], strict=True):
+        if following is not None and following <= from_offset:
+            continue
+        path = segment_path(directory, first)
+        count = 0
+        for count, payload in enumerate(read_segment(path, newest=following is None), start=1):
+            if first + count > from_offset:
+                yield first + count - 1, payload, path, count
+        if following is not None and first + count != following:
+            raise damaged(path, count + 1, f"the next file starts at item {following}")

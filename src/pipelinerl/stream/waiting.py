@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pipelinerl.stream.rewind import _records
-from pipelinerl.stream.segments import decode_item
+from pipelinerl.stream.segments import decode_item, read_records
 from pipelinerl.stream.state import StreamState, explained, generation_path, newest_generation
 
 T = TypeVar("T")
@@ -26,9 +25,9 @@ def waiting_items(directory: Path, item_type: type[T]) -> list[T]:
         path = generation_path(directory, newest_generation(directory))
         decoder = msgspec.json.Decoder(item_type)
         with closing(StreamState(path)) as state, state.locked():
-            cursor = state.load().cursor
+            counts = state.load()
             return [
                 decode_item(decoder, payload, file, line)
-                for offset, payload, file, line in _records(path, cursor)
-                if offset not in state.drops
+                for offset, payload, file, line in read_records(path, counts.cursor)
+                if offset < counts.written and offset not in state.drops
             ]
