@@ -215,7 +215,8 @@ def test_any_history_is_that_of_a_list(
                 writer.close()
                 writer = FileStreamWriter(stream, Item, segment_bytes=60, **options)
             assert writer.stats() == reader.stats() == model.stats()
-            assert dropped == [n for n, fate in enumerate(model.fates) if fate == "dropped"]
+            # Not in order: what a reader had taken, and a new one has not, may be dropped after what is behind it.
+            assert sorted(dropped) == [n for n, fate in enumerate(model.fates) if fate == "dropped"]
         assert [n for n, _ in reader.read(10_000)] == model.pending()
         reader.close()
         writer.close()

@@ -196,11 +196,14 @@ class FileStreamReader(Generic[T]):
         """
         with self._state.locked():
             counts = self._state.load()
-            if offset > counts.cursor:
-                raise ValueError(f"can't commit up to offset {offset}: items from {counts.cursor} on were not taken yet")
+            reached = counts.cursor
+            while reached in self._state.drops:  # a reader that was opened anew is not past what was dropped before
+                reached += 1
+            if offset > reached:
+                raise ValueError(f"can't commit up to offset {offset}: items from {reached} on were not taken yet")
             if offset <= counts.committed:
                 return
-            self._state.store(counts._replace(committed=offset))
+            self._state.store(counts._replace(committed=offset, cursor=max(counts.cursor, offset)))
             self._state.drops.forget_before(offset)
         with explained(self._directory):
             self._state.sync()
