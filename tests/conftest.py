@@ -1,4 +1,4 @@
-"""What all tests share: property tests draw the same examples every time (explore further with --hypothesis-profile=wild)."""
+"""What tests share: property tests draw the same examples every time (to explore: --hypothesis-profile=wild)."""
 
 from __future__ import annotations
 

@@ -9,85 +9,94 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import resource
+import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
+import torch
+
 from pipelinerl.board import MemoryBoard
-from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import PipelineRLError, RunInterruptedError, StalledError
-from pipelinerl.interfaces import Schedule, StreamReader, StreamWriter
+from pipelinerl.errors import PipelineRLError, StalledError, StreamError
+from pipelinerl.interfaces import StreamReader, StreamWriter
 from pipelinerl.launch.capacity import stream_capacity
+from pipelinerl.launch.drops import DropRelay
+from pipelinerl.launch.generation import build_generation, generate
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.outcome import Outcome, last_statuses
-from pipelinerl.launch.plan import StartPlan
+from pipelinerl.launch.outcome import Outcome, interruption, last_statuses
+from pipelinerl.launch.resources import LOG_FORMAT, peak_memory_bytes, plan_threads, usable_cores
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.threads import plan_threads, usable_cores
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.training import build_trainer, failures_on_board, open_logs
 from pipelinerl.metrics.view import View
 from pipelinerl.metrics.watchdog import Watchdog
 from pipelinerl.stream import FileStreamReader, FileStreamWriter, memory_stream
 from pipelinerl.trainer import Trainer
-from pipelinerl.types import Group
+from pipelinerl.types import Group, StageStatus
+from pipelinerl.weights.memory import MemoryChannel
 
 LOOK_EVERY_S = 0.5
 
 
-def run_embedded(
-    config: RunConfig, run: RunDirectory, schedule: Schedule, *, plan: StartPlan, view: View, started_s: float
-) -> Outcome:
+def run_embedded(session: Session, view: View) -> Outcome:
     """Run to the end, whatever it is. Errors of the run are in the outcome, not raised."""
-    import torch  # noqa: PLC0415 - only this launcher computes in the launching process
-
-    from pipelinerl.launch.generation import build_generation, generate  # noqa: PLC0415
-    from pipelinerl.launch.training import build_trainer  # noqa: PLC0415
-    from pipelinerl.weights.memory import MemoryChannel  # noqa: PLC0415
-
-    torch.set_num_threads(plan_threads(config, schedule, usable_cores()).training)
-    board, channel = MemoryBoard(), MemoryChannel()
-    writer, reader = _stream(config, run)
+    begin_s = time.monotonic()
+    threads = plan_threads(session.config, session.schedule, usable_cores()).training
+    board = _GuardedBoard(2 * session.config.launch.watchdog_s)
+    drops = DropRelay()
     error: PipelineRLError | None = None
-    with counted_interrupts() as interrupts:
+    waiting: list[Group] = []
+    with ExitStack() as around:
+        around.enter_context(_logging_to(session.run))
+        around.enter_context(_torch_threads(threads))
+        around.enter_context(closing(board))
+        interrupts = around.enter_context(counted_interrupts(raising=True))
+        writer, reader = _stream(session, drops)
+        around.enter_context(closing(reader))
+        around.enter_context(closing(writer))
         try:
-            trainer = build_trainer(
-                config,
-                run,
-                board=board,
-                schedule=schedule,
-                plan=plan,
-                reader=reader,
-                sender=channel.sender,
-                started_s=started_s,
-            )
-            side = build_generation(
-                config,
-                run,
-                board=board,
-                schedule=schedule,
-                plan=plan,
-                writer=writer,
-                receiver=channel.receiver,
-                started_s=started_s,
-            )
-            trainer.start()
-            turn = _Turn(trainer, board, view, config.launch.watchdog_s)
-            asyncio.run(generate(side, stop=lambda: interrupts.count > 0, between=turn))
-            error = _end(trainer, interrupts)
+            goal_reached = _run(session, view, interrupts=interrupts, board=board, writer=writer, reader=reader, drops=drops)
+            error = None if goal_reached else interruption(session)
         except PipelineRLError as raised:
             error = raised
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-    outcome = Outcome(
-        statuses=last_statuses(board),
+        try:
+            waiting = [group for _, group in reader.read(sys.maxsize)]
+        except StreamError as raised:
+            error = error or raised
+    statuses = last_statuses(board)
+    view.update(statuses, time.monotonic())
+    return Outcome(
+        statuses=statuses,
         error=error,
-        wall_s=time.monotonic() - started_s,
-        stream_rollouts=sum(len(group.rollouts) for _, group in reader.read(1 << 30)),
-        peak_memory_bytes={"embedded": _peak_memory_bytes()},
+        wall_s=time.monotonic() - begin_s,
+        stream_rollouts=session.plan.rollouts_left(waiting),
+        peak_memory_bytes={"embedded": peak_memory_bytes()},
     )
-    view.update(outcome.statuses, time.monotonic())
-    writer.close()
-    reader.close()
-    return outcome
+
+
+def _run(
+    session: Session,
+    view: View,
+    *,
+    interrupts: Interrupts,
+    board: MemoryBoard,
+    writer: StreamWriter[Group],
+    reader: StreamReader[Group],
+    drops: DropRelay,
+) -> bool:
+    """Both sides in turn, to the end. Was the goal reached?"""
+    channel = MemoryChannel()
+    side = build_generation(session, board, writer, drops, channel.receiver)
+    with open_logs(session) as logs:
+        trainer = build_trainer(session, board, reader, channel.sender, logs)
+        with failures_on_board(trainer):
+            trainer.start()
+            turn = _Turn(trainer, board, view, session.config.launch.watchdog_s)
+            asyncio.run(generate(side, stop=lambda: interrupts.count > 0, between=turn))
+            trainer.finish()
+        return trainer.goal_reached
 
 
 class _Turn:
@@ -98,7 +107,6 @@ class _Turn:
         self._board = board
         self._view = view
         self._watchdog = Watchdog(watchdog_s)
-        self._watchdog_s = watchdog_s
         self._looked_s = 0.0
 
     def __call__(self) -> None:
@@ -107,8 +115,6 @@ class _Turn:
         if now - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = now
-        # Whatever holds the thread for longer than this ends the process, with the stack that says where.
-        faulthandler.dump_traceback_later(2 * self._watchdog_s, exit=True, file=sys.__stderr__ or 2)
         statuses = last_statuses(self._board)
         self._view.update(statuses, now)
         stall = self._watchdog.observe(statuses, now)
@@ -116,18 +122,61 @@ class _Turn:
             raise StalledError(stall.message)
 
 
-def _end(trainer: Trainer, interrupts: Interrupts) -> PipelineRLError | None:
-    if not interrupts.hurried:
-        trainer.finish()
-    return RunInterruptedError("stopped") if interrupts.count and not trainer.goal_reached else None
+class _GuardedBoard(MemoryBoard):
+    """Ends the process, with the stack that says where it hangs, when no stage has said anything for `patience_s`.
+
+    The watchdog looks between two turns; this is for code that holds the only thread and never gives it back.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        super().__init__()
+        self._patience_s = patience_s
+
+    def publish(self, status: StageStatus) -> None:
+        super().publish(status)
+        if status.state != "starting":  # loading a model takes as long as it takes
+            faulthandler.dump_traceback_later(self._patience_s, exit=True, file=sys.__stderr__ or 2)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
 
 
-def _stream(config: RunConfig, run: RunDirectory) -> tuple[StreamWriter[Group], StreamReader[Group]]:
-    options: dict[str, Any] = {"capacity": stream_capacity(config), "when_full": config.stream.when_full}
+def _stream(session: Session, drops: DropRelay) -> tuple[StreamWriter[Group], StreamReader[Group]]:
+    config = session.config
+    options: dict[str, Any] = {
+        "capacity": stream_capacity(config),
+        "when_full": config.stream.when_full,
+        "on_drop": drops,
+    }
     if config.stream.kind == "memory":
         return memory_stream(**options)
-    return FileStreamWriter(run.stream, Group, **options), FileStreamReader(run.stream, Group)
+    return FileStreamWriter(session.run.stream, Group, **options), FileStreamReader(session.run.stream, Group)
 
 
-def _peak_memory_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _logging_to(run: RunDirectory) -> Iterator[None]:
+    """What this package logs goes to a file while inside, as it does with processes: the terminal is the view's."""
+    logger = logging.getLogger("pipelinerl")
+    handler = logging.FileHandler(run.log("embedded"))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        handler.close()

@@ -9,62 +9,59 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pipelinerl.actor.actor import Actor
-from pipelinerl.config.schema import RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Board, Environment, Schedule, StreamWriter, WeightReceiver
-from pipelinerl.launch.plan import StartPlan
-from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.interfaces import Board, Environment, StreamWriter, Tokenizer, WeightReceiver
+from pipelinerl.launch.drops import DropRelay
+from pipelinerl.launch.session import Session
 from pipelinerl.metrics.records import EvaluationRecord
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
 from pipelinerl.types import Group, StageStatus, TrainerProgress
 
+T = TypeVar("T")
+
 LONGEST_SLOT = 2048
 """Slots are no longer than this unless `engine.max_length` says so: KV memory grows with it."""
+LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """Everything that the generation side works with. Make it with `build_generation`."""
 
-    config: RunConfig
-    run: RunDirectory
+    session: Session
     board: Board
-    schedule: Schedule
-    plan: StartPlan
     writer: StreamWriter[Group]
+    drops: DropRelay
     receiver: WeightReceiver
     environment: Environment
-    tokenizer: object
+    tokenizer: Tokenizer
     engine: LocalEngine
     stop_token_ids: tuple[int, ...]
-    started_s: float
 
 
 def build_generation(
-    config: RunConfig,
-    run: RunDirectory,
-    *,
-    board: Board,
-    schedule: Schedule,
-    plan: StartPlan,
-    writer: StreamWriter[Group],
-    receiver: WeightReceiver,
-    started_s: float,
+    session: Session, board: Board, writer: StreamWriter[Group], drops: DropRelay, receiver: WeightReceiver
 ) -> Generation:
-    """Load model and environment. `started_s` is when the run started, by `time.monotonic`."""
-    _starting(board, "loads the model")
+    """Make the environment, then load the model: a mistake in the one should not wait for the other.
+
+    `drops` is the writer's `on_drop`.
+    """
+    config = session.config
+    _starting(board, "makes the environment")
     tokenizer = load_tokenizer(config.model)
+    environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
+    _starting(board, "loads the model")
     model = load_model(config.model, config.engine.device)
-    stop = stop_token_ids(model, tokenizer)
     limit = config.engine.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
     engine = LocalEngine(
         model,
@@ -73,57 +70,61 @@ def build_generation(
         prefill_tokens=config.engine.prefill_tokens,
         kv_on_update=config.engine.kv_on_update,
     )
-    environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
     return Generation(
-        config=config,
-        run=run,
+        session=session,
         board=board,
-        schedule=schedule,
-        plan=plan,
         writer=writer,
+        drops=drops,
         receiver=receiver,
         environment=environment,
         tokenizer=tokenizer,
         engine=engine,
-        stop_token_ids=stop,
-        started_s=started_s,
+        stop_token_ids=stop_token_ids(model, tokenizer),
     )
 
 
 async def generate(side: Generation, *, stop: Callable[[], bool], between: Callable[[], object] = lambda: None) -> None:
-    """Run to the end. `between` is called after every iteration (the embedded launcher trains there)."""
-    engine, config = side.engine, side.config
+    """Run to the end. `between` is called again and again, after every iteration (the embedded launcher trains there).
+
+    However it ends, the actor's last counts are on the board then.
+    """
     if not await _wait_for_weights(side, stop):
         return
-    records = JsonLines(side.run.rollouts / "rollouts.jsonl")
-    actor = Actor(
+    with closing(JsonLines(side.session.run.rollouts / "rollouts.jsonl")) as records:
+        actor = _make_actor(side, records)
+        side.drops.listener = actor.stream_dropped
+        try:
+            if side.session.plan.version == 0:
+                await _evaluate(side, actor, "before", stop, between)
+            while not stop() and not _trainer(side).goal_reached:
+                await actor.iterate()
+                between()
+            if not stop():
+                await actor.finish()
+                await _take_last_weights(side, stop)
+                await _evaluate(side, actor, "after", stop, between)
+        finally:
+            await actor.finish()
+
+
+def _make_actor(side: Generation, records: JsonLines) -> Actor:
+    return Actor(
         environment=side.environment,
-        engine=engine,
-        tokenizer=side.tokenizer,  # type: ignore[arg-type]
-        schedule=side.schedule,
+        engine=side.engine,
+        tokenizer=side.tokenizer,
+        schedule=side.session.schedule,
         writer=side.writer,
         receiver=side.receiver,
         board=side.board,
         records=records,
-        config=config.actor,
-        seed=config.seed,
-        slots=config.engine.slots,
-        start_indices=side.plan.indices_to_start(),
+        config=side.session.config.actor,
+        seed=side.session.config.seed,
+        slots=side.session.config.engine.slots,
+        start_indices=side.session.plan.indices_to_start(),
         stop_token_ids=side.stop_token_ids,
-        in_stream=[(kept.group, kept.left) for kept in side.plan.kept],
-        settled_before=side.plan.settled,
+        in_stream=[(kept.group, kept.left) for kept in side.session.plan.kept],
+        settled_before=side.session.plan.settled,
     )
-    if side.plan.checkpoint is None:
-        await _evaluate(side, actor, "before")
-    while not stop() and not _trainer(side).goal_reached:
-        await actor.iterate()
-        between()
-    await actor.finish()
-    records.close()
-    if _trainer(side).goal_reached and not stop():
-        await _take_last_weights(side, stop)
-        await _evaluate(side, actor, "after")
-    await actor.finish()
 
 
 async def _wait_for_weights(side: Generation, stop: Callable[[], bool]) -> bool:
@@ -139,7 +140,7 @@ async def _wait_for_weights(side: Generation, stop: Callable[[], bool]) -> bool:
 
 
 async def _take_last_weights(side: Generation, stop: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + side.config.launch.watchdog_s
+    deadline_s = time.monotonic() + side.session.config.launch.watchdog_s
     while side.engine.version != _trainer(side).version and not stop():
         update = side.receiver.poll()
         if update is not None:
@@ -152,24 +153,44 @@ async def _take_last_weights(side: Generation, stop: Callable[[], bool]) -> None
         await asyncio.sleep(0.002)
 
 
-async def _evaluate(side: Generation, actor: Actor, when: Literal["before", "after"]) -> None:
-    config = side.config.evaluation
+async def _evaluate(
+    side: Generation,
+    actor: Actor,
+    when: Literal["before", "after"],
+    stop: Callable[[], bool],
+    between: Callable[[], object],
+) -> None:
+    """Evaluate and write it down; nothing is written of an evaluation that is stopped."""
+    config = side.session.config.evaluation
     if config.problems == 0:
         return
-    records = JsonLines(side.run.rollouts / f"evaluation-{when}.jsonl")
-    evaluation = await actor.evaluate(when, config, records)
-    records.close()
-    sink = make_sink(side.run.root)
-    sink.write(
-        EvaluationRecord.of(
-            [problem.reward for problem in evaluation.problems],
-            [problem.length for problem in evaluation.problems if problem.failure is None],
-            when=when,
-            version=side.engine.version,
-            time_s=time.monotonic() - side.started_s,
+    with closing(JsonLines(side.session.run.rollouts / f"evaluation-{when}.jsonl")) as records:
+        evaluation = await _unless_stopped(actor.evaluate(when, config, records), stop, between)
+    if evaluation is None:
+        return
+    with closing(make_sink(side.session.run.root, tensorboard=side.session.config.metrics.tensorboard)) as sink:
+        sink.write(
+            EvaluationRecord.of(
+                [problem.reward for problem in evaluation.problems],
+                [problem.length for problem in evaluation.problems if problem.failure is None],
+                when=when,
+                version=side.engine.version,
+                time_s=time.monotonic() - side.session.records_from_s,
+            )
         )
-    )
-    sink.close()
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool], between: Callable[[], object]) -> T | None:
+    """The result of `work`, or None if `stop` says so before it is done: it is cancelled then."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done() and not stop():
+            await asyncio.wait({task}, timeout=LOOK_EVERY_S)
+            between()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    return None if task.cancelled() else task.result()
 
 
 def _trainer(side: Generation) -> TrainerProgress:
@@ -182,13 +203,4 @@ def _trainer(side: Generation) -> TrainerProgress:
 def _starting(board: Board, detail: str) -> None:
     now = time.monotonic()
     for stage in ("engine", "actor"):
-        board.publish(
-            StageStatus(
-                stage=stage,
-                pid=os.getpid(),
-                state="starting",
-                detail=detail,
-                since_s=now,
-                written_s=now,
-            )
-        )
+        board.publish(StageStatus(stage=stage, pid=os.getpid(), state="starting", detail=detail, since_s=now, written_s=now))

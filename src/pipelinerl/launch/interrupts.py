@@ -9,13 +9,19 @@ from types import FrameType
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM, counted: the first asks for a clean stop, the second for an end now."""
+    """Ctrl-C and SIGTERM, counted: the first asks for a clean stop, the second for an end now.
 
-    def __init__(self) -> None:
+    `raising`: the second raises KeyboardInterrupt, for whoever computes in this thread and can't look at the count.
+    """
+
+    def __init__(self, *, raising: bool) -> None:
         self.count = 0
+        self._raising = raising
 
     def __call__(self, _signal: int, _frame: FrameType | None) -> None:
         self.count += 1
+        if self.hurried and self._raising:
+            raise KeyboardInterrupt
 
     @property
     def hurried(self) -> bool:
@@ -23,9 +29,9 @@ class Interrupts:
 
 
 @contextmanager
-def counted_interrupts() -> Iterator[Interrupts]:
+def counted_interrupts(*, raising: bool = False) -> Iterator[Interrupts]:
     """Count interrupts instead of raising KeyboardInterrupt (in the main thread; elsewhere signals can't be caught)."""
-    interrupts = Interrupts()
+    interrupts = Interrupts(raising=raising)
     previous = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

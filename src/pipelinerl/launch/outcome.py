@@ -8,15 +8,16 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import PipelineRLError, RunInterruptedError
+from pipelinerl.errors import PipelineRLError, RunDirectoryError, RunInterruptedError
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.plan import StartPlan
-from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord, read_records
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.types import ActorProgress, StageStatus
+
+FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Outcome:
     @property
     def status(self) -> str:
         if self.error is None:
-            return "finished"
+            return FINISHED
         if isinstance(self.error, RunInterruptedError):
             return "interrupted"
         return f"failed: {self.error}"
@@ -43,10 +44,19 @@ def last_statuses(board: Board) -> dict[str, StageStatus]:
     return {stage: status for stage, status in found.items() if status is not None}
 
 
-def write_summary(config: RunConfig, run: RunDirectory, plan: StartPlan, outcome: Outcome) -> dict[str, Any]:
-    """Write `summary.json` and return its contents."""
+def interruption(session: Session) -> RunInterruptedError:
+    """What to say of a run that was told to stop."""
+    run = session.run
+    if session.config.stream.kind == "memory" or not any(run.checkpoints.glob("step_*")):
+        return RunInterruptedError("stopped before its goal")
+    return RunInterruptedError(f"stopped before its goal; go on with `pipelinerl train --resume {run.root}`")
+
+
+def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
+    """Write `summary.json` and return its contents. Raises RunDirectoryError if records can't be read or it written."""
+    run, plan = session.run, session.plan
     summary = summarize(
-        config,
+        session.config,
         read_records(run.metrics, StepRecord),
         read_records(run.evaluations, EvaluationRecord),
         {stage: _with_earlier_sessions(status, plan) for stage, status in outcome.statuses.items()},
@@ -56,7 +66,10 @@ def write_summary(config: RunConfig, run: RunDirectory, plan: StartPlan, outcome
         peak_memory_bytes=outcome.peak_memory_bytes,
         resumed_from=plan.version if plan.checkpoint else None,
     )
-    write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
+    try:
+        write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
+    except OSError as error:
+        raise RunDirectoryError(f"can't write {run.summary}: {error.strerror}; make room on that disk") from error
     return summary
 
 

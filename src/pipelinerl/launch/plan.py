@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -11,8 +11,6 @@ from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.ledger import GroupLedger, LedgerRecord
 from pipelinerl.types import Group
-
-PLAN_FILE = "plan.json"
 
 
 class KeptGroup(msgspec.Struct, frozen=True):
@@ -26,7 +24,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Where a session starts. The default is a fresh run.
 
     `taken` are the indices of groups never to be started again: dealt with by the trainer, or waiting in the stream.
-    `settled` counts the rollouts that the trainer has trained or dropped.
+    `settled` counts the rollouts that the trainer has trained or dropped. `elapsed_s` is what records' times go on from.
     """
 
     checkpoint: str | None = None
@@ -34,6 +32,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     taken: LedgerRecord = LedgerRecord()
     kept: tuple[KeptGroup, ...] = ()
     settled: int = 0
+    elapsed_s: float = 0.0
 
     def indices_to_start(self) -> Iterator[int]:
         """Group indices to start, in order, without end."""
@@ -45,11 +44,16 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Rollouts of earlier sessions that this one accounts for: settled, or kept in the stream."""
         return self.settled + sum(kept.left for kept in self.kept)
 
+    def rollouts_left(self, groups: Iterable[Group]) -> int:
+        """Rollouts in these groups, all of them in the stream, that are still to be dealt with."""
+        left = {kept.group.index: kept.left for kept in self.kept}
+        return sum(left.get(group.index, len(group.rollouts)) for group in groups)
+
 
 def write_plan(run: RunDirectory, plan: StartPlan) -> None:
-    write_atomically(run.control / PLAN_FILE, msgspec.json.encode(plan))
+    write_atomically(run.plan, msgspec.json.encode(plan))
 
 
 def read_plan(run: RunDirectory) -> StartPlan:
     """The plan that the launcher wrote for this session's processes."""
-    return msgspec.json.decode((run.control / PLAN_FILE).read_bytes(), type=StartPlan)
+    return msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 
 from pipelinerl.board import MmapBoard
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.schema import LaunchConfig
 from pipelinerl.errors import PipelineRLError, RunInterruptedError, StalledError
-from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.outcome import Outcome, last_statuses
-from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.outcome import Outcome, interruption, last_statuses
+from pipelinerl.launch.resources import plan_threads, thread_environment, usable_cores
+from pipelinerl.launch.run_directory import RunLock
+from pipelinerl.launch.session import Session
 from pipelinerl.launch.supervisor import Worker, stop_all, worker_files
-from pipelinerl.launch.threads import plan_threads, thread_environment, usable_cores
 from pipelinerl.metrics.view import View
 from pipelinerl.metrics.watchdog import Watchdog
 from pipelinerl.stream.waiting import waiting_items
-from pipelinerl.types import Group, StageStatus
+from pipelinerl.types import Group, StageStatus, TrainerProgress
 from pipelinerl.weights.shared_file import create_shared_file
 
 LOOK_EVERY_S = 0.1
@@ -33,73 +34,111 @@ STOP_PATIENCE_S = 120.0
 """Time for a clean stop: a decode step, an optimizer step and a checkpoint."""
 
 
-def run_processes(config: RunConfig, run: RunDirectory, schedule: Schedule, *, view: View, started_s: float) -> Outcome:
-    """Run to the end, whatever it is. Errors of the run are in the outcome, not raised."""
-    board = MmapBoard(run.control)
-    threads = plan_threads(config, schedule, usable_cores())
-    weights = create_shared_file()
-    lifeline, held_end = os.pipe()
-    workers = []
+def run_processes(session: Session, view: View, lock: RunLock) -> Outcome:
+    """Run to the end, whatever it is. Errors of the run are in the outcome, not raised.
+
+    The workers inherit `lock`: should this process be killed, nobody takes the run directory before they have ended.
+    """
+    begin_s = time.monotonic()
+    board = MmapBoard(session.run.control)
+    weights_fd = create_shared_file()
+    lifeline_fd, held_fd = os.pipe()
+    workers: list[Worker] = []
+    error: PipelineRLError | None = None
     with counted_interrupts() as interrupts:
         try:
-            for role, count in (("generation", threads.generation), ("training", threads.training)):
-                arguments = [str(run.root), str(weights), str(lifeline), str(started_s)]
-                environment = thread_environment(count)
-                workers.append(Worker(role, arguments, environment, [weights, lifeline], worker_files(run, role)))
-            error = _watch(config, board, workers, view=view, interrupts=interrupts, started_s=started_s)
+            _start(session, workers, weights_fd, lifeline_fd, lock)
+            error = _watch(session.config.launch, board, workers, view=view, interrupts=interrupts, begin_s=begin_s)
         finally:
-            stop_all(workers, STOP_PATIENCE_S, lambda: interrupts.hurried)
-            for fd in (weights, lifeline, held_end):
+            error = _stop(session, workers, view, interrupts, error)
+            for fd in (weights_fd, lifeline_fd, held_fd):
                 os.close(fd)
     statuses = last_statuses(board)
     view.update(statuses, time.monotonic())
     return Outcome(
         statuses=statuses,
         error=error,
-        wall_s=time.monotonic() - started_s,
-        stream_rollouts=sum(len(group.rollouts) for group in waiting_items(run.stream, Group)),
+        wall_s=time.monotonic() - begin_s,
+        stream_rollouts=session.plan.rollouts_left(waiting_items(session.run.stream, Group)),
         peak_memory_bytes={worker.role: peak for worker in workers if (peak := worker.peak_memory_bytes()) is not None},
     )
 
 
+def _start(session: Session, workers: list[Worker], weights_fd: int, lifeline_fd: int, lock: RunLock) -> None:
+    threads = plan_threads(session.config, session.schedule, usable_cores())
+    for role, count in (("generation", threads.generation), ("training", threads.training)):
+        arguments = [str(session.run.root), str(weights_fd), str(lifeline_fd), str(session.records_from_s)]
+        fds = [weights_fd, lifeline_fd, lock.fd]
+        workers.append(Worker(role, arguments, thread_environment(count), fds, worker_files(session.run, role)))
+
+
 def _watch(
-    config: RunConfig, board: MmapBoard, workers: list[Worker], *, view: View, interrupts: Interrupts, started_s: float
+    config: LaunchConfig,
+    board: MmapBoard,
+    workers: Sequence[Worker],
+    *,
+    view: View,
+    interrupts: Interrupts,
+    begin_s: float,
 ) -> PipelineRLError | None:
     """Look at everything again and again until the run is over; why it is, if not because it reached its goal."""
-    watchdog = Watchdog(config.launch.watchdog_s)
+    watchdog = Watchdog(config.watchdog_s)
     pids = {worker.pid for worker in workers}
     while True:
-        for worker in workers:
-            failure = worker.failure()
-            if failure is not None:
-                return failure
-        if not any(worker.running for worker in workers):
-            return None
-        if interrupts.count:
-            view.say("stopping: a checkpoint is being written (Ctrl-C again to end now)")
-            return RunInterruptedError("stopped")
+        ended = [worker for worker in workers if not worker.running]
+        failures = [failure for worker in ended if (failure := worker.failure()) is not None]
+        if failures:
+            return failures[0]
         now = time.monotonic()
         statuses = {stage: status for stage, status in last_statuses(board).items() if status.pid in pids}
         view.update(statuses, now)
-        stall = _stall(config, watchdog, statuses, now, started_s)
+        if ended and not _goal_reached(statuses):
+            return ended[0].desertion()
+        if len(ended) == len(workers):
+            return None
+        if interrupts.count:
+            return RunInterruptedError("stopping")
+        stall = watchdog.observe(statuses, now)
         if stall is not None:
-            for worker in workers:
-                worker.dump_stacks()
-            logs = ", ".join(str(worker.files.log) for worker in workers)
-            return StalledError(f"{stall}\nstacks of all threads are in {logs}")
+            return StalledError(stall.message)
+        late = [stage for stage in ("engine", "actor", "trainer") if _not_ready(statuses.get(stage))]
+        if late and now - begin_s > config.startup_timeout_s:
+            return StalledError(f"{' and '.join(late)} not ready after {now - begin_s:.0f} s (launch.startup_timeout_s)")
         time.sleep(LOOK_EVERY_S)
 
 
-def _stall(
-    config: RunConfig, watchdog: Watchdog, statuses: dict[str, StageStatus], now: float, started_s: float
-) -> str | None:
-    stall = watchdog.observe(statuses, now)
-    if stall is not None:
-        return stall.message
-    late = [stage for stage in ("engine", "actor", "trainer") if _not_ready(statuses.get(stage))]
-    if late and now - started_s > config.launch.startup_timeout_s:
-        return f"{' and '.join(late)} not ready after {now - started_s:.0f} s (launch.startup_timeout_s)"
-    return None
+def _stop(
+    session: Session, workers: Sequence[Worker], view: View, interrupts: Interrupts, error: PipelineRLError | None
+) -> PipelineRLError | None:
+    """End what still runs, giving it time to write a checkpoint, and say how the run ended, all things considered."""
+    patience_s = STOP_PATIENCE_S
+    if isinstance(error, StalledError):
+        for worker in workers:
+            worker.dump_stacks()
+        logs = ", ".join(str(worker.files.log) for worker in workers)
+        error = StalledError(f"{error}\nstacks of all threads are in {logs}")
+        patience_s = min(patience_s, session.config.launch.watchdog_s)  # what hangs won't stop either
+    asked = 0
+    if isinstance(error, RunInterruptedError):
+        asked = 1
+        view.say("stopping: a checkpoint is being written (Ctrl-C again to end now)")
+    elif any(worker.running for worker in workers):
+        view.say("the run has failed: its other processes are told to end (Ctrl-C to end them now)")
+    killed = stop_all(workers, patience_s, lambda: interrupts.count > asked)
+    if not isinstance(error, RunInterruptedError):
+        return error
+    late = [failure for worker in workers if worker not in killed and (failure := worker.failure()) is not None]
+    if late:
+        return late[0]
+    if killed:
+        roles = " and ".join(worker.role for worker in killed)
+        return RunInterruptedError(f"ended at once: {roles} had no time to finish; {interruption(session)}")
+    return interruption(session)
+
+
+def _goal_reached(statuses: Mapping[str, StageStatus]) -> bool:
+    status = statuses.get("trainer")
+    return status is not None and isinstance(status.progress, TrainerProgress) and status.progress.goal_reached
 
 
 def _not_ready(status: StageStatus | None) -> bool:

@@ -1,12 +1,16 @@
-"""How many CPU threads each role computes with."""
+"""What a run takes of the machine: the CPU threads of each role, and memory."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Schedule
+
+LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
 class Threads(NamedTuple):
@@ -34,3 +38,8 @@ def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
 def thread_environment(threads: int) -> dict[str, str]:
     """Environment variables that keep every numerical library of a process to `threads` threads from its first import."""
     return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -7,12 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pipelinerl.config import config_to_yaml, validate
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.outcome import Outcome, write_summary
+from pipelinerl.launch.outcome import FINISHED, Outcome, write_summary
 from pipelinerl.launch.plan import StartPlan, write_plan
 from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
+from pipelinerl.launch.session import Session
 from pipelinerl.metrics.view import View, make_view
 from pipelinerl.schedule import make_schedule
 
@@ -26,58 +30,87 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     config = validate(config)
-    run = create_run_directory(config) if resume is None else open_run_directory(resume)
-    lock = RunLock(run)
+    lock = create_run_directory(config) if resume is None else open_run_directory(resume)
     try:
-        return _session(config, run, started_s, resumed=resume is not None)
+        plan = StartPlan() if resume is None else _plan(config, lock.run)
+        finished = _finished_summary(lock.run) if plan.version >= config.trainer.steps else None
+        if finished is not None:
+            print(f"{lock.run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to go on")
+            return finished
+        records_from_s = started_s - plan.elapsed_s
+        return _session(Session(config, lock.run, plan, make_schedule(config), records_from_s), lock)
     finally:
         lock.release()
 
 
-def _session(config: RunConfig, run: RunDirectory, started_s: float, *, resumed: bool) -> dict[str, Any]:
-    plan = _plan(run) if resumed else StartPlan()
-    write_atomically(run.config, config_to_yaml(config).encode())
-    write_plan(run, plan)
-    for stale in run.control.glob("*.board"):
-        stale.unlink()
+def _session(session: Session, lock: RunLock) -> dict[str, Any]:
+    config, run, plan = session.config, session.run, session.plan
+    _write_start(session)
     title = f"pipelinerl · {config.schedule.kind} · {config.environment.kind} · {run.root}"
     view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
     view.say(f"run directory: {run.root}")
     if plan.checkpoint:
         view.say(f"resuming at version {plan.version} from {plan.checkpoint}")
     try:
-        outcome = _launch(config, run, plan, view, started_s)
+        outcome = _launch(session, lock, view)
     finally:
         view.close()
-    summary = write_summary(config, run, plan, outcome)
-    _show(config, run, summary)
+    try:
+        summary = write_summary(session, outcome)
+        if summary["optimizer_steps"]:
+            _show(session, summary, failed=summary["status"].startswith("failed"))
+    except PipelineRLError as error:
+        raise outcome.error or error from error
     if outcome.error is not None:
         raise outcome.error
     return summary
 
 
-def _launch(config: RunConfig, run: RunDirectory, plan: StartPlan, view: View, started_s: float) -> Outcome:
-    schedule = make_schedule(config)
-    if config.launch.kind == "embedded":
+def _write_start(session: Session) -> None:
+    """What the processes of the session, and a resume, read. Raises RunDirectoryError."""
+    run = session.run
+    try:
+        write_plan(run, session.plan)
+        write_atomically(run.config, config_to_yaml(session.config).encode())
+        for stale in run.control.glob("*.board"):
+            stale.unlink()
+    except OSError as error:
+        raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}; make room on that disk") from error
+
+
+def _launch(session: Session, lock: RunLock, view: View) -> Outcome:
+    if session.config.launch.kind == "embedded":
         from pipelinerl.launch.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
-        return run_embedded(config, run, schedule, plan=plan, view=view, started_s=started_s)
+        return run_embedded(session, view)
     from pipelinerl.launch.processes import run_processes  # noqa: PLC0415 - POSIX only
 
-    return run_processes(config, run, schedule, view=view, started_s=started_s)
+    return run_processes(session, view, lock)
 
 
-def _plan(run: RunDirectory) -> StartPlan:
+def _plan(config: RunConfig, run: RunDirectory) -> StartPlan:
     from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - reads a checkpoint, with torch
 
-    return plan_resume(run)
+    return plan_resume(config, run)
 
 
-def _show(config: RunConfig, run: RunDirectory, summary: dict[str, Any]) -> None:
-    """Curves as a picture and, unless the view is `none`, the table and a sample before and after."""
+def _finished_summary(run: RunDirectory) -> dict[str, Any] | None:
+    """What the run's last session came to, if it reached its goal."""
+    try:
+        summary = msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return None
+    return summary if summary.get("status") == FINISHED else None
+
+
+def _show(session: Session, summary: dict[str, Any], *, failed: bool) -> None:
+    """Curves as a picture and, unless the view is `none`, the table and a sample before and after.
+
+    Of a run that failed, what the user needs is the error, and what the run came to is in its folder.
+    """
     from pipelinerl.launch.closing import draw, show_result  # noqa: PLC0415 - matplotlib takes a second
 
-    if config.metrics.plot and summary["optimizer_steps"]:
-        draw(run)
-    if config.metrics.view != "none":
-        show_result(run, summary, sys.stdout)
+    if session.config.metrics.plot:
+        draw(session.run)
+    if session.config.metrics.view != "none" and not failed:
+        show_result(session.run, summary, sys.stdout)

@@ -1,15 +1,22 @@
-"""A run's folder: created once, used by one run at a time."""
+"""A run's folder: made once, used by one run at a time."""
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
+
+ORPHAN_PATIENCE_S = 30.0
+"""How long the processes of a run may take to end by themselves once their launcher is gone."""
 
 
 @dataclass(frozen=True)
@@ -55,58 +62,128 @@ class RunDirectory:
         return self.root / "control"
 
     @property
+    def plan(self) -> Path:
+        """Where the session that is running, or ran last, started from. Written by this package alone."""
+        return self.control / "plan.json"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
     def log(self, role: str) -> Path:
         return self.logs / f"{role}.log"
 
+    def make_folders(self) -> None:
+        for folder in (self.root, self.rollouts, self.checkpoints, self.stream.parent, self.control, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+
 
 class RunLock:
-    """Holds a run directory for this process; the system lets go of it when the process ends, however it ends."""
+    """A run directory, held until `release`, or until this process and all that inherited `fd` have ended, however."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._fd = os.open(run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise RunDirectoryError(
-                f"{run.root} is in use by another run; wait for it or choose another --run_dir"
-            ) from None
+        """Raises RunDirectoryError if another run holds it. Processes whose launcher was killed are waited for."""
+        self.run = run
+        self.fd = os.open(run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline_s = time.monotonic() + ORPHAN_PATIENCE_S + 5.0
+        while not self._try():
+            if self._holder_lives() or time.monotonic() > deadline_s:
+                os.close(self.fd)
+                raise RunDirectoryError(f"{run.root} is in use by another run; wait for it or choose another --run_dir")
+            time.sleep(0.05)
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _holder_lives(self) -> bool:
+        """Is the launcher that took the lock there? An empty file is one that is being written: it is."""
+        pid = os.pread(self.fd, 32, 0)
+        if not pid.isdigit():
+            return True
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
 
 
-def create_run_directory(config: RunConfig) -> RunDirectory:
-    """A folder for a new run. Raises RunDirectoryError if `run_dir` holds a run already or can't be created."""
-    root = Path(config.run_dir) if config.run_dir else _fresh_name(config)
-    run = RunDirectory(root.absolute())
-    if run.config.exists():
-        raise RunDirectoryError(f"{root} holds a run already; continue it with --resume {root} or choose another --run_dir")
-    try:
-        for folder in (run.root, run.rollouts, run.checkpoints, run.stream.parent, run.control, run.logs):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"can't create {error.filename}: {error.strerror}; choose a --run_dir that can be written to"
-        ) from error
-    return run
+def create_run_directory(config: RunConfig) -> RunLock:
+    """A folder for a new run, held. What a start that never got to train left in `run_dir` is removed.
+
+    Raises RunDirectoryError if `run_dir` holds a run, is in use or can't be written to.
+    """
+    with _explained():
+        root = Path(config.run_dir).absolute() if config.run_dir else _fresh_directory(config)
+        run = RunDirectory(root)
+        run.root.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(run)
+        try:
+            if run.config.exists():
+                _forget_failed_start(run)
+            run.make_folders()
+        except BaseException:
+            lock.release()
+            raise
+    return lock
 
 
-def open_run_directory(root: Path) -> RunDirectory:
-    """The folder of a run that was started before. Raises RunDirectoryError if it is not one."""
+def open_run_directory(root: Path) -> RunLock:
+    """The folder of a run that was started before, held. Raises RunDirectoryError if it is not one, or is in use."""
     run = RunDirectory(root.absolute())
     if not run.config.is_file():
         raise RunDirectoryError(f"{root} is not a run directory (it has no config.yaml)")
-    for folder in (run.rollouts, run.checkpoints, run.stream.parent, run.control, run.logs):
-        folder.mkdir(parents=True, exist_ok=True)
-    return run
+    with _explained():
+        lock = RunLock(run)
+        run.make_folders()
+    return lock
 
 
-def _fresh_name(config: RunConfig) -> Path:
+def _forget_failed_start(run: RunDirectory) -> None:
+    """Remove what a run wrote before its first optimizer step. Raises RunDirectoryError if it got any further."""
+    trained = run.metrics.exists() and run.metrics.stat().st_size > 0
+    if trained or not run.plan.is_file():  # without a plan, it is somebody else's config.yaml
+        raise RunDirectoryError(
+            f"{run.root} holds a run already; continue it with --resume {run.root} or choose another --run_dir"
+        )
+    shutil.rmtree(run.stream, ignore_errors=True)
+    for path in run.checkpoints.glob("step_*"):
+        shutil.rmtree(path)
+    for path in (run.evaluations, run.summary, run.config, *run.rollouts.glob("*.jsonl"), *run.control.iterdir()):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"can't write to {error.filename}: {error.strerror}; choose a --run_dir that can be written to"
+        ) from error
+
+
+def _fresh_directory(config: RunConfig) -> Path:
+    """A new folder `runs/<date>-<environment>-<schedule>`, with a number behind it if there is one of that name."""
     environment = Path(config.environment.kind.split(":")[0]).stem
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{environment}-{config.schedule.kind}"
-    candidates = [Path("runs") / stem, *(Path("runs") / f"{stem}-{n}" for n in range(2, 100))]
-    return next(path for path in candidates if not path.exists())
+    runs = Path("runs").absolute()
+    runs.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = runs / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("itertools.count ended")

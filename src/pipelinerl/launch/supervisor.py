@@ -51,8 +51,10 @@ class Worker:
     def __init__(
         self, role: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], files: WorkerFiles
     ) -> None:
+        """Start it. It inherits `fds`. Its files of an earlier session are removed, its log is continued."""
         self.role = role
         self.files = files
+        self._asked_to_stop = False
         for stale in (files.last_words, files.result):
             stale.unlink(missing_ok=True)
         with files.log.open("ab") as log:
@@ -71,34 +73,24 @@ class Worker:
         return self._process.pid
 
     @property
-    def exit_code(self) -> int | None:
-        return self._process.poll()
-
-    @property
     def running(self) -> bool:
-        return self.exit_code is None
+        return self._process.poll() is None
 
     def ask_to_stop(self) -> None:
         if self.running:
+            self._asked_to_stop = True
             self._process.send_signal(signal.SIGTERM)
 
     def dump_stacks(self) -> None:
         """Have the worker write the stacks of its threads to its log (see faulthandler)."""
-        if self.running and hasattr(signal, "SIGUSR1"):
+        if self.running:
             self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
+        """End it now, with all processes that it started."""
         if self.running:
-            self._process.kill()
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Has it ended within `timeout_s`?"""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
     def peak_memory_bytes(self) -> int | None:
         try:
@@ -107,9 +99,9 @@ class Worker:
             return None
 
     def failure(self) -> PipelineRLError | None:
-        """Why it ended, as the error it ended with; None while it runs or if it ended well."""
-        code = self.exit_code
-        if code is None or code == 0:
+        """Why it ended, as the error it ended with; None while it runs, if it ended well, or as it was asked to."""
+        code = self._process.poll()
+        if not code or (self._asked_to_stop and code == -signal.SIGTERM):
             return None
         try:
             words = msgspec.json.decode(self.files.last_words.read_bytes(), type=LastWords)
@@ -120,6 +112,10 @@ class Worker:
         error.add_note(words.traceback)
         return error
 
+    def desertion(self) -> PipelineRLError:
+        """What to say of a worker that ended as if all were well, before the run was over."""
+        return StageDiedError(f"the {self.role} process (pid {self.pid}) ended before the run did (was it told to stop?)")
+
     def _obituary(self, code: int) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         tail = _last_lines(self.files.log, 5)
@@ -127,15 +123,17 @@ class Worker:
         return f"the {self.role} process (pid {self.pid}) {how}{said}\n(its log: {self.files.log})"
 
 
-def stop_all(workers: Sequence[Worker], patience_s: float, hurry: Callable[[], bool]) -> None:
-    """Ask all workers to end, wait, and kill what is left after `patience_s` or when `hurry` says so."""
+def stop_all(workers: Sequence[Worker], patience_s: float, hurry: Callable[[], bool]) -> list[Worker]:
+    """Ask all workers to end, wait, and kill what is left after `patience_s` or when `hurry` says so: returns those."""
     for worker in workers:
         worker.ask_to_stop()
     deadline_s = time.monotonic() + patience_s
     while any(worker.running for worker in workers) and time.monotonic() < deadline_s and not hurry():
         time.sleep(0.02)
-    for worker in workers:
+    left = [worker for worker in workers if worker.running]
+    for worker in left:
         worker.kill()
+    return left
 
 
 def _last_lines(path: Path, count: int) -> str:

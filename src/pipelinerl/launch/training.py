@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -11,29 +14,37 @@ import msgspec
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Board, Schedule, StreamReader, WeightSender
-from pipelinerl.launch.plan import StartPlan
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.metrics.sinks import make_sink
+from pipelinerl.interfaces import Board, StreamReader, WeightSender
+from pipelinerl.launch.session import Session
+from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.models.loading import checkpoint_activations, load_model, load_tokenizer
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.preprocess.preprocessor import Preprocessor
 from pipelinerl.trainer import CheckpointPlan, FrozenModelScorer, Learner, SampleQueue, Trainer, TrainerState
+from pipelinerl.trainer.provenance import TRAINED_FILE
 from pipelinerl.types import Group, StageStatus
 
 
+@dataclass(frozen=True)
+class TrainingLogs:
+    """Where the trainer writes what it did."""
+
+    metrics: Sink
+    trained: JsonLines
+
+
+@contextmanager
+def open_logs(session: Session) -> Iterator[TrainingLogs]:
+    metrics = make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard)
+    with closing(metrics), JsonLines(session.run.rollouts / TRAINED_FILE) as trained:
+        yield TrainingLogs(metrics, trained)
+
+
 def build_trainer(
-    config: RunConfig,
-    run: RunDirectory,
-    *,
-    board: Board,
-    schedule: Schedule,
-    plan: StartPlan,
-    reader: StreamReader[Group],
-    sender: WeightSender,
-    started_s: float,
+    session: Session, board: Board, reader: StreamReader[Group], sender: WeightSender, logs: TrainingLogs
 ) -> Trainer:
     """Load the model, or the checkpoint that the plan names, and make the trainer. Nothing is sent or trained yet."""
+    config, plan = session.config, session.plan
     _starting(board)
     checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint else None
     source = msgspec.structs.replace(config.model, path=str(checkpoint.path)) if checkpoint else config.model
@@ -59,15 +70,25 @@ def build_trainer(
         config.trainer,
         learner,
         queue,
-        schedule,
+        session.schedule,
         sender,
         board=board,
-        sink=make_sink(run.root, tensorboard=config.metrics.tensorboard),
-        trained_log=JsonLines(run.rollouts / "trained.jsonl"),
-        checkpoints=CheckpointPlan(directory=run.checkpoints, tokenizer=load_tokenizer(source)),
+        sink=logs.metrics,
+        trained_log=logs.trained,
+        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=load_tokenizer(source)),
         state=state,
-        started_s=started_s,
+        started_s=session.records_from_s,
     )
+
+
+@contextmanager
+def failures_on_board(trainer: Trainer) -> Iterator[None]:
+    """Whatever ends training inside is said on the board, with the last counts of the rollouts, and raised."""
+    try:
+        yield
+    except BaseException as error:
+        trainer.fail(type(error).__name__)
+        raise
 
 
 def _reference(config: RunConfig) -> FrozenModelScorer | None:

@@ -27,9 +27,9 @@ from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Schedule, WeightSender
 from pipelinerl.metrics.sinks import Sink
 from pipelinerl.models.state import named_weights
+from pipelinerl.status import StatusReporter
 from pipelinerl.trainer.provenance import trained_record
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
-from pipelinerl.trainer.status import StatusReporter
 from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.trainer.step_record import EngineWatch, step_record
 from pipelinerl.types import EngineProgress, StageState, TrainerProgress, TrainingSample
@@ -114,7 +114,7 @@ class Trainer:
         self._clock = clock
         self._ready_s = self._step_end_s = clock()
         self._started_s = self._ready_s if started_s is None else started_s
-        self._status = StatusReporter(board, clock)
+        self._status = StatusReporter(board, "trainer", clock)
         self._engine = EngineWatch()
         self._version = state.version
         self._saved_version = state.version if state.version else -1
@@ -178,6 +178,10 @@ class Trainer:
         reason = "all steps are taken" if self.goal_reached else "stopped"
         self._report("done", f"{reason} at version {self._version}", now=True)
 
+    def fail(self, why: str) -> None:
+        """Say that training ended with an error, and where every rollout is. Nothing else is written."""
+        self._report("failed", why, now=True)
+
     def checkpoint(self) -> None:
         """Write a checkpoint, and let the stream forget what it makes superfluous. Nothing without a plan."""
         if self._checkpoints is None:
@@ -236,6 +240,7 @@ class Trainer:
         self._ess_guard_trips += 1
         self._queue.drop(samples, "ess_guard")
         self._queue.drop_older_than(self._version, "ess_guard")
+        self._report("working", "a batch was refused: its ESS is too low", now=True)  # the actor may start others now
         metrics = result.metrics
         if metrics is not None and metrics.lag_max == 0:
             raise PolicyMismatchError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -40,8 +40,19 @@ class _Sent(NamedTuple):
 class SharedWeightSender:
     """The trainer's end. The descriptor stays the caller's, and the file is mapped for as long as views of it exist."""
 
-    def __init__(self, fd: int, receivers: int, *, timeout_s: float = 120.0, dtype: torch.dtype | None = None) -> None:
-        """`timeout_s`: how long to wait for answers. `dtype`: what floating-point tensors are sent as (None: unchanged)."""
+    def __init__(
+        self,
+        fd: int,
+        receivers: int,
+        *,
+        timeout_s: float = 120.0,
+        dtype: torch.dtype | None = None,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`timeout_s`: how long to wait for answers. `dtype`: what floating-point tensors are sent as (None: unchanged).
+
+        `give_up` says that the run is ending, and with it perhaps the engines: nothing is waited for, or sent, any more.
+        """
         if not 1 <= receivers <= MAX_RECEIVERS:
             raise ValueError(f"1 to {MAX_RECEIVERS} receivers, not {receivers}")
         self._fd = fd
@@ -50,6 +61,7 @@ class SharedWeightSender:
             raise ValueError("the shared file has had a sender: make a new one for each")
         self._timeout_s = timeout_s
         self._dtype = dtype
+        self._give_up = give_up
         self._layout: Layout | None = None
         self._layout_bytes = 0
         self._buffers: list[dict[str, Tensor]] = []
@@ -60,7 +72,7 @@ class SharedWeightSender:
         self._problem: str | None = None
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        """Copy the tensors into shared memory, offer them, return the checksum of what was copied.
+        """Copy the tensors into shared memory, offer them, return the checksum of what was copied ("" if it was given up).
 
         Versions must rise, and names, types, shapes and tying stay. Raises WeightUpdateError if they do not, if an
         engine did not answer the update before within `timeout_s`, or answered that it holds anything else.
@@ -72,7 +84,8 @@ class SharedWeightSender:
             self._make_buffers(layout)
         else:
             self._layout.require_same(layout)
-        self._wait_for_answers()
+        if not self._answers_came():
+            return ""
 
         number = self._sent.number + 1 if self._sent else 1
         buffer = self._buffers[number % 2]
@@ -117,9 +130,12 @@ class SharedWeightSender:
         self._layout, self._layout_bytes = layout, len(encoded)
         self._buffers = buffer_views(memory, layout, len(encoded))
 
-    def _wait_for_answers(self) -> None:
+    def _answers_came(self) -> bool:
+        """Wait for all answers to the update before. False if it was given up."""
         deadline = time.monotonic() + self._timeout_s
         while missing := self.unanswered():
+            if self._give_up():
+                return False
             if time.monotonic() > deadline:
                 assert self._sent is not None  # noqa: S101 - nothing can be missing before the first update
                 raise WeightUpdateError(
@@ -128,6 +144,7 @@ class SharedWeightSender:
                 )
             time.sleep(_POLL_S)
         self._raise_problem()
+        return True
 
     def _collect(self) -> None:
         """Move new answers into the inbox. Every answer is seen: the next update waits for those to this one."""
