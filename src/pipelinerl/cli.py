@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from pipelinerl import __version__
 from pipelinerl.config import RunConfig, load_config, render
-from pipelinerl.errors import PipelineRLError, RunDirectoryError, UserError
+from pipelinerl.errors import PipelineRLError, RunDirectoryError, RunInterruptedError, UserError
 
 _VALUE_FLAGS = ("--resume",)
 _OWN_FLAGS = (*_VALUE_FLAGS, "--debug", "--help", "--version")
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     failure: BaseException
     try:
         return _run(arguments)
+    except RunInterruptedError as stopped:  # asked for, so not an error
+        status, message, failure = stopped.exit_status, str(stopped), stopped
     except PipelineRLError as error:
         status, message, failure = error.exit_status, f"error: {error}", error
     except KeyboardInterrupt as stop:

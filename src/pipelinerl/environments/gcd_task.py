@@ -68,10 +68,7 @@ def problem_pools(held_out: bool) -> Pools:
             steps = count_steps(a, b)
             if steps <= MAX_STEPS:
                 pools.setdefault(steps, {}).setdefault(answer, []).append((a, b))
-    return {
-        steps: {answer: tuple(pairs) for answer, pairs in by_answer.items()}
-        for steps, by_answer in pools.items()
-    }
+    return {steps: {answer: tuple(pairs) for answer, pairs in by_answer.items()} for steps, by_answer in pools.items()}
 
 
 def draw_problem(rng: random.Random, held_out: bool, steps: int | None = None) -> GcdProblem:

@@ -1,0 +1,193 @@
+"""Everything that a user can get wrong: one line that says what and where, the right exit status, and a clean next try."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.checkpoint import checkpoints, load_checkpoint
+from pipelinerl.cli import main
+from pipelinerl.errors import StalledError
+from pipelinerl.launch.run_directory import RunDirectory, RunLock
+from tests.integration.runs import command, flags, run, start, summary, wait, write_environment
+
+Settings = dict[str, Any]
+
+
+def environment(body: str) -> Callable[[Path], Settings]:
+    return lambda folder: {"environment__kind": write_environment(folder, body)}
+
+
+def model_without_weights(folder: Path) -> Settings:
+    import pipelinerl
+
+    source = Path(pipelinerl.__file__).parent / "assets" / "demo_base"
+    shutil.copytree(source, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    return {"model__path": folder / "model"}
+
+
+def model_cut_short(folder: Path) -> Settings:
+    model_without_weights(folder)
+    import pipelinerl
+
+    weights = (Path(pipelinerl.__file__).parent / "assets" / "demo_base" / "model.safetensors").read_bytes()
+    (folder / "model" / "model.safetensors").write_bytes(weights[:-100])
+    return {"model__path": folder / "model"}
+
+
+def malformed_jsonl(folder: Path) -> Settings:
+    (folder / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "2 + 2?", \n')
+    return {"environment__kind": "math_words", "environment__args": f"{{path: {folder / 'train.jsonl'}}}"}
+
+
+def class_missing(folder: Path) -> Settings:
+    kind = write_environment(folder, "pass")
+    return {"environment__kind": kind.replace(":Task", ":Tusk")}
+
+
+USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
+    "unknown key": (lambda _: {"trainer__stepz": 3}, "trainer.stepz"),
+    "wrong type": (lambda _: {"trainer__steps": "many"}, "trainer.steps"),
+    "bad combination": (lambda _: {"actor__group_size": 1}, "actor.group_size"),
+    "model folder missing": (lambda folder: {"model__path": folder / "nothing"}, "nothing"),
+    "model folder empty": (lambda folder: {"model__path": folder}, "has no config.json"),
+    "model without weights": (model_without_weights, "model"),
+    "model cut short": (model_cut_short, "model"),
+    "environment unknown": (lambda _: {"environment__kind": "gdc"}, "Did you mean 'gcd'"),
+    "environment file missing": (lambda folder: {"environment__kind": f"{folder}/no.py:Task"}, "no.py"),
+    "environment module missing": (lambda _: {"environment__kind": "no_such.module:Task"}, "no_such.module"),
+    "environment class missing": (class_missing, "has no class 'Tusk'; it has Task"),
+    "environment arguments": (lambda _: {"environment__args": "{size: 3}"}, "size"),
+    "environment raises": (
+        environment("def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
+        "can't be built: OSError: no such table",
+    ),
+    "environment is not Python": (environment("def problem(self index): pass"), "task.py can't be imported: line "),
+    "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(4)"),
+    "malformed JSONL": (malformed_jsonl, "train.jsonl:2 is not JSON"),
+    "run_dir below a file": (lambda folder: {"run_dir": folder / "file" / "r"}, "choose a --run_dir"),
+}
+
+NEXT_TRY = ("unknown key", "model without weights", "environment class missing", "held_out raises")
+
+
+@pytest.mark.parametrize("name", USER_ERRORS)
+def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, said = USER_ERRORS[name]
+    (tmp_path / "file").write_text("")
+    run_dir = tmp_path / "r"
+    settings = {"evaluation__problems": 4, "trainer__steps": 1, **make(tmp_path)}
+    wrong_dir = settings.pop("run_dir", run_dir)
+    assert main(["train", *flags(wrong_dir, **settings)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1, error
+    assert said in error
+    if name in NEXT_TRY:  # the corrected command works in the same folder
+        assert main(["train", *flags(run_dir, trainer__steps=1)]) == 0
+        assert summary(run_dir)["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["environment class missing", "model without weights", "malformed JSONL"])
+def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -> None:
+    make, said = USER_ERRORS[name]
+    run_dir = tmp_path / "r"
+    arguments = flags(run_dir, launch__kind="processes", trainer__steps=1, **make(tmp_path))
+    ended = wait(start("train", *arguments), timeout_s=20)
+    assert (ended.status, ended.error.count("\n")) == (2, 1), ended.error
+    assert said in ended.error
+    assert "Traceback" not in ended.out
+    RunLock(RunDirectory(run_dir)).release()  # nobody holds it any more: the other worker has ended, too
+
+
+def test_a_run_directory_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    lock = RunLock(RunDirectory(run_dir))
+    try:
+        assert main(["train", *flags(run_dir)]) == 2
+    finally:
+        lock.release()
+    error = capsys.readouterr().err
+    assert f"{run_dir} is in use by another run" in error
+    assert error.count("\n") == 1
+
+
+def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
+    """A folder that happens to have a config.yaml and folders of the same names is no failed start."""
+    for name in ("rollouts", "logs", "control"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.jsonl").write_text("{}")
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    assert main(["train", *flags(tmp_path)]) == 2
+    assert len(list(tmp_path.glob("*/mine.jsonl"))) == 3
+
+
+def test_prompts_that_do_not_fit_a_slot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *flags(tmp_path / "r", engine__max_length=240, actor__max_tokens=236)]) == 1
+    error = capsys.readouterr().err
+    assert "6 prompt tokens + 236 new tokens > 240 (engine.max_length)" in error
+    assert "prompt_too_long" in error
+
+
+def test_an_environment_that_always_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last words are the environment's own: what it raised, and where."""
+    kind = write_environment(tmp_path, "async def rollout(self, problem, client):\n    return problem.payload['prize']")
+    assert main(["train", *flags(tmp_path / "r", environment__kind=kind)]) == 1
+    error = capsys.readouterr().err
+    assert "KeyError: 'prize'" in error
+    assert "task.py" in error
+
+
+def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
+    kind = write_environment(tmp_path, "async def rollout(self, problem, client):\n    await asyncio.Event().wait()")
+    with pytest.raises(StalledError, match=r"the environment: \d+ rollouts run code of their own"):
+        run(tmp_path / "r", environment__kind=kind, launch__watchdog_s=1)
+
+
+LIMIT = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    run(run_dir, trainer__steps=1)
+    ended = command("train", "--resume", str(run_dir), "--trainer.steps=2", prepare=LIMIT.format(size=2_000_000))
+    assert ended.status == 1
+    assert f"can't write checkpoint {run_dir}/checkpoints/step_00000002: " in ended.error
+    assert ended.error.count("\n") == 1
+    (intact,) = checkpoints(run_dir / "checkpoints")
+    assert load_checkpoint(intact).state.version == 1
+    assert not [path for path in (run_dir / "checkpoints").iterdir() if path != intact]
+    assert main(["train", "--resume", str(run_dir), "--trainer.steps=2"]) == 0
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_too_full_for_rollouts(tmp_path: Path) -> None:
+    """A worker runs out of room: the other one still writes its checkpoint, and with more room the run goes on."""
+    kind = write_environment(
+        tmp_path,
+        """
+        async def rollout(self, problem, client):
+            rollout = await super().rollout(problem, client)
+            (turn,) = rollout.turns
+            wordy = Turn(prompt_ids=turn.prompt_ids, completion=turn.completion, text="x" * 100_000)
+            return Rollout(turns=(wordy,), reward=rollout.reward)
+        """,
+        imports=["from pipelinerl.types import Turn"],
+    )
+    run_dir = tmp_path / "r"
+    arguments = flags(run_dir, launch__kind="processes", environment__kind=kind, trainer__steps=100)
+    ended = command("train", *arguments, prepare=LIMIT.format(size=8_000_000))
+    assert ended.status == 1
+    assert str(run_dir / "streams" / "rollouts") in ended.error
+    assert "Make room on that disk" in ended.error
+    assert ended.error.count("\n") == 1
+    version = summary(run_dir)["version"]
+    assert load_checkpoint(run_dir / "checkpoints" / f"step_{version:08d}").state.version == version >= 1
+    assert main(["train", "--resume", str(run_dir), f"--trainer.steps={version + 1}", "--launch.kind=embedded"]) == 0

@@ -1,0 +1,188 @@
+"""Every rollout that was started is trained on, dropped for a reason, queued or in progress, whatever goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import (
+    assert_conserved,
+    assert_provenance,
+    assert_trained_once,
+    command,
+    flags,
+    groups,
+    resume,
+    run,
+    steps,
+    summary,
+    trained,
+    write_environment,
+)
+
+MISBEHAVES = """
+def __init__(self, tokenizer, seed):
+    super().__init__(tokenizer, seed)
+    self.calls = 0
+
+async def rollout(self, problem, client):
+    self.calls += 1
+    number = self.calls
+    rollout = await super().rollout(problem, client)
+    match number % 16:
+        case 3:
+            raise ValueError("the verifier crashed")
+        case 5:
+            return "garbage"
+        case 7:
+            return Rollout(turns=rollout.turns, reward=math.nan)
+        case 9:
+            await asyncio.Event().wait()
+        case 11 if number < 64:
+            while True:
+                pass
+        case 13:
+            return Rollout(turns=(), reward=1.0)
+    return rollout
+"""
+TIMEOUTS = {"actor__rollout_timeout_s": 1.0, "actor__code_timeout_s": 0.1}
+
+
+def check(run_dir: Path, counts: dict[str, Any]) -> None:
+    assert_conserved(counts)
+    assert_trained_once(run_dir)
+    assert_provenance(run_dir)
+
+
+def dropped_lengths(run_dir: Path) -> dict[str, int]:
+    """Rollouts dropped at the trainer, by reason, as the records of the steps list them by length."""
+    counts: dict[str, int] = {}
+    for record in trained(run_dir):
+        for reason, lengths in record.dropped_lengths.items():
+            counts[reason] = counts.get(reason, 0) + len(lengths)
+    return counts
+
+
+def test_a_run_that_ends_at_its_goal(tmp_path: Path) -> None:
+    counts = run(tmp_path / "r")
+    check(tmp_path / "r", counts)
+    assert counts["rollouts_trained"] == counts["samples_trained"] == 5 * 16
+    assert counts["rollouts_dropped"] == {}
+
+
+def test_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
+    """The run goes on with what works; each failure is counted by its reason, in the summary and in the groups."""
+    kind = write_environment(tmp_path, MISBEHAVES)
+    counts = run(tmp_path / "r", environment__kind=kind, trainer__steps=4, **TIMEOUTS)
+    check(tmp_path / "r", counts)
+    assert counts["status"] == "finished"
+    assert counts["rollouts_dropped"].keys() == {"raised", "bad_rollout", "timeout"}
+    in_groups: dict[str, int] = {}
+    for group in groups(tmp_path / "r"):
+        assert group.started == 4 == len(group.rollouts) + sum(group.dropped.values())
+        for reason, count in group.dropped.items():
+            in_groups[reason] = in_groups.get(reason, 0) + count
+    assert all(count <= counts["rollouts_dropped"][reason] for reason, count in in_groups.items())
+    assert "ValueError: the verifier crashed" in (tmp_path / "r" / "logs" / "embedded.log").read_text()
+
+
+@pytest.mark.slow
+def test_the_same_between_processes(tmp_path: Path) -> None:
+    kind = write_environment(tmp_path, MISBEHAVES)
+    settings = {"launch__kind": "processes", "environment__kind": kind, **TIMEOUTS}
+    ended = command("train", *flags(tmp_path / "r", **settings))
+    assert ended.status == 0, ended.error
+    assert ended.error == ""
+    check(tmp_path / "r", summary(tmp_path / "r"))
+    assert {"raised", "bad_rollout", "timeout"} <= summary(tmp_path / "r")["rollouts_dropped"].keys()
+
+
+def test_samples_without_a_gradient_are_dropped_and_replaced(tmp_path: Path) -> None:
+    counts = run(tmp_path / "r", preprocess__zero_advantage="drop", trainer__steps=3)
+    check(tmp_path / "r", counts)
+    assert counts["rollouts_dropped"]["zero_advantage"] > 0
+    assert dropped_lengths(tmp_path / "r")["zero_advantage"] <= counts["rollouts_dropped"]["zero_advantage"]
+    assert [step.samples for step in steps(tmp_path / "r")] == [16] * 3
+    assert [step.samples_skipped for step in steps(tmp_path / "r")] == [0] * 3
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional", "async"])
+def test_overlong_completions_are_dropped_and_replaced(kind: str, tmp_path: Path) -> None:
+    """Whatever is dropped out of a round, too: more is generated, and the run does not wait for ever."""
+    settings = {"preprocess__overlong": "drop", "actor__max_tokens": 12, "trainer__steps": 4, "schedule__kind": kind}
+    counts = run(tmp_path / "r", **settings, schedule__steps_per_round=1 if kind == "pipeline" else 2)
+    check(tmp_path / "r", counts)
+    assert counts["status"] == "finished"
+    assert counts["rollouts_dropped"]["overlong"] > 0
+    ids = {rollout.id for group in groups(tmp_path / "r") for rollout in group.rollouts}
+    assert {sample.id for record in trained(tmp_path / "r") for sample in record.samples} < ids
+
+
+DROP_OLDEST = {"stream__when_full": "drop_oldest", "stream__capacity": 4, "engine__slots": 32}
+
+
+@pytest.mark.parametrize("stream", ["memory", "files"])
+def test_a_stream_that_drops_its_oldest_groups(stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer with a turn only now and then falls behind; what the stream replaces is counted."""
+    from pipelinerl.trainer import Trainer
+
+    turns, pump = [0], Trainer.pump
+
+    def now_and_then(trainer: Trainer) -> bool:
+        turns[0] += 1
+        return pump(trainer) if turns[0] % 100 == 0 else False
+
+    monkeypatch.setattr(Trainer, "pump", now_and_then)
+    counts = run(tmp_path / "r", stream__kind=stream, trainer__steps=3, **DROP_OLDEST)
+    check(tmp_path / "r", counts)
+    assert counts["rollouts_dropped"]["stream_full"] > 0
+    assert counts["rollouts_dropped"]["stream_full"] % 4 == 0, "whole groups"
+
+
+@pytest.mark.slow
+def test_a_stream_that_drops_its_oldest_groups_between_processes(tmp_path: Path) -> None:
+    """The trainer is slow for real: it computes everything, in the smallest of micro-batches, of a long-winded model."""
+    settings = {
+        "launch__kind": "processes",
+        "preprocess__zero_advantage": "keep",
+        "trainer__micro_batch_tokens": 1,
+        "trainer__steps": 4,
+        **DROP_OLDEST,
+    }
+    ended = command("train", *flags(tmp_path / "r", **settings))
+    assert ended.status == 0, ended.error
+    counts = summary(tmp_path / "r")
+    check(tmp_path / "r", counts)
+    assert counts["rollouts_dropped"]["stream_full"] > 0
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_no_token_is_older_than_max_lag(max_lag: int, tmp_path: Path) -> None:
+    """Also after a resume."""
+    settings = {"schedule__max_lag": max_lag, "trainer__steps": 4, "engine__slots": 64}
+    check(tmp_path / "r", run(tmp_path / "r", **settings))
+    counts = resume(tmp_path / "r", trainer__steps=8)
+    check(tmp_path / "r", counts)
+    assert len(steps(tmp_path / "r")) == 8
+    assert max(step.lag_max for step in steps(tmp_path / "r") if step.lag_max is not None) <= max_lag
+    assert max(sample.lag_max for record in trained(tmp_path / "r") for sample in record.samples) <= max_lag
+
+
+def test_a_bound_on_lag_is_used_to_the_full(tmp_path: Path) -> None:
+    """It holds generation back, and no more than it must: tokens of the allowed lag are trained on, few are dropped."""
+    counts = run(tmp_path / "r", schedule__max_lag=1, trainer__steps=8, engine__slots=64)
+    assert counts["lag_max"] == 1
+    assert counts["rollouts_dropped"].get("stale", 0) <= 0.2 * counts["rollouts_trained"]
+
+
+def test_batches_of_a_low_effective_sample_size_are_refused(tmp_path: Path) -> None:
+    """A large learning rate and many steps in flight: the guard trips, waits for fresh data, and the run still ends."""
+    settings = {"trainer__learning_rate": 2e-2, "trainer__ess_threshold": 0.9, "engine__slots": 64, "trainer__steps": 6}
+    counts = run(tmp_path / "r", **settings)
+    check(tmp_path / "r", counts)
+    assert counts["status"] == "finished"
+    assert counts["rollouts_dropped"]["ess_guard"] >= 16
+    assert steps(tmp_path / "r")[-1].ess_guard_trips >= 1
+    assert min(step.ess for step in steps(tmp_path / "r") if step.ess is not None) >= 0.9

@@ -1,0 +1,89 @@
+"""The whole pipeline in one process: the same run file gives the same run, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.integration.runs import (
+    assert_conserved,
+    assert_provenance,
+    assert_trained_once,
+    run,
+    steps,
+    summary,
+    trained,
+    weights_checksum,
+)
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "pipeline": {"engine__kv_on_update": "keep"},
+    "pipeline, recompute": {"engine__kv_on_update": "recompute"},
+    "pipeline, max_lag 1": {"schedule__max_lag": 1, "engine__kv_on_update": "keep"},
+    "conventional": {"schedule__kind": "conventional", "schedule__steps_per_round": 2},
+    "async": {"schedule__kind": "async", "schedule__steps_per_round": 2},
+}
+
+
+def timeless(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the clock: times, and the engine as last seen on the board."""
+    clocked = {"time_s", "train_s", "wait_s", "engine"}
+    records = [msgspec.to_builtins(step) for step in steps(run_dir)]
+    return [{key: value for key, value in record.items() if key not in clocked} for record in records]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_same_run_file_gives_the_same_run(name: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for run_dir in (first, second):
+        counts = run(run_dir, **SCHEDULES[name], trainer__steps=4, evaluation__problems=8)
+        assert counts["status"] == "finished"
+        assert counts["optimizer_steps"] == 4
+        assert_conserved(counts)
+    one, other = (run_dir / "rollouts" for run_dir in (first, second))
+    for record in ("rollouts.jsonl", "trained.jsonl", "evaluation-before.jsonl", "evaluation-after.jsonl"):
+        assert (one / record).read_bytes() == (other / record).read_bytes(), record
+    assert timeless(first) == timeless(second)
+    last = Path("checkpoints") / "step_00000004"
+    assert weights_checksum(first / last) == weights_checksum(second / last)
+    assert_trained_once(first)
+    spanning = assert_provenance(first)
+    assert bool(spanning) == name.startswith("pipeline"), "only in flight does a sequence see an update"
+
+
+def test_another_seed_gives_another_run(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run(tmp_path / str(seed), seed=seed, trainer__steps=1)
+    records = [(tmp_path / seed / "rollouts" / "rollouts.jsonl").read_bytes() for seed in "01"]
+    assert records[0] != records[1]
+
+
+@pytest.mark.parametrize("kind", ["conventional", "async"])
+def test_lag_in_rounds_is_what_the_method_says(kind: str, tmp_path: Path) -> None:
+    """Conventional: 0 .. G-1 within a round. Async: the first round on policy, then G .. 2G-1."""
+    run(tmp_path / "r", schedule__kind=kind, schedule__steps_per_round=2, trainer__steps=6)
+    lags = [{sample.lag_max for sample in record.samples} for record in trained(tmp_path / "r")]
+    later = [{0}, {1}] if kind == "conventional" else [{2}, {3}]
+    assert lags == [{0}, {1}, *later, *later]
+
+
+def test_streams_in_memory_and_in_files_give_the_same_run(tmp_path: Path) -> None:
+    for kind in ("memory", "files"):
+        run(tmp_path / kind, stream__kind=kind, trainer__steps=2)
+    records = [(tmp_path / kind / "rollouts" / "rollouts.jsonl").read_bytes() for kind in ("memory", "files")]
+    assert records[0] == records[1]
+
+
+def test_the_summary_has_every_key_that_tools_rely_on(tmp_path: Path) -> None:
+    run(tmp_path / "r", trainer__steps=2, evaluation__problems=4)
+    promised = """schedule wall_s optimizer_steps samples_trained tokens_generated tokens_trained reward_first reward_last
+    eval_reward_before eval_reward_after ess_mean ess_min lag_mean lag_max weight_updates update_pause_s_p50
+    update_pause_s_p99 engine_busy_fraction trainer_busy_fraction rollouts_started rollouts_trained rollouts_dropped
+    rollouts_queued rollouts_in_progress"""
+    written = summary(tmp_path / "r")
+    assert [key for key in promised.split() if written[key] is None] == []
+    for name in ("config.yaml", "metrics.jsonl", "rollouts/rollouts.jsonl", "checkpoints/step_00000002/model.safetensors"):
+        assert (tmp_path / "r" / name).is_file()

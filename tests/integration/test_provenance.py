@@ -1,0 +1,164 @@
+"""Where every trained token comes from: its version, its log-probability and its id, checked on what runs recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.models.loading import load_model
+from pipelinerl.trainer import Learner
+from pipelinerl.types import GenerationRequest, Rollout, SamplingParams, TrainingSample
+from tests.integration.runs import (
+    assert_conserved,
+    assert_provenance,
+    assert_trained_once,
+    command,
+    flags,
+    groups,
+    rollouts_by_id,
+    run,
+    steps,
+    summary,
+    trained,
+    versions,
+    write_environment,
+)
+from tests.parity.test_engine import full_forward_logprobs, mixed_cache_logprobs
+
+TOLERANCE = 1e-4
+EVERY_VERSION = {"trainer__checkpoint_every": 1, "trainer__keep_checkpoints": 100, "trainer__steps": 6}
+CHECKED = 4
+
+
+def models_of(run_dir: Path) -> dict[int, Any]:
+    """The weights of every version of a run that kept all of its checkpoints."""
+    paths = {0: "demo"} | {int(path.name.split("_")[1]): str(path) for path in (run_dir / "checkpoints").iterdir()}
+    return {version: load_model(ModelConfig(path=path)) for version, path in paths.items()}
+
+
+def spanning_rollouts(run_dir: Path) -> list[Rollout]:
+    """Rollouts that were trained on, and that an update reached while they were being generated; most versions first."""
+    ids = {sample.id for record in trained(run_dir) for sample in record.samples}
+    found = [rollout for name, rollout in rollouts_by_id(run_dir).items() if name in ids and len(set(versions(rollout))) > 1]
+    return sorted(found, key=lambda rollout: (-len(set(versions(rollout))), len(versions(rollout))))
+
+
+def assert_recomputed(run_dir: Path) -> None:
+    """A full forward with the weights of a token's version gives its log-probability."""
+    models, rollouts = models_of(run_dir), spanning_rollouts(run_dir)
+    assert len(rollouts) >= 3
+    for rollout in rollouts[:CHECKED]:
+        for turn in rollout.turns:
+            done, found = turn.completion, versions(rollout)
+            first = len(turn.prompt_ids) - 1
+            rows = {v: full_forward_logprobs(models[v], turn.prompt_ids, done.token_ids) for v in set(found)}
+            expected = [float(rows[found[i]][first + i, token]) for i, token in enumerate(done.token_ids)]
+            assert max(abs(a - b) for a, b in zip(expected, done.logprobs, strict=True)) < TOLERANCE
+
+
+def assert_kept(run_dir: Path) -> None:
+    """A forward over the mixed cache, token by token, gives its log-probability."""
+    models, rollouts = models_of(run_dir), spanning_rollouts(run_dir)
+    assert len(rollouts) >= 3
+    for rollout in rollouts[:CHECKED]:
+        (turn,) = rollout.turns
+        request = GenerationRequest(id="r", prompt_ids=turn.prompt_ids, sampling=SamplingParams(max_tokens=1))
+        expected = mixed_cache_logprobs(models, request, turn.completion)
+        assert max(abs(a - b) for a, b in zip(expected, turn.completion.logprobs, strict=True)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("kv", "check"), [("recompute", assert_recomputed), ("keep", assert_kept)])
+def test_log_probabilities_are_those_of_the_recorded_versions(kv: str, check: Any, tmp_path: Path) -> None:
+    run(tmp_path / "r", engine__kv_on_update=kv, **EVERY_VERSION)
+    assert assert_provenance(tmp_path / "r") >= 3
+    check(tmp_path / "r")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv", "check"), [("recompute", assert_recomputed), ("keep", assert_kept)])
+def test_the_same_between_processes(kv: str, check: Any, tmp_path: Path) -> None:
+    settings = {"launch__kind": "processes", "engine__kv_on_update": kv, **EVERY_VERSION}
+    ended = command("train", *flags(tmp_path / "r", **settings))
+    assert ended.status == 0, ended.error
+    assert_conserved(summary(tmp_path / "r"))
+    assert_trained_once(tmp_path / "r")
+    assert assert_provenance(tmp_path / "r") >= 3
+    check(tmp_path / "r")
+
+
+def test_engine_and_trainer_agree_on_tokens_of_the_current_version(tmp_path: Path) -> None:
+    """With recomputed entries: kept ones make the last tokens of a sequence a little off policy, by design."""
+    run(tmp_path / "r", trainer__steps=4, engine__kv_on_update="recompute")
+    gaps = [step.on_policy_gap for step in steps(tmp_path / "r") if step.on_policy_gap is not None]
+    assert gaps
+    assert max(gaps) < TOLERANCE
+
+
+class Spy:
+    """Remembers the samples of every optimizer step of a real run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.samples: list[TrainingSample] = []
+        step = Learner.step
+
+        def watched(learner: Learner, samples: Sequence[TrainingSample], *rest: Any, **options: Any) -> Any:
+            self.samples += samples
+            return step(learner, samples, *rest, **options)
+
+        monkeypatch.setattr(Learner, "step", watched)
+
+
+def test_what_is_trained_on_is_what_was_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two turns, the second of which goes on from the first with ids of the environment's in between."""
+    kind = write_environment(
+        tmp_path,
+        """
+        async def rollout(self, problem, client):
+            prompt = tuple(self.tokenizer.encode(self.prompt(problem)))
+            first = await client.generate(prompt, max_tokens=20)
+            more = (*prompt, *first.token_ids, *prompt)
+            second = await client.generate(more, max_tokens=60)
+            turns = tuple(Turn(prompt_ids=p, completion=c) for p, c in ((prompt, first), (more, second)))
+            return Rollout(turns=turns, reward=float(len(second.token_ids) % 2))
+        """,
+        imports=["from pipelinerl.types import Turn"],
+    )
+    spy = Spy(monkeypatch)
+    run(tmp_path / "r", environment__kind=kind, trainer__steps=4)
+    by_id = rollouts_by_id(tmp_path / "r")
+    assert len(spy.samples) == 4 * 16
+    for sample in spy.samples:
+        first, second = by_id[sample.id].turns
+        (segment,) = sample.segments
+        assert segment.token_ids == (*second.prompt_ids, *second.completion.token_ids)
+        sampled = tuple(segment.token_ids[position] for position in segment.sampled_positions)
+        assert sampled == (*first.completion.token_ids, *second.completion.token_ids)
+        assert sample.behaviour_logprobs == (*first.completion.logprobs, *second.completion.logprobs)
+        assert list(sample.versions) == versions(by_id[sample.id])
+        assert sample.reward == by_id[sample.id].reward
+
+
+def test_advantages_are_those_of_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(monkeypatch)
+    run(tmp_path / "r", trainer__steps=2)
+    rewards = {group.index: [rollout.reward for rollout in group.rollouts] for group in groups(tmp_path / "r")}
+    for sample in spy.samples:
+        own = rewards[sample.group_index]
+        assert sample.advantage == pytest.approx(sample.reward - sum(own) / len(own))
+
+
+def test_the_recorded_weights_are_not_all_the_same(tmp_path: Path) -> None:
+    """Without this, the checks above could not tell one version from another."""
+    run(tmp_path / "r", **EVERY_VERSION)
+    models = models_of(tmp_path / "r")
+    ids = torch.tensor([rollouts_by_id(tmp_path / "r")["g0.a0"].turns[0].prompt_ids])
+    with torch.no_grad():
+        logits = [model(input_ids=ids).logits for _, model in sorted(models.items())]
+    assert len(logits) == 7
+    assert all(float((a - b).abs().max()) > 100 * TOLERANCE for a, b in pairwise(logits))

@@ -1,0 +1,192 @@
+"""A run that was stopped goes on: nothing is lost, nothing is trained on twice, and the next step is the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import CheckpointError, RunDirectoryError, RunInterruptedError
+from pipelinerl.trainer import Trainer
+from tests.integration.runs import (
+    assert_conserved,
+    assert_provenance,
+    assert_trained_once,
+    command,
+    flags,
+    no_leftovers,
+    resume,
+    run,
+    start_processes,
+    status_of,
+    steps,
+    summary,
+    trained,
+    until,
+    wait,
+    weights_checksum,
+    worker_pids,
+)
+
+ENDLESS = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2}
+
+
+def version_of(run_dir: Path) -> int:
+    status = status_of(run_dir, "trainer")
+    return getattr(status.progress, "version", 0) if status is not None else 0
+
+
+def assert_gone_on(run_dir: Path, goal: int) -> None:
+    """Both sessions together are one run."""
+    counts = summary(run_dir)
+    assert counts["status"] == "finished"
+    assert counts["version"] == goal
+    assert [step.version for step in steps(run_dir)] == list(range(1, goal + 1))
+    assert [record.version for record in trained(run_dir)] == list(range(1, goal + 1))
+    times_s = [step.time_s for step in steps(run_dir)]
+    assert times_s == sorted(times_s)
+    assert counts["rollouts_trained"] == goal * 16
+    assert_conserved(counts)
+    assert_trained_once(run_dir)
+    assert_provenance(run_dir)
+
+
+def groups_trained(run_dir: Path, first: int, last: int) -> set[int]:
+    return {
+        sample.group_index for record in trained(run_dir) if first <= record.version <= last for sample in record.samples
+    }
+
+
+@pytest.mark.slow
+def test_ctrl_c_then_resume(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    with no_leftovers(run_dir) as pids:
+        process = start_processes(run_dir, **ENDLESS)
+        until(lambda: version_of(run_dir) >= 3, process)
+        pids.update(worker_pids(run_dir))
+        process.send_signal(signal.SIGINT)
+        ended = wait(process)
+    assert ended.status == 130
+    assert "--resume" in ended.error
+    assert "Traceback" not in ended.out + ended.error
+    stopped = summary(run_dir)
+    assert stopped["status"] == "interrupted"
+    assert_conserved(stopped)
+    version = stopped["version"]
+    assert (run_dir / "checkpoints" / f"step_{version:08d}").is_dir()
+
+    ended = command("train", "--resume", str(run_dir), f"--trainer.steps={version + 3}")
+    assert ended.status == 0, ended.error
+    assert_gone_on(run_dir, version + 3)
+    # With B a multiple of K and nothing dropped, groups are whole: none was trained on in both sessions.
+    assert not groups_trained(run_dir, 1, version) & groups_trained(run_dir, version + 1, version + 3)
+
+
+@pytest.mark.slow
+def test_everything_is_killed_then_resume(tmp_path: Path) -> None:
+    """SIGKILL of all processes at once: the run goes on from its last checkpoint."""
+    run_dir = tmp_path / "r"
+    with no_leftovers(run_dir) as pids:
+        process = start_processes(run_dir, **ENDLESS)
+        until(lambda: version_of(run_dir) >= 5, process)
+        pids.update(worker_pids(run_dir))
+        for pid in (process.pid, *pids.values()):
+            os.kill(pid, signal.SIGKILL)
+        assert wait(process).status == -signal.SIGKILL
+    ended = command("train", "--resume", str(run_dir), "--trainer.steps=12")
+    assert ended.status == 0, ended.error
+    assert_gone_on(run_dir, 12)
+
+
+def test_the_next_step_after_a_resume_is_the_same(tmp_path: Path) -> None:
+    """On policy, so that nothing is in flight at the checkpoint: to the bit."""
+    settings = {"schedule__kind": "conventional", "trainer__keep_checkpoints": 10}
+    run(tmp_path / "straight", trainer__steps=6, trainer__checkpoint_every=2, **settings)
+    run(tmp_path / "halves", trainer__steps=3, **settings)
+    resume(tmp_path / "halves", trainer__steps=4)
+    resume(tmp_path / "halves", trainer__steps=6)
+    for version in (4, 6):
+        checkpoint = Path("checkpoints") / f"step_{version:08d}"
+        assert weights_checksum(tmp_path / "straight" / checkpoint) == weights_checksum(tmp_path / "halves" / checkpoint)
+    assert trained(tmp_path / "straight") == trained(tmp_path / "halves")
+    assert_gone_on(tmp_path / "halves", 6)
+
+
+@pytest.mark.parametrize("schedule", ["pipeline", "async"])
+def test_a_resume_with_groups_on_their_way(schedule: str, tmp_path: Path) -> None:
+    """Batches that are no multiple of a group: some are half trained on when the run stops."""
+    rounds = {} if schedule == "pipeline" else {"schedule__steps_per_round": 2}
+    settings = {"schedule__kind": schedule, "trainer__batch_size": 10, **rounds}
+    run_dir = tmp_path / "r"
+    assert_conserved(run(run_dir, trainer__steps=3, **settings))
+    for goal in (4, 7):
+        assert_conserved(resume(run_dir, trainer__steps=goal))
+        assert_trained_once(run_dir)
+        assert_provenance(run_dir)
+    assert [step.version for step in steps(run_dir)] == list(range(1, 8))
+    assert summary(run_dir)["rollouts_trained"] == 70
+
+
+def test_a_stop_right_after_a_resume_conserves_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups in the stream that are dealt with already, or in part, count for what is left of them."""
+    run_dir = tmp_path / "r"
+    run(run_dir, trainer__steps=3, trainer__batch_size=10, stream__capacity=20, engine__slots=64)
+
+    def interrupted(_trainer: Trainer) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "pump", interrupted)
+        with pytest.raises(RunInterruptedError, match="--resume"):
+            resume(run_dir, trainer__steps=5)
+    assert_conserved(summary(run_dir))
+    assert_conserved(resume(run_dir, trainer__steps=5))
+    assert_trained_once(run_dir)
+
+
+def test_a_damaged_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    run(run_dir, trainer__steps=2, trainer__checkpoint_every=1)
+    weights = run_dir / "checkpoints" / "step_00000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged.*delete this checkpoint"):
+        resume(run_dir, trainer__steps=4)
+    for path in weights.parent.iterdir():
+        path.unlink()
+    weights.parent.rmdir()
+    assert resume(run_dir, trainer__steps=4)["version"] == 4
+    assert_trained_once(run_dir)
+
+
+def test_a_finished_run_has_nothing_to_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run(tmp_path / "r", trainer__steps=2)
+    metrics = (tmp_path / "r" / "metrics.jsonl").read_bytes()
+    assert resume(tmp_path / "r") == first
+    assert "has reached its goal of 2 steps" in capsys.readouterr().out
+    assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_what_can_not_be_resumed(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    ended = command("train", "--resume", str(tmp_path / "empty"))
+    assert (ended.status, ended.error.count("\n")) == (2, 1)
+    assert "is not a run directory" in ended.error
+    run(tmp_path / "r", trainer__steps=1)
+    for path in (tmp_path / "r" / "checkpoints" / "step_00000001").iterdir():
+        path.unlink()
+    (tmp_path / "r" / "checkpoints" / "step_00000001").rmdir()
+    with pytest.raises(RunDirectoryError, match="no checkpoint to resume from"):
+        resume(tmp_path / "r", trainer__steps=2)
+    run(tmp_path / "memory", trainer__steps=1, stream__kind="memory")
+    with pytest.raises(RunDirectoryError, match="its stream was in memory"):
+        resume(tmp_path / "memory", trainer__steps=2)
+
+
+def test_a_run_directory_can_not_be_used_twice(tmp_path: Path) -> None:
+    run(tmp_path / "r", trainer__steps=1)
+    ended = command("train", *flags(tmp_path / "r"))
+    assert (ended.status, ended.error.count("\n")) == (2, 1)
+    assert "holds a run already" in ended.error
