@@ -85,7 +85,7 @@ class Watchdog:
                 line += f" [waits on: {', '.join(others)}]"
             if stage in suspects:
                 line += f" [SUSPECT: it has not reported since, {self._silent_s[stage]:.0f} s ago]"
-            elif status.state == "waiting" and self._silent_s[stage] >= self._timeout_s / 2:
+            elif status.state in ("waiting", "working") and self._silent_s[stage] >= self._timeout_s / 2:
                 line += f" [it has not reported for {self._silent_s[stage]:.0f} s]"
             lines.append(line)
         circle = find_circle(statuses)
