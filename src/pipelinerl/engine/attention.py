@@ -10,7 +10,9 @@ Shapes: Hq query heads, Hk key/value heads, G = Hq / Hk, D head size, R decoding
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,11 +26,15 @@ ATTENTION_NAME = "pipelinerl_slots"
 
 @dataclass(frozen=True, slots=True)
 class RowClass:
-    """Decoding rows `start <= row < end`, none of which holds more than `length` tokens, this step's included."""
+    """Decoding rows `start <= row < end`, none of which holds more than `length` tokens, this step's included.
+
+    `equal` rows all hold exactly `length`: there is nothing to hide from them.
+    """
 
     start: int
     end: int
     length: int
+    equal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,26 @@ class Chunk:
     count: int
     row: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBatch:
+    """Neighbouring chunks of the same count and offset, attended to at once: `rows_N`, from token `begin` of the row on."""
+
+    begin: int
+    count: int
+    offset: int
+    rows_N: Tensor
+
+
+def batch_chunks(chunks: Sequence[Chunk], device: torch.device) -> tuple[ChunkBatch, ...]:
+    """Chunks in the order of the ragged row -> as few batches as there are runs of equal count and offset."""
+    batches = []
+    for (count, offset), run in groupby(chunks, key=lambda chunk: (chunk.count, chunk.offset)):
+        members = list(run)
+        rows_N = torch.tensor([chunk.row for chunk in members], device=device)
+        batches.append(ChunkBatch(members[0].begin, count, offset, rows_N))
+    return tuple(batches)
 
 
 @dataclass(slots=True)
@@ -52,7 +78,7 @@ class StepBatch:
     positions_R: Tensor
     rows_R: Tensor
     classes: tuple[RowClass, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkBatch, ...]
     longest: int
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
@@ -60,11 +86,13 @@ class StepBatch:
     def decoding(self) -> int:
         return int(self.positions_R.shape[0])
 
-    def decode_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [r, 1, 1, L] of a row class, made once a step for each window size."""
+    def decode_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask [r, 1, 1, L] of a row class, made once a step for each window size; None if nothing is hidden."""
+        part = self.classes[index]
+        if part.equal and (window is None or part.length <= window):
+            return None
         mask = self._masks.get((index, window))
         if mask is None:
-            part = self.classes[index]
             last_r1 = self.positions_R[part.start : part.end, None]
             columns_L = torch.arange(part.length, device=last_r1.device)
             hidden = columns_L > last_r1
@@ -92,8 +120,8 @@ class _Layer:
     window: int | None
     softcap: float | None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return attend(query, key, value, mask, scale=self.scale, softcap=self.softcap)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+        return attend(query, key, value, mask, scale=self.scale, softcap=self.softcap, causal=causal)
 
 
 def slot_attention(
@@ -144,22 +172,26 @@ def _decode(batch: StepBatch, layer: _Layer, out: Tensor) -> None:
         rows_r = slice(part.start, part.end)
         mask = batch.decode_mask(index, layer.window, layer.query.dtype)
         keys, values = layer.keys[rows_r, :, : part.length], layer.values[rows_r, :, : part.length]
-        out[rows_r] = layer.attend(grouped[rows_r], keys, values, mask).reshape(part.end - part.start, *out.shape[1:])
+        attended = layer.attend(grouped[rows_r], keys, values, mask, causal=False)
+        out[rows_r] = attended.reshape(part.end - part.start, *out.shape[1:])
 
 
-def _prefill(chunk: Chunk, layer: _Layer, out: Tensor) -> None:
-    tokens = slice(chunk.begin, chunk.begin + chunk.count)
-    end = chunk.offset + chunk.count
-    layer.keys[chunk.row, :, chunk.offset : end] = layer.key[tokens].transpose(0, 1)
-    layer.values[chunk.row, :, chunk.offset : end] = layer.value[tokens].transpose(0, 1)
-    query = layer.query[tokens].transpose(0, 1)
-    keys, values = layer.keys[chunk.row, :, :end], layer.values[chunk.row, :, :end]
+def _prefill(batch: ChunkBatch, layer: _Layer, out: Tensor) -> None:
+    n, count, offset = len(batch.rows_N), batch.count, batch.offset
+    tokens, end = slice(batch.begin, batch.begin + n * count), offset + count
+    query, keys, values = (
+        x[tokens].reshape(n, count, *x.shape[1:]).transpose(1, 2) for x in (layer.query, layer.key, layer.value)
+    )
+    layer.keys[batch.rows_N, :, offset:end] = keys
+    layer.values[batch.rows_N, :, offset:end] = values
+    if offset:
+        keys, values = layer.keys[batch.rows_N, :, :end], layer.values[batch.rows_N, :, :end]
     mask = None
-    if chunk.offset or layer.softcap is not None or (layer.window is not None and end > layer.window):
-        positions_c1 = torch.arange(chunk.offset, end, device=query.device)[:, None]
+    if offset or layer.softcap is not None or (layer.window is not None and end > layer.window):
+        positions_c1 = torch.arange(offset, end, device=query.device)[:, None]
         columns = torch.arange(end, device=query.device)
         hidden = columns > positions_c1
         if layer.window is not None:
             hidden |= columns <= positions_c1 - layer.window
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
-    out[tokens] = layer.attend(query[None], keys[None], values[None], mask)[0].transpose(0, 1)
+    out[tokens] = layer.attend(query, keys, values, mask, causal=True).transpose(1, 2).flatten(0, 1)

@@ -205,7 +205,8 @@ class LocalEngine:
             count = min(budget, len(prefill.prompt_ids) - prefill.done)
             budget -= count
             chunks.append((prefill, count))
-        return chunks
+        # Equal chunks side by side: attention takes them at once.
+        return sorted(chunks, key=lambda chunk: (chunk[0].done, chunk[1]))
 
     def _run(self, chunks: Seq[tuple[Prefill, int]]) -> torch.Tensor:
         """Run the model over decoding rows and chunks; logits of the rows and of prompts that are now complete."""
@@ -229,7 +230,7 @@ class LocalEngine:
             self._runner.kv,
             torch.from_numpy(np.concatenate(ids)),
             torch.from_numpy(np.concatenate(positions)),
-            keep=keep,
+            keep=keep if chunks else None,
             decoding=rows,
             classes=table.classes(),
             chunks=tuple(ragged),
@@ -241,6 +242,8 @@ class LocalEngine:
     def _sample(self, logits_PV: torch.Tensor, advanced: Seq[Prefill], finished: list[Completion]) -> list[TokenEvent]:
         """Sample for every row that has logits, and hand out what comes of it."""
         rows = self._table.decoding
+        if not advanced:
+            return self._hand_out(logits_PV, np.arange(rows), finished)
         row_n: list[int] = list(range(rows))
         source_n = list(row_n)
         completed = [prefill for prefill in advanced if prefill.done == len(prefill.prompt_ids)]

@@ -138,8 +138,12 @@ class RowTable:
         """The decoding rows by class, each with the attention length that this step needs."""
         classes = []
         for start, end, limit in self._regions:
-            needed = int(self.positions[start:end].max()) + 1
-            classes.append(RowClass(start, end, min(limit, -(-needed // _ROUND) * _ROUND)))
+            held = self.positions[start:end] + 1
+            needed = int(held.max())
+            if int(held.min()) == needed:
+                classes.append(RowClass(start, end, needed, equal=True))
+            else:
+                classes.append(RowClass(start, end, min(limit, -(-needed // _ROUND) * _ROUND)))
         return tuple(classes)
 
     def record(self, rows_n: Ints, ids_n: Ints, logprobs_n: npt.NDArray[np.float32]) -> tuple[Ints, npt.NDArray[np.bool_]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelinerl.engine.attention import ATTENTION_NAME, Chunk, RowClass, StepBatch, slot_attention
+from pipelinerl.engine.attention import ATTENTION_NAME, Chunk, RowClass, StepBatch, batch_chunks, slot_attention
 from pipelinerl.engine.kv_cache import KVCache, LayerShape
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import replace_attention, rope_limit
@@ -49,12 +49,15 @@ class ModelRunner:
         token_ids: Sequence[int] | Tensor,
         positions: Sequence[int] | Tensor,
         *,
-        keep: Sequence[int] | Tensor,
+        keep: Sequence[int] | Tensor | None,
         decoding: int = 0,
         classes: tuple[RowClass, ...] = (),
         chunks: tuple[Chunk, ...] = (),
     ) -> Tensor:
-        """Logits [len(keep), V] at the ragged row's indices `keep`. The first `decoding` tokens belong to rows 0, 1, ..."""
+        """Logits [len(keep), V] at the ragged row's indices `keep` (None: all of them).
+
+        The first `decoding` tokens belong to rows 0, 1, ...
+        """
         ids_T = torch.as_tensor(token_ids, device=self.device)
         positions_T = torch.as_tensor(positions, device=self.device)
         batch = StepBatch(
@@ -62,7 +65,7 @@ class ModelRunner:
             positions_R=positions_T[:decoding],
             rows_R=torch.arange(decoding, device=self.device),
             classes=classes,
-            chunks=chunks,
+            chunks=batch_chunks(chunks, self.device),
             longest=self._max_length,
         )
         out = self.model(
@@ -70,7 +73,8 @@ class ModelRunner:
             position_ids=positions_T[None],
             attention_mask=self._mask,
             use_cache=False,
-            logits_to_keep=torch.as_tensor(keep, dtype=torch.long, device=self.device),
+            # 0 means all: the model then hands on its hidden states without a copy.
+            logits_to_keep=0 if keep is None else torch.as_tensor(keep, dtype=torch.long, device=self.device),
             slot_batch=batch,
         )
         logits: Tensor = out.logits[0]

@@ -61,7 +61,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lag_*                   optimizer steps between the weights that sampled a token and the weights being trained
     clamp_fraction          tokens whose importance weight was clamped or clipped
     weight_*                importance weights pi/mu before the clamp
-    on_policy_gap           largest |log pi - log mu| over tokens of lag 0: zero up to numerics if engine and trainer agree, but
+    on_policy_gap           largest |log pi - log mu| over tokens of lag 0: zero up to numerics if both agree, but
                             for sequences that span an update with kept KV entries
     train_s, wait_s         time in the step, and time the trainer had waited for its data before
     packing_efficiency      tokens over (rows x row length) of the step's micro-batches

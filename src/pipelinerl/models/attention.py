@@ -30,6 +30,7 @@ _HARMLESS = frozenset(
         "output_router_logits",
     }
 )
+_JUDGED = _HARMLESS | {"dropout", "is_causal"}  # the two by their values
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,7 @@ def refuse_unknown_features(
     `mask` is what the model passes for its mask, `longest` the longest sequence, `other` the arguments without a meaning
     here. Dropout counts: the policy that is trained is the one that sampled.
     """
-    unknown = sorted(
-        name for name, given in other.items() if given is not None and name not in _HARMLESS | {"dropout", "is_causal"}
-    )
+    unknown = sorted(name for name, given in other.items() if given is not None and name not in _JUDGED)
     if other.get("dropout"):
         unknown.append("dropout")
     if other.get("is_causal") is False or getattr(module, "is_causal", True) is False:
@@ -84,8 +83,17 @@ def refuse_unknown_features(
         )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None) -> Tensor:
-    """softmax(cap(scale q k^T) + mask) v over [S, h, L, D]; causal when there is no mask.
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    causal: bool = True,
+) -> Tensor:
+    """softmax(cap(scale q k^T) + mask) v over [S, h, L, D]. Without a mask: causal, or everything sees everything.
 
     A boolean mask is True where a query may see a key; any other is added. Key and value may have fewer heads than the
     query: neighbouring query heads share one.
@@ -94,11 +102,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, sc
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
-    if mask is None:
-        raise ValueError("soft-capped attention needs its mask")
+        is_causal = causal and mask is None
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
-    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    elif causal:
+        raise ValueError("soft-capped causal attention needs its mask")
     precision = torch.promote_types(query.dtype, torch.float32)
     weights: Tensor = scores.softmax(-1, dtype=precision).to(query.dtype)
     return weights @ value
