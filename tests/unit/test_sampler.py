@@ -12,12 +12,13 @@ from pipelinerl.engine.sampler import SamplingRows, sample, truncate
 from pipelinerl.engine.uniform import request_key, uniforms
 
 
-def rows(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows:
+def rows(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows | None:
+    if (temperature, top_p, top_k) == (1.0, 1.0, 0):
+        return None
     return SamplingRows(
         temperature_n=torch.full((n,), temperature),
         top_p_n=torch.full((n,), top_p),
         top_k_n=torch.full((n,), top_k, dtype=torch.long),
-        plain=temperature == 1.0 and top_p == 1.0 and top_k == 0,
     )
 
 

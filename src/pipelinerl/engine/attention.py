@@ -71,7 +71,8 @@ def batch_chunks(chunks: Sequence[Chunk], device: torch.device) -> tuple[ChunkBa
 class StepBatch:
     """Everything that one forward needs to know about slots.
 
-    `positions_R` are the decoding tokens' positions; `longest` is what a sequence may grow to.
+    `positions_R` are the decoding tokens' positions; `longest` is what a sequence may grow to. Once a model is `checked`
+    its layers are not asked again whether they want what is not here.
     """
 
     kv: KVCache
@@ -80,11 +81,17 @@ class StepBatch:
     classes: tuple[RowClass, ...]
     chunks: tuple[ChunkBatch, ...]
     longest: int
+    checked: bool = False
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     @property
     def decoding(self) -> int:
         return int(self.positions_R.shape[0])
+
+    @property
+    def equal_length(self) -> int | None:
+        """Tokens of every decoding row, this step's included, if it is the same number for all."""
+        return self.classes[0].length if len(self.classes) == 1 and self.classes[0].equal else None
 
     def decode_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [r, 1, 1, L] of a row class, made once a step for each window size; None if nothing is hidden."""
@@ -104,7 +111,7 @@ class StepBatch:
         return mask
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Layer:
     """One layer's call: what the model projected for this step, where it goes, and how to attend.
 
@@ -141,7 +148,10 @@ def slot_attention(
 
     Raises UnsupportedModelError if the model asks for something that this function would not honour.
     """
-    refuse_unknown_features(module, attention_mask, sliding_window=sliding_window, longest=slot_batch.longest, other=other)
+    if not slot_batch.checked:
+        refuse_unknown_features(
+            module, attention_mask, sliding_window=sliding_window, longest=slot_batch.longest, other=other
+        )
     index: int = module.layer_idx  # type: ignore[assignment]
     keys, values = slot_batch.kv.layer(index)
     layer = _Layer(
@@ -154,29 +164,34 @@ def slot_attention(
         window=sliding_window,
         softcap=softcap,
     )
-    out = query.new_empty((query.shape[2], query.shape[1], value.shape[-1]))
-    if slot_batch.decoding:
-        _decode(slot_batch, layer, out)
-    for chunk in slot_batch.chunks:
-        _prefill(chunk, layer, out)
-    return out[None], None
+    parts = [_decode(slot_batch, layer)] if slot_batch.decoding else []
+    parts += [_prefill(chunk, layer) for chunk in slot_batch.chunks]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
-def _decode(batch: StepBatch, layer: _Layer, out: Tensor) -> None:
+def _decode(batch: StepBatch, layer: _Layer) -> Tensor:
+    """Attention of the decoding rows' tokens, [R, Hq, D]."""
     rows, kv_heads = batch.decoding, layer.key.shape[1]
-    layer.keys[batch.rows_R, :, batch.positions_R] = layer.key[:rows]
-    layer.values[batch.rows_R, :, batch.positions_R] = layer.value[:rows]
+    if batch.equal_length is not None:
+        layer.keys[:rows, :, batch.equal_length - 1] = layer.key[:rows]
+        layer.values[:rows, :, batch.equal_length - 1] = layer.value[:rows]
+    else:
+        layer.keys[batch.rows_R, :, batch.positions_R] = layer.key[:rows]
+        layer.values[batch.rows_R, :, batch.positions_R] = layer.value[:rows]
     # The query heads that share a key/value head become the query positions of that head: no copy of keys or values.
     grouped = layer.query[:rows].reshape(rows, kv_heads, -1, layer.query.shape[-1])
+    parts = []
     for index, part in enumerate(batch.classes):
         rows_r = slice(part.start, part.end)
         mask = batch.decode_mask(index, layer.window, layer.query.dtype)
         keys, values = layer.keys[rows_r, :, : part.length], layer.values[rows_r, :, : part.length]
-        attended = layer.attend(grouped[rows_r], keys, values, mask, causal=False)
-        out[rows_r] = attended.reshape(part.end - part.start, *out.shape[1:])
+        parts.append(layer.attend(grouped[rows_r], keys, values, mask, causal=False))
+    attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return attended.reshape(rows, layer.query.shape[1], layer.value.shape[-1])
 
 
-def _prefill(batch: ChunkBatch, layer: _Layer, out: Tensor) -> None:
+def _prefill(batch: ChunkBatch, layer: _Layer) -> Tensor:
+    """Attention of a batch of chunks, [n * count, Hq, D]."""
     n, count, offset = len(batch.rows_N), batch.count, batch.offset
     tokens, end = slice(batch.begin, batch.begin + n * count), offset + count
     query, keys, values = (
@@ -194,4 +209,4 @@ def _prefill(batch: ChunkBatch, layer: _Layer, out: Tensor) -> None:
         if layer.window is not None:
             hidden |= columns <= positions_c1 - layer.window
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
-    out[tokens] = layer.attend(query, keys, values, mask, causal=True).transpose(1, 2).flatten(0, 1)
+    return layer.attend(query, keys, values, mask, causal=True).transpose(1, 2).flatten(0, 1)

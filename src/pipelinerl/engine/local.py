@@ -228,8 +228,8 @@ class LocalEngine:
             prefill.done = end
         logits_PV = self._runner.forward(
             self._runner.kv,
-            torch.from_numpy(np.concatenate(ids)),
-            torch.from_numpy(np.concatenate(positions)),
+            torch.from_numpy(np.concatenate(ids) if chunks else ids[0]),
+            torch.from_numpy(np.concatenate(positions) if chunks else positions[0]),
             keep=keep if chunks else None,
             decoding=rows,
             classes=table.classes(),
@@ -286,14 +286,13 @@ class LocalEngine:
 
     def _draw(self, logits_nV: torch.Tensor, row_n: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
         table, device = self._table, logits_nV.device
-        temperature_n, top_p_n, top_k_n = table.temperature[row_n], table.top_p[row_n], table.top_k[row_n]
-        plain = bool((temperature_n == 1).all() and (top_p_n == 1).all() and (top_k_n == 0).all())
-        parameters = SamplingRows(
-            temperature_n=torch.from_numpy(temperature_n).to(device),
-            top_p_n=torch.from_numpy(top_p_n).to(device),
-            top_k_n=torch.from_numpy(top_k_n).to(device),
-            plain=plain,
-        )
+        parameters = None
+        if not table.plain:
+            parameters = SamplingRows(
+                temperature_n=torch.from_numpy(table.temperature[row_n]).to(device),
+                top_p_n=torch.from_numpy(table.top_p[row_n]).to(device),
+                top_k_n=torch.from_numpy(table.top_k[row_n]).to(device),
+            )
         uniforms_n = torch.from_numpy(uniforms(table.keys[row_n], table.counts[row_n])).to(device)
         with torch.inference_mode():
             ids_n, logprobs_n = sample(logits_nV, parameters, uniforms_n)

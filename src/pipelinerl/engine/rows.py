@@ -49,6 +49,7 @@ class RowTable:
     `positions` is where the row's next token goes in the cache, `last` that token, `counts` how many tokens were sampled
     of at most `budgets`; `tokens` and `logprobs` [rows, max_length] are the sampled ones. `keys` is the request's
     randomness, `temperature`, `top_p`, `top_k` its sampling parameters and `stops` its stop tokens, padded with -1.
+    `plain` says that all rows sample at temperature 1 and without truncation.
     """
 
     def __init__(self, rows: int, max_length: int) -> None:
@@ -66,6 +67,7 @@ class RowTable:
         self._regions: list[tuple[int, int, int]] = []
         self._used = 0
         self.decoding = 0
+        self.plain = True
 
     @property
     def used(self) -> int:
@@ -128,6 +130,9 @@ class RowTable:
         self._owners[self._used :] = [None] * (len(self._owners) - self._used)
         for row, sequence in zip(vacant.tolist(), fresh, strict=True):
             self._admit(sequence, row)
+        used = slice(0, self._used)
+        plain = (self.temperature[used] == 1) & (self.top_p[used] == 1) & (self.top_k[used] == 0)
+        self.plain = bool(plain.all())
         return moves
 
     def outgrown(self) -> bool:

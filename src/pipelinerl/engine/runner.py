@@ -29,6 +29,7 @@ class ModelRunner:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         self._max_length = max_length
+        self._rows = torch.arange(max(rows, 2), device=self.device)
         limit = rope_limit(self.model)
         if limit is not None and max_length > limit:
             raise UnsupportedModelError(
@@ -63,10 +64,11 @@ class ModelRunner:
         batch = StepBatch(
             kv=kv,
             positions_R=positions_T[:decoding],
-            rows_R=torch.arange(decoding, device=self.device),
+            rows_R=self._rows[:decoding],
             classes=classes,
             chunks=batch_chunks(chunks, self.device),
             longest=self._max_length,
+            checked=self._mask is not None,
         )
         out = self.model(
             input_ids=ids_T[None],

@@ -10,23 +10,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Per-row parameters [n]. `plain` is True when every row samples at temperature 1 without truncation."""
+    """Per-row parameters [n]."""
 
     temperature_n: Tensor
     top_p_n: Tensor
     top_k_n: Tensor
-    plain: bool
 
 
-def sample(logits_nV: Tensor, rows: SamplingRows, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row: ids [n] and log-probs [n] in float32.
+def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
+    """One token a row: ids [n] and log-probs [n] in float32. Without `rows`: temperature 1 and no truncation for all.
 
     The token is the inverse of the cumulative distribution at the row's uniform number, which costs one pass over the
     vocabulary. Temperature 0 takes the likeliest token, with log-prob under the distribution at temperature 1. Where top-k
     or top-p truncate, log-probs are those of the truncated, renormalised distribution.
     """
     logits_nV = logits_nV.float()
-    if rows.plain:
+    if rows is None:
         logprobs_nV = logits_nV.log_softmax(-1)
         return _draw(logprobs_nV, uniforms_n)
     greedy_n = rows.temperature_n <= 0

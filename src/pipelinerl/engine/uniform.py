@@ -23,9 +23,8 @@ def uniforms(keys_n: npt.NDArray[np.uint64], positions_n: npt.NDArray[np.int64])
     SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) applied twice to key and position, so that streams of
     related keys are unrelated.
     """
-    with np.errstate(over="ignore"):
-        mixed = _finalize(keys_n + _GOLDEN * (positions_n.astype(np.uint64) + np.uint64(1)))
-        mixed = _finalize(mixed ^ (keys_n * _MIX_1))
+    mixed = _finalize(keys_n + _GOLDEN * (positions_n.astype(np.uint64) + np.uint64(1)))  # modulo 2^64
+    mixed = _finalize(mixed ^ (keys_n * _MIX_1))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
