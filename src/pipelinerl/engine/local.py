@@ -160,7 +160,9 @@ class LocalEngine:
         return StepOutput(tokens, finished)
 
     def _take_cancelled(self) -> list[Completion]:
-        ended = []
+        ended: list[Completion] = []
+        if not self._cancelled:
+            return ended
         for request_id in self._cancelled & self._known.keys():
             sequence = self._known[request_id]
             ended.append(self._end(sequence, "cancelled"))

@@ -26,12 +26,11 @@ def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor) -> 
     """
     logits_nV = logits_nV.float()
     if rows is None:
-        logprobs_nV = logits_nV.log_softmax(-1)
-        return _draw(logprobs_nV, uniforms_n)
+        return _draw(logits_nV.softmax(-1), uniforms_n)
     greedy_n = rows.temperature_n <= 0
     scale_n = torch.where(greedy_n, torch.ones_like(rows.temperature_n), rows.temperature_n)
     logprobs_nV = truncate((logits_nV / scale_n[:, None]).log_softmax(-1), rows.top_p_n, rows.top_k_n)
-    ids_n, picked_n = _draw(logprobs_nV, uniforms_n)
+    ids_n, picked_n = _draw(logprobs_nV.exp(), uniforms_n)
     if bool(greedy_n.any()):
         best_n = logits_nV.argmax(-1)
         ids_n = torch.where(greedy_n, best_n, ids_n)
@@ -60,10 +59,10 @@ def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor) -> Tensor:
     return kept
 
 
-def _draw(logprobs_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
-    cumulative_nV = logprobs_nV.exp().cumsum(-1)
-    total_n1 = cumulative_nV[:, -1:]
-    # Strictly below the total, and the search goes to the right: a token of probability 0 can't be hit.
-    target_n1 = torch.minimum(uniforms_n[:, None].to(total_n1.dtype) * total_n1, total_n1 * (1 - 2e-7))
+def _draw(probabilities_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
+    cumulative_nV = probabilities_nV.cumsum(-1)
+    # Strictly below the total, whatever rounding does, and the search goes to the right: a token of probability 0 can't
+    # be hit.
+    target_n1 = (uniforms_n * (1 - 2e-7)).to(cumulative_nV.dtype)[:, None] * cumulative_nV[:, -1:]
     ids_n1 = torch.searchsorted(cumulative_nV, target_n1, right=True)
-    return ids_n1[:, 0], logprobs_nV.gather(1, ids_n1)[:, 0]
+    return ids_n1[:, 0], probabilities_nV.gather(1, ids_n1)[:, 0].log()
