@@ -148,8 +148,10 @@ class Actor:
         self._handed_over.settle(_settled(trainer) - self._settled_before)
         self._hand_over()
         self._take_weights()
+        started = self._groups.groups_started
         admission = self._start_groups(trainer)
-        await let_rollouts_run(2)  # one turn to begin, one to submit
+        if self._groups.groups_started > started:
+            await let_rollouts_run(2)  # one turn to begin, one to submit
         stepped = await self._client.step()
         self._groups.check()
         self._hand_over()
