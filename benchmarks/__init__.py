@@ -1,0 +1,1 @@
+"""Measurements of this machine, as ratios between systems that take turns in one process. See docs/benchmarks.md."""

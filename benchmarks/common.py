@@ -1,0 +1,141 @@
+"""What every benchmark shares: the machine, taking turns, workloads, and results on disk."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.models.loading import load_model
+
+RESULTS = Path(__file__).parent / "results"
+
+Record = dict[str, Any]
+
+
+def machine() -> Record:
+    """Where and when a measurement was made; the load average tells whether the machine was quiet."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def take_turns(
+    systems: Mapping[str, Callable[[], Record]], repetitions: int, *, scenario: Record, warm_up: bool = True
+) -> list[Record]:
+    """Measure the systems in turn, A B C A B C ..., so that what disturbs the machine disturbs all of them alike.
+
+    Each call does the whole work once and returns what it measured. The first round, unless `warm_up` is off, is not kept.
+    """
+    records: list[Record] = []
+    for repetition in range(-1 if warm_up else 0, repetitions):
+        for name, measure in systems.items():
+            measured = measure()
+            if repetition >= 0:
+                records.append({**scenario, "system": name, "repetition": repetition, **measured})
+    return records
+
+
+def spread(values: Sequence[float]) -> Record:
+    """Median, extremes and count of a few repetitions."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def medians(records: Iterable[Record], quantity: str, **scenario: Any) -> dict[str, float]:
+    """The median of `quantity` for each system, over the records of one scenario."""
+    by_system: dict[str, list[float]] = {}
+    for record in records:
+        if all(record.get(key) == value for key, value in scenario.items()):
+            by_system.setdefault(record["system"], []).append(record[quantity])
+    return {system: statistics.median(values) for system, values in by_system.items()}
+
+
+def write_results(
+    name: str, *, settings: Record, begun: Record, records: Sequence[Record], table: Sequence[Record], directory: Path
+) -> None:
+    """Write `directory/name.json`: settings, the machine before and after, every repetition, and the table; print that."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
+    result = {
+        "name": name,
+        "settings": settings,
+        "machine": begun,
+        "ended": {key: machine()[key] for key in ("date", "load_average")},
+        "table": list(table),
+        "repetitions": list(records),
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(table))
+    print(f"\n{path}")
+
+
+def markdown(rows: Sequence[Record]) -> str:
+    """Rows as a Markdown table with the columns of all of them, in order of appearance."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def settings_of(options: argparse.Namespace) -> Record:
+    """Command-line options as they are written down."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+
+
+def fresh_model(path: str) -> Any:
+    """A copy of the model for one system alone, in float32, with PyTorch's fused attention (`sdpa`)."""
+    model = load_model(ModelConfig(path=path))
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def model_label(path: str) -> str:
+    """A short name of the model, for files and tables."""
+    return Path(path).name
+
+
+def equal_lengths(count: int, longest: int) -> list[int]:
+    """`count` completions of the mean length of `long_tailed_lengths`, so that both workloads have as many tokens."""
+    mean = statistics.fmean(long_tailed_lengths(4096, longest, seed=0))
+    return [round(mean)] * count
+
+
+def long_tailed_lengths(count: int, longest: int, seed: int) -> list[int]:
+    """Lengths of full answers to the demo's problems, scaled to at most `longest` tokens.
+
+    s = min(36, 1 + floor(Exp(mean 5))) steps of six tokens and three for the result: the median is an eighth of the maximum.
+    """
+    rng = random.Random(f"lengths/{seed}")
+    steps = [min(36, 1 + int(rng.expovariate(1 / 5))) for _ in range(count)]
+    return [max(1, round((6 * s + 3) * longest / 219)) for s in steps]

@@ -1,0 +1,156 @@
+"""The embedded engine against transformers' `generate` and continuous batching: same model, prompts, lengths, slots, thread.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.engine --model demo --slots 8 32 64 128
+
+Every request asks for a given number of tokens; end-of-text tokens end nothing, for all systems alike. Only tokens that were
+asked for count: a static batch of `generate` runs until its longest member is done, and what it computes for the others
+meanwhile is of no use to anyone. Times are from the first request handed in to the last one finished, the drain included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from benchmarks.common import Record
+from benchmarks.systems import SYSTEMS, make_jobs, requests, timed
+from pipelinerl.engine import LocalEngine, local
+
+
+def compare(options: argparse.Namespace, slots: int, lengths: str) -> list[Record]:
+    """All systems on one scenario, each with a model of its own, taking turns."""
+    count = slots * (options.waves if lengths == "long_tailed" else options.equal_waves)
+    if lengths == "long_tailed":
+        wanted = common.long_tailed_lengths(count, options.longest, seed=slots)
+    else:
+        wanted = common.equal_lengths(count, options.longest)
+    models = {name: common.fresh_model(options.model) for name in options.systems}
+    vocabulary = next(iter(models.values())).config.vocab_size
+    jobs = make_jobs(wanted, options.prompt_tokens, vocabulary)
+    room = options.prompt_tokens + options.longest
+    systems = {name: SYSTEMS[name](model, slots, room) for name, model in models.items()}
+    try:
+        calls = {name: (lambda system=system: timed(system, jobs)) for name, system in systems.items()}
+        scenario = {"model": common.model_label(options.model), "slots": slots, "lengths": lengths}
+        return common.take_turns(calls, options.repetitions, scenario=scenario)
+    finally:
+        for system in systems.values():
+            system.close()
+
+
+def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
+    """How much of a decode step is not spent computing, with all slots decoding and nothing arriving or leaving.
+
+    `share` counts all that is outside ModelRunner.forward and LocalEngine._draw, `strict_share` all that is outside the
+    Hugging Face model's own forward and `sample`.
+    """
+    engine = LocalEngine(common.fresh_model(options.model), slots=slots, max_length=options.prompt_tokens + options.longest)
+    inside = dict.fromkeys(("forward", "draw", "model", "sample"), 0.0)
+    runner: Any = engine._runner
+    runner.forward = _timer(runner.forward, "forward", inside)
+    runner.model.forward = _timer(runner.model.forward, "model", inside)
+    engine._draw = _timer(engine._draw, "draw", inside)  # type: ignore[method-assign]
+    untimed = local.sample
+    local.sample = _timer(untimed, "sample", inside)
+    try:
+        for request in requests(make_jobs([options.longest] * slots, options.prompt_tokens, engine._runner.vocabulary)):
+            engine.submit(request)
+        while engine.queued or engine._prefills:
+            engine.step()
+        for _ in range(3):
+            engine.step()
+        records = []
+        steps = (options.longest - 8) // options.repetitions
+        for repetition in range(options.repetitions):
+            inside.update(dict.fromkeys(inside, 0.0))
+            begin_s = time.perf_counter()
+            for _ in range(steps):
+                engine.step()
+            wall_s = time.perf_counter() - begin_s
+            records.append(
+                {
+                    "model": common.model_label(options.model),
+                    "slots": slots,
+                    "lengths": "own_share",
+                    "system": "pipelinerl",
+                    "repetition": repetition,
+                    "step_ms": 1e3 * wall_s / steps,
+                    "share": 1 - (inside["forward"] + inside["draw"]) / wall_s,
+                    "strict_share": 1 - (inside["model"] + inside["sample"]) / wall_s,
+                    **{f"{part}_ms": 1e3 * part_s / steps for part, part_s in inside.items()},
+                }
+            )
+        return records
+    finally:
+        local.sample = untimed
+
+
+def _timer(call: Callable[..., Any], part: str, inside: dict[str, float]) -> Callable[..., Any]:
+    def timed_call(*args: Any, **kwargs: Any) -> Any:
+        begin_s = time.perf_counter()
+        result = call(*args, **kwargs)
+        inside[part] += time.perf_counter() - begin_s
+        return result
+
+    return timed_call
+
+
+def table_of(records: Sequence[Record]) -> list[Record]:
+    """A row for each scenario: tokens/s of each system (medians), and the engine's ratios to the others."""
+    rows = []
+    for slots, lengths in dict.fromkeys((r["slots"], r["lengths"]) for r in records):
+        chosen = [r for r in records if (r["slots"], r["lengths"]) == (slots, lengths)]
+        row: Record = {"model": chosen[0]["model"], "H": slots, "lengths": lengths}
+        if lengths == "own_share":
+            row |= {name: statistics.median(r[name] for r in chosen) for name in ("step_ms", "share", "strict_share")}
+        else:
+            rates = common.medians(chosen, "tokens_per_s")
+            row |= {f"{name} tok/s": rate for name, rate in rates.items()}
+            row |= {f"vs {name}": rates["pipelinerl"] / rate for name, rate in rates.items() if name != "pipelinerl"}
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="`demo`, or a folder of a Hugging Face causal LM")
+    parser.add_argument("--slots", type=int, nargs="+", default=[8, 32, 64, 128])
+    parser.add_argument("--lengths", nargs="+", default=["equal", "long_tailed"], choices=["equal", "long_tailed"])
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--longest", type=int, default=219, help="tokens of the longest completion")
+    parser.add_argument("--prompt-tokens", type=int, default=6)
+    parser.add_argument("--waves", type=int, default=8, help="long-tailed requests per slot")
+    parser.add_argument("--equal-waves", type=int, default=4, help="requests per slot of equal length")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", help="of the results' file; default: engine-MODEL")
+    parser.add_argument("--results", type=Path, default=common.RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    begun = common.machine()
+    records: list[Record] = []
+    for slots in options.slots:
+        for lengths in options.lengths:
+            records += compare(options, slots, lengths)
+            print(common.markdown(table_of(records)[-1:]), flush=True)
+        records += own_share(options, slots)
+    common.write_results(
+        options.name or f"engine-{common.model_label(options.model)}",
+        settings=common.settings_of(options),
+        begun=begun,
+        records=records,
+        table=table_of(records),
+        directory=options.results,
+    )
+
+
+if __name__ == "__main__":
+    main()

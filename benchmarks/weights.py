@@ -1,0 +1,158 @@
+"""What handing new weights to an engine in another process costs: the trainer's side, and the engine's pause.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.weights --models demo 135m
+
+The trainer's side (`send`) copies the weights into shared memory and takes their checksum. The engine's side checks what
+arrived (`poll`) and then, while nothing is decoded, takes it: a copy into the model's parameters and the checksum of what it
+holds now (`pause`). `copy` is the floor: the same bytes from one set of tensors into another, within a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import common
+from benchmarks.common import Record
+from pipelinerl.engine import LocalEngine
+from pipelinerl.models.state import first_names, named_weights
+from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
+from pipelinerl.weights.shared_file import create_shared_file
+
+IDLE_S = 0.0005
+
+
+def make_model(name: str) -> Any:
+    """The demo's model, a folder's, or `135m`: a model of SmolLM2-135M's sizes with random weights."""
+    if name != "135m":
+        return common.fresh_model(name)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).float().eval()
+
+
+def receive(name: str, fd: int, updates: int) -> None:
+    """The engine's process: take every update, then print a JSON line with the times of each."""
+    engine = LocalEngine(make_model(name), slots=1, max_length=64)
+    receiver = SharedWeightReceiver(fd, 0)
+    print("ready", flush=True)
+    times: list[Record] = []
+    while len(times) < updates:
+        begin_s = time.perf_counter()
+        update = receiver.poll()
+        polled_s = time.perf_counter()
+        if update is None:
+            time.sleep(IDLE_S)
+            continue
+        receipt = engine.update_weights(update)
+        receiver.acknowledge(receipt)
+        times.append({"poll_s": polled_s - begin_s, "pause_s": receipt.pause_s})
+    print(json.dumps(times), flush=True)
+
+
+def hand_over(name: str, repetitions: int, threads: int) -> list[Record]:
+    """Send the weights of one model again and again to an engine in another process; the first time is not kept."""
+    tensors = named_weights(make_model(name))
+    fd = create_shared_file()
+    command = [sys.executable, "-m", "benchmarks.weights", "--receive", name, str(fd), str(repetitions + 1)]
+    command += ["--threads", str(threads)]
+    copies_s, sends_s, answers_s = [], [], []
+    target = {key: torch.empty_like(tensors[key]) for key in dict.fromkeys(first_names(tensors).values())}
+    with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        if engine.stdout.readline() != "ready\n":
+            raise SystemExit("the engine's process did not start")
+        sender = SharedWeightSender(fd, 1)
+        for version in range(repetitions + 1):
+            copies_s.append(_copy_s(tensors, target))
+            begin_s = time.perf_counter()
+            sender.send(version, tensors)
+            sends_s.append(time.perf_counter() - begin_s)
+            while sender.unanswered():
+                time.sleep(IDLE_S)
+            answers_s.append(time.perf_counter() - begin_s)
+            sender.receipts()
+        received: list[Record] = json.loads(engine.stdout.readline())
+        sender.close()
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in target.values())
+    return [
+        {
+            "model": common.model_label(name),
+            "system": "shared memory",
+            "repetition": i,
+            "weight_bytes": weight_bytes,
+            "copy_s": copies_s[i + 1],
+            "send_s": sends_s[i + 1],
+            **received[i + 1],
+            "until_answered_s": answers_s[i + 1],
+        }
+        for i in range(repetitions)
+    ]
+
+
+def _copy_s(tensors: dict[str, Tensor], target: dict[str, Tensor]) -> float:
+    begin_s = time.perf_counter()
+    for name, tensor in target.items():
+        tensor.copy_(tensors[name])
+    return time.perf_counter() - begin_s
+
+
+def table_of(records: list[Record]) -> list[Record]:
+    """A row for each model: medians in milliseconds, and the longest pause."""
+    rows = []
+    for model in dict.fromkeys(r["model"] for r in records):
+        chosen = [r for r in records if r["model"] == model]
+        row: Record = {"model": model, "MB": chosen[0]["weight_bytes"] / 1e6}
+        for part in ("copy", "send", "poll", "pause", "until_answered"):
+            row[f"{part} ms"] = 1e3 * statistics.median(r[f"{part}_s"] for r in chosen)
+        row["longest pause ms"] = 1e3 * max(r["pause_s"] for r in chosen)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["demo", "135m"], help="`demo`, `135m` (random weights), folders")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--results", type=Path, default=common.RESULTS)
+    parser.add_argument("--receive", nargs=3, metavar=("MODEL", "FD", "UPDATES"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.receive:
+        name, fd, updates = options.receive
+        receive(name, int(fd), int(updates))
+        return
+    begun = common.machine()
+    records = [record for name in options.models for record in hand_over(name, options.repetitions, options.threads)]
+    common.write_results(
+        "weights",
+        settings=common.settings_of(options),
+        begun=begun,
+        records=records,
+        table=table_of(records),
+        directory=options.results,
+    )
+
+
+if __name__ == "__main__":
+    main()
