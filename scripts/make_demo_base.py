@@ -48,9 +48,7 @@ def finish_line(cells: list[tuple[int, int]], result: int) -> str:
     return ";".join(f"{a:02d},{b:02d}" for a, b in cells) + f">{result:02d}"
 
 
-def demonstrate(
-    problem: GcdProblem, rng: random.Random, *, quit_chance: float = 0.0, slip_chance: float = 0.0
-) -> str:
+def demonstrate(problem: GcdProblem, rng: random.Random, *, quit_chance: float = 0.0, slip_chance: float = 0.0) -> str:
     """Works through `problem`; before each step may give up, and at each step may be off by one.
 
     Whoever gives up reports the larger number, which is always wrong: the smaller one would often be
