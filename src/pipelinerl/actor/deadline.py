@@ -105,6 +105,8 @@ class CodeDeadline:
         self._alarm = alarm
         self._task: asyncio.Task[Any] | None = None
         self._started: set[asyncio.Task[Any]] = set()
+        self._outer_factory: Any = None
+        self._watched = False
         self.closing = False
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -129,6 +131,17 @@ class CodeDeadline:
         if self._cancel():
             asyncio.get_running_loop().call_later(GRACE_S, self._close)
 
+    def close_if_refused(self) -> None:
+        """Somebody cancelled the code. Unless it has given way, or taken it back, `GRACE_S` later, it is closed."""
+        if not self._watched:
+            self._watched = True
+            asyncio.get_running_loop().call_later(GRACE_S, self._close_if_cancelling)
+
+    def _close_if_cancelling(self) -> None:
+        self._watched = False
+        if any(task.cancelling() for task in (self._task, *self._started) if task is not None):
+            self._close()
+
     def _close(self) -> None:
         self.closing = True
         self._cancel()
@@ -145,21 +158,21 @@ class CodeDeadline:
     def resume(self, step: Callable[[], T]) -> T:
         """One resumption of a coroutine, in the running loop."""
         loop = asyncio.get_running_loop()
-        factory = loop.get_task_factory()
-
-        def spawn(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-            guarded = self._guard(coroutine)
-            made = factory(loop, guarded, **options) if factory else asyncio.Task(guarded, loop=loop, **options)
-            task = cast("asyncio.Task[Any]", made)
-            self._started.add(task)
-            task.add_done_callback(self._started.discard)
-            return task
-
-        loop.set_task_factory(spawn)
+        self._outer_factory = loop.get_task_factory()
+        loop.set_task_factory(self._spawn)
         try:
             return self.call(step)
         finally:
-            loop.set_task_factory(factory)
+            loop.set_task_factory(self._outer_factory)
+
+    def _spawn(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+        """What makes the tasks that the code starts: as they would be made, but under the deadline."""
+        guarded, factory = self._guard(coroutine), self._outer_factory
+        made = factory(loop, guarded, **options) if factory else asyncio.Task(guarded, loop=loop, **options)
+        task = cast("asyncio.Task[Any]", made)
+        self._started.add(task)
+        task.add_done_callback(self._started.discard)
+        return task
 
     def call(self, step: Callable[[], T]) -> T:
         return self._alarm.call(step)
@@ -191,6 +204,8 @@ class _Resumptions(Generic[T]):
                 error = None
             except BaseException as thrown:
                 error = thrown
+                if isinstance(thrown, asyncio.CancelledError):
+                    deadline.close_if_refused()
                 if deadline.closing and isinstance(thrown, asyncio.CancelledError):
                     with suppress(RuntimeError, CodeDeadlineError):  # it refuses this too: then it is just left suspended
                         deadline.call(coroutine.close)

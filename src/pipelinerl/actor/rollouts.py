@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, cast
 import msgspec
 
 from pipelinerl.actor.client import Produced, RolloutClient
-from pipelinerl.actor.deadline import GRACE_S, CodeAlarm, CodeDeadline, CodeDeadlineError
+from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError
 from pipelinerl.errors import PromptTooLongError, RolloutError
 from pipelinerl.interfaces import Environment
 from pipelinerl.types import Completion, Problem, Rollout, Turn
@@ -48,21 +48,30 @@ async def attempt(
 ) -> Rollout | Failure:
     """Run one rollout to its end, its failure or its deadline. Cancelling this cancels the rollout and raises."""
     deadline = CodeDeadline(limits.alarm)
-    task = asyncio.create_task(_play(environment, problem, client, deadline))
-    try:
-        await asyncio.wait({task}, timeout=limits.rollout_s)
-        if task.done():
-            return task.result()
+    task = asyncio.current_task()
+    expired = False
+
+    def expire() -> None:
+        nonlocal expired
+        expired = True
         deadline.end()
-        await asyncio.wait({task}, timeout=2 * GRACE_S)
-        stopped = task.result() if task.done() and not task.cancelled() else None
-        where = stopped.traceback if isinstance(stopped, Failure) else ""
-        return Failure("timeout", f"the rollout took longer than {limits.rollout_s:g} s", where)
+
+    timer = asyncio.get_running_loop().call_later(limits.rollout_s, expire)
+    try:
+        outcome = await _play(environment, problem, client, deadline)
+    except asyncio.CancelledError as error:
+        if not expired:
+            raise
+        outcome = Failure("timeout", "cancelled", _format(error))
     finally:
+        timer.cancel()
         client.close()
-        if not task.done():
-            task.cancel()
-            deadline.end()
+    while task is not None and task.cancelling():  # by `expire`, or by the environment itself: seen to
+        task.uncancel()
+    if expired:
+        where = outcome.traceback if isinstance(outcome, Failure) else ""
+        return Failure("timeout", f"the rollout took longer than {limits.rollout_s:g} s", where)
+    return outcome
 
 
 def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tuple[Problem, Problem] | Failure:
@@ -89,6 +98,11 @@ async def _play(
         return check_rollout(returned, client.produced())
     except (KeyboardInterrupt, GeneratorExit):
         raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return Failure("raised", "the environment awaited something that was cancelled", _format(error))
     except BaseException as error:  # noqa: BLE001 - code that isn't ours: it is reported as this attempt's failure
         return _failure(error)
 
@@ -102,11 +116,6 @@ def _failure(error: BaseException) -> Failure:
     for part in parts:
         if isinstance(part, PromptTooLongError):
             return Failure("prompt_too_long", str(part))
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            return Failure("timeout", "cancelled", _format(error))
-        return Failure("raised", "the environment awaited something that was cancelled", _format(error))
     if isinstance(error, RolloutError):
         return Failure("bad_rollout", str(error))
     return Failure("raised", _one_line(error), _format(error))
@@ -148,7 +157,8 @@ def _check_turn(turn: object, number: int, produced: Mapping[str, Produced]) -> 
     if request_id not in produced:
         raise RolloutError(f"turn {number}: this rollout's client has produced no completion {request_id!r}")
     prompt_ids, completion = produced[request_id]
-    for field in Completion.__struct_fields__:
+    fields = () if turn.completion is completion else Completion.__struct_fields__
+    for field in fields:
         if getattr(turn.completion, field) != getattr(completion, field):
             raise RolloutError(f"turn {number}: `{field}` of {request_id} is not what the engine produced")
     if tuple(turn.prompt_ids) != prompt_ids:
