@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pipelinerl.interfaces import Board
 from pipelinerl.types import Progress, StageState, StageStatus
 
-REFRESH_S = 0.05
+REFRESH_S = 0.2
 """While the state stays the same, the status is written again after this long."""
 
 

@@ -18,9 +18,9 @@ from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import Engine, StepOutput, Tokenizer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
 
-TURNS_TO_REACT = 4
-"""Turns of the event loop from a finished completion to a finished rollout, or to its next request: a completion wakes the
-rollout's code, which ends and wakes who supervises it. Code that awaits more than that is seen one engine step later."""
+TURNS_TO_REACT = 2
+"""Turns of the event loop from a finished completion to a finished rollout, or to its next request. Code that awaits more
+than that is seen one engine step later."""
 
 
 class _Open(NamedTuple):
