@@ -11,7 +11,7 @@ import time
 import pytest
 
 from pipelinerl.actor import deadline
-from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, call_with_deadline, deadlines_work
+from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, deadlines_work
 
 SHORT_S = 0.03
 
@@ -244,7 +244,7 @@ def test_timer_and_handler_of_others_are_restored():
     timer_before = signal.setitimer(signal.ITIMER_REAL, 100, 7)
     try:
         with pytest.raises(CodeDeadlineError):
-            call_with_deadline(SHORT_S, spin)
+            CodeAlarm(SHORT_S).call(spin)
         left_s, repeat_s = signal.getitimer(signal.ITIMER_REAL)
         assert signal.getsignal(signal.SIGALRM) is handler
         assert 50 < left_s < 100 - SHORT_S / 2
@@ -255,9 +255,9 @@ def test_timer_and_handler_of_others_are_restored():
 
 
 def test_a_plain_call():
-    assert call_with_deadline(1.0, divmod, 7, 3) == (2, 1)
+    assert CodeAlarm(1.0).call(lambda: divmod(7, 3)) == (2, 1)
     with pytest.raises(CodeDeadlineError):
-        call_with_deadline(SHORT_S, time.sleep, 60)
+        CodeAlarm(SHORT_S).call(lambda: time.sleep(60))
 
 
 def test_outside_the_main_thread_it_runs_without_and_says_so():

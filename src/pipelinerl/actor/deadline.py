@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 REPEAT_S = 0.25
 """Code that swallows the error, and goes on, gets it again after this long."""
@@ -38,11 +37,6 @@ class CodeDeadlineError(BaseException):
 def deadlines_work() -> bool:
     """Whether code that doesn't yield can be interrupted: in the main thread, where the system has interval timers."""
     return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
-
-
-def call_with_deadline(code_timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """A plain call under a deadline: `function(*args, **kwargs)`, interrupted after `code_timeout_s`."""
-    return CodeAlarm(code_timeout_s).call(lambda: function(*args, **kwargs))
 
 
 class CodeAlarm:
