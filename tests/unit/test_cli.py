@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import pipelinerl.cli
+import pipelinerl.cli.parser
 from pipelinerl import __version__
 from pipelinerl.cli import main
 from pipelinerl.config import config_from_yaml, config_to_yaml, load_config
@@ -61,7 +61,7 @@ def test_version_and_help(capsys: Capture) -> None:
         (["train", "--resum", "x"], "unknown flag --resum; did you mean `--resume`?"),
         (["train", "--debgu"], "unknown flag --debgu; did you mean `--debug`?"),
         (["train", "--resume"], "argument --resume: expected one argument"),
-        (["config", "--resume", "x"], "unrecognized arguments: --resume (see"),
+        (["config", "--resume", "x"], "--resume: unknown key; `pipelinerl config` prints all keys"),
         (["convert-gguf", "a.gguf"], "the following arguments are required: OUT_DIR"),
         (["convert-gguf", "a.gguf", "out", "--force"], "pipelinerl convert-gguf knows no flag --force"),
     ],
@@ -105,7 +105,7 @@ def test_every_error_has_its_exit_status(
     def fail(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(pipelinerl.cli, "load_config", fail)
+    monkeypatch.setattr(pipelinerl.cli.parser, "load_config", fail)
     assert main(["config"]) == status
     assert capsys.readouterr().err == message
 
@@ -114,7 +114,7 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pipelinerl.cli, "load_config", fail)
+    monkeypatch.setattr(pipelinerl.cli.parser, "load_config", fail)
     with pytest.raises(ZeroDivisionError):
         main(["config"])
 

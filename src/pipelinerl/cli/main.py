@@ -1,0 +1,51 @@
+"""The `pipelinerl` command. Parses arguments, turns errors into one line and an exit status; the work is done elsewhere.
+
+Exit status: 0 the run reached its goal (or the command did what was asked), 2 the user's mistake, 130 interrupted; see
+`errors.py` for the others. Heavy modules are imported by the subcommand that needs them, once its arguments are right.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+from pipelinerl.cli import config, convert_gguf, train
+from pipelinerl.cli.parser import Commands, refuse_settings
+from pipelinerl.errors import PipelineRLError, RunInterruptedError
+
+_SUBCOMMANDS = (train, config, convert_gguf)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. Nothing escapes but bugs."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    failure: BaseException
+    try:
+        return _run(arguments)
+    except RunInterruptedError as stopped:  # asked for, so not an error
+        status, message, failure = stopped.exit_status, str(stopped), stopped
+    except PipelineRLError as error:
+        status, message, failure = error.exit_status, f"error: {error}", error
+    except KeyboardInterrupt as stop:
+        status, message, failure = 130, "interrupted", stop
+    except SystemExit as exit_:  # argparse, after --help and --version
+        return exit_.code if isinstance(exit_.code, int) else 1
+    if "--debug" in arguments:
+        traceback.print_exception(failure)
+    print(message, file=sys.stderr)
+    return status
+
+
+def _run(arguments: list[str]) -> int:
+    commands = Commands()
+    for subcommand in _SUBCOMMANDS:
+        subcommand.add_to(commands)
+    own, settings = commands.split(arguments)
+    options = commands.root.parse_args(own)
+    if options.command is None:
+        refuse_settings("pipelinerl without a command", settings)
+        commands.root.print_help(sys.stderr)
+        return 2
+    status: int = options.run(options, settings)
+    return status

@@ -1,0 +1,120 @@
+"""What subcommands share: their parsers, flags that set keys of the run file, and printing."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from pipelinerl import __version__
+from pipelinerl.config import RunConfig, load_config
+from pipelinerl.errors import UserError
+
+SETTINGS_HELP = (
+    "every key of the run file is a flag too: --trainer.steps 20; `pipelinerl config` prints them with their docs"
+)
+"""Epilog of the subcommands that take a run file."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports what is wrong the way everything else does: one line, exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
+class Commands:
+    """The command's parser, and one for each subcommand."""
+
+    def __init__(self) -> None:
+        self.root = Parser(
+            prog="pipelinerl",
+            description="Reinforcement learning for language models, with weight updates in the midst of generation.",
+            allow_abbrev=False,
+        )
+        self.root.add_argument("--version", action="version", version=f"pipelinerl {__version__}")
+        self.root.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+        self._everywhere = Parser(add_help=False)
+        self._everywhere.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        self._subparsers = self.root.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+        self._parsers: dict[str, argparse.ArgumentParser] = {}
+
+    def add(self, name: str, text: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        """A subcommand's parser. It sets `run`: a function of (options, settings) that returns the exit status."""
+        parser = self._subparsers.add_parser(
+            name, help=text, description=text, parents=[self._everywhere], allow_abbrev=False, epilog=epilog
+        )
+        self._parsers[name] = parser
+        return parser
+
+    def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Arguments for argparse, and those that set keys of the run file (`--key value`, `--key=value`, `--switch`).
+
+        What follows a flag of the run file is its value unless it is a flag itself (values that start with `--` are given
+        with `=`), so that a run file may stand anywhere but right behind a switch.
+        """
+        flags = self._flags(arguments)
+        own: list[str] = []
+        settings: list[str] = []
+        rest = list(arguments)
+        while rest:
+            argument = rest.pop(0)
+            flag, equals, _ = argument.partition("=")
+            is_setting = flag.startswith("--") and flag not in flags and flag != "--"
+            target = settings if is_setting else own
+            target.append(argument)
+            most = 1 if is_setting else _most_values(flags.get(flag))
+            while most and not equals and rest and not rest[0].startswith("--"):
+                target.append(rest.pop(0))
+                most -= 1
+        _check_spelling(settings, flags)
+        return own, settings
+
+    def _flags(self, arguments: Sequence[str]) -> Mapping[str, argparse.Action]:
+        """The flags that the subcommand among the arguments has for itself."""
+        command = next((argument for argument in arguments if argument in self._parsers), None)
+        parsers = [self.root] if command is None else [self.root, self._parsers[command]]
+        return {flag: action for parser in parsers for action in parser._actions for flag in action.option_strings}
+
+
+def _most_values(action: argparse.Action | None) -> int:
+    if action is None or action.nargs == 0:
+        return 0
+    if isinstance(action.nargs, int):
+        return action.nargs
+    return 1 if action.nargs in (None, "?") else sys.maxsize
+
+
+def _check_spelling(settings: Sequence[str], flags: Mapping[str, argparse.Action]) -> None:
+    for setting in settings:
+        flag = setting.partition("=")[0]
+        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.75) if flag.startswith("--") else []
+        if near and "." not in flag:
+            raise UserError(f"unknown flag {flag}; did you mean `{near[0]}`?")
+
+
+def load(run_file: Path | None, settings: Sequence[str]) -> RunConfig:
+    """The configuration of a run file (none: the demo's) with flags on top. Raises ConfigError."""
+    return load_config(run_file, settings)
+
+
+def refuse_settings(command: str, settings: Sequence[str]) -> None:
+    """For subcommands without a run file: raises UserError if flags were given that are not theirs."""
+    if settings:
+        raise UserError(f"{command} knows no flag {settings[0].partition('=')[0]} (see `pipelinerl --help`)")
+
+
+def write(text: str) -> int:
+    """Print a command's result. Returns its exit status: 0, or 141 when whoever read it (`| head`) has gone."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would complain at exit, when it flushes what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0

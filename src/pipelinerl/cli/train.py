@@ -1,0 +1,37 @@
+"""`pipelinerl train`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, load
+from pipelinerl.errors import RunDirectoryError, UserError
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add("train", "Train a model. Without a run file: the built-in demo.", epilog=SETTINGS_HELP)
+    parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
+    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on with a run from its last checkpoint")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    run_file: Path | None = options.run_file
+    if options.resume is not None:
+        run_file = _config_of_run(run_file, options.resume)
+    config = load(run_file, settings)
+    from pipelinerl.launch import train  # noqa: PLC0415 (loads torch, which a mistake above should not wait for)
+
+    train(config, resume=options.resume)
+    return 0
+
+
+def _config_of_run(run_file: Path | None, run_dir: Path) -> Path:
+    if run_file is not None:
+        raise UserError(f"--resume takes the configuration from {run_dir / 'config.yaml'}; leave out {run_file}")
+    config = run_dir / "config.yaml"
+    if not config.is_file():
+        raise RunDirectoryError(f"can't resume {run_dir}: it is not a run directory (there is no {config})")
+    return config
