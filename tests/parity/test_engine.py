@@ -20,7 +20,10 @@ MAX_LENGTH = 128
 
 
 def engine_of(model: Any, **options: Any) -> LocalEngine:
-    return LocalEngine(model, **{"slots": 6, "max_length": MAX_LENGTH, "prefill_tokens": 24} | options)
+    engine = LocalEngine(model, **{"slots": 6, "max_length": MAX_LENGTH, "prefill_tokens": 24} | options)
+    # Every family here can be flattened: one that suddenly can't would run, but slowly and unnoticed.
+    assert engine._runner.flat == options.get("flatten", True)
+    return engine
 
 
 def requests(count: int, temperature: float, max_tokens: int = 40) -> list[GenerationRequest]:
@@ -104,9 +107,10 @@ def test_greedy_tokens_are_those_of_generate(family: str) -> None:
         assert list(done.token_ids) == out[0, len(request.prompt_ids) :].tolist()
 
 
-def test_log_probabilities_are_those_of_a_full_forward(family: str) -> None:
+@pytest.mark.parametrize("flatten", [True, False])
+def test_log_probabilities_are_those_of_a_full_forward(family: str, flatten: bool) -> None:
     reference = make_model(family)
-    engine = engine_of(make_model(family))
+    engine = engine_of(make_model(family), flatten=flatten)
     wanted = requests(10, temperature=1.0)
     for request, done in zip(wanted, engine.generate(wanted), strict=True):
         rows = full_forward_logprobs(reference, request.prompt_ids, done.token_ids)[len(request.prompt_ids) - 1 : -1]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from pipelinerl.engine import LocalEngine
+from pipelinerl.engine.uniform import StepUniforms, uniforms
 from pipelinerl.errors import PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
@@ -19,7 +21,9 @@ from tests.parity.models import VOCABULARY, make_model
 
 
 def engine(slots: int = 4, **options: Any) -> LocalEngine:
-    return LocalEngine(make_model("llama"), **{"slots": slots, "max_length": 96, "prefill_tokens": 16} | options)
+    return LocalEngine(
+        make_model("llama"), **{"slots": slots, "max_length": 96, "prefill_tokens": 16, "flatten": False} | options
+    )
 
 
 def request(name: str, prompt: tuple[int, ...] = (3, 4, 5), max_tokens: int = 10, **options: Any) -> GenerationRequest:
@@ -247,3 +251,31 @@ def test_a_model_whose_attention_strays_from_its_own_is_refused() -> None:
     model.model.layers[0] = Strange(model.model.layers[0])
     with pytest.raises(UnsupportedModelError, match="off by"):
         LocalEngine(model, slots=1, max_length=64)
+
+
+def test_a_model_that_can_not_be_flattened_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Deciding(nn.Module):
+        """Does the same either way, but looks at its data first."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: torch.Tensor, **options: Any) -> Any:
+            return self.inner(hidden if bool(hidden.sum() > 0) else hidden.clone(), **options)
+
+    model = make_model("llama")
+    model.model.layers[0] = Deciding(model.model.layers[0])
+    served = LocalEngine(model, slots=2, max_length=64)
+    assert not served._runner.flat
+    assert "can't be flattened" in caplog.text
+    wanted = [request("a"), request("b", (7, 8))]
+    assert served.generate(wanted) == engine(slots=2).generate(wanted)
+
+
+def test_uniform_numbers_drawn_ahead_are_those_of_each_step() -> None:
+    keys, counts = np.array([3, 2**63, 17], dtype=np.uint64), np.array([0, 5, 11])
+    ahead = StepUniforms(keys, counts, steps=4)
+    for step in range(11):
+        assert ahead.next().tolist() == uniforms(keys, counts + step).tolist()
+    assert counts.tolist() == [0, 5, 11]

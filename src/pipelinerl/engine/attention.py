@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from pipelinerl.models.attention import attend, refuse_unknown_features
 ATTENTION_NAME = "pipelinerl_slots"
 
 
-@dataclass(frozen=True, slots=True)
-class RowClass:
+class RowClass(NamedTuple):
     """Decoding rows `start <= row < end`, none of which holds more than `length` tokens, this step's included.
 
     `equal` rows all hold exactly `length`: there is nothing to hide from them.
@@ -71,8 +70,9 @@ def batch_chunks(chunks: Sequence[Chunk], device: torch.device) -> tuple[ChunkBa
 class StepBatch:
     """Everything that one forward needs to know about slots.
 
-    `positions_R` are the decoding tokens' positions; `longest` is what a sequence may grow to. Once a model is `checked`
-    its layers are not asked again whether they want what is not here.
+    `positions_R` are the decoding tokens' positions in rows `rows_R`; `longest` is what a sequence may grow to. Once a model
+    is `checked` its layers are not asked again whether they want what is not here. `equal_length` is the number of tokens of
+    every decoding row, this step's included, if it is the same for all; else `places` index the slots' [rows, position].
     """
 
     kv: KVCache
@@ -82,16 +82,18 @@ class StepBatch:
     chunks: tuple[ChunkBatch, ...]
     longest: int
     checked: bool = False
+    decoding: int = field(init=False)
+    equal_length: int | None = field(init=False)
+    places: tuple[Tensor | slice, ...] = field(init=False)
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
-    @property
-    def decoding(self) -> int:
-        return int(self.positions_R.shape[0])
+    def __post_init__(self) -> None:
+        self.decoding = int(self.positions_R.shape[0])
+        self.equal_length = self.classes[0].length if len(self.classes) == 1 and self.classes[0].equal else None
+        self.places = (self.rows_R, slice(None), self.positions_R)
 
-    @property
-    def equal_length(self) -> int | None:
-        """Tokens of every decoding row, this step's included, if it is the same number for all."""
-        return self.classes[0].length if len(self.classes) == 1 and self.classes[0].equal else None
+    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_rows(self, call, query, key, value)
 
     def decode_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [r, 1, 1, L] of a row class, made once a step for each window size; None if nothing is hidden."""
@@ -111,24 +113,25 @@ class StepBatch:
         return mask
 
 
-@dataclass(slots=True)
-class _Layer:
-    """One layer's call: what the model projected for this step, where it goes, and how to attend.
+class LayerCall(NamedTuple):
+    """One layer's settings of attention: which it is, the scale of its scores, its sliding window and its soft cap."""
 
-    query [T, Hq, D], key and value [T, Hk, D]; keys and values [H, Hk, max_length, D] are the layer's slots.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    keys: Tensor
-    values: Tensor
+    layer: int
     scale: float
     window: int | None
     softcap: float | None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-        return attend(query, key, value, mask, scale=self.scale, softcap=self.softcap, causal=causal)
+
+class AttentionSite(Protocol):
+    """What a model's forward is given as `slot_batch`: where its attention happens."""
+
+    @property
+    def checked(self) -> bool: ...
+
+    @property
+    def longest(self) -> int: ...
+
+    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
 def slot_attention(
@@ -138,7 +141,7 @@ def slot_attention(
     value: Tensor,
     attention_mask: object,
     *,
-    slot_batch: StepBatch,
+    slot_batch: AttentionSite,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -153,60 +156,69 @@ def slot_attention(
             module, attention_mask, sliding_window=sliding_window, longest=slot_batch.longest, other=other
         )
     index: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = slot_batch.kv.layer(index)
-    layer = _Layer(
-        query=query[0].transpose(0, 1),
-        key=key[0].transpose(0, 1),
-        value=value[0].transpose(0, 1),
-        keys=keys,
-        values=values,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-    )
-    parts = [_decode(slot_batch, layer)] if slot_batch.decoding else []
-    parts += [_prefill(chunk, layer) for chunk in slot_batch.chunks]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return slot_batch.attend(LayerCall(index, scale, sliding_window, softcap), query, key, value), None
 
 
-def _decode(batch: StepBatch, layer: _Layer) -> Tensor:
+def attend_rows(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Write this step's keys and values into the slots, and attend: shapes as in `slot_attention`."""
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if not batch.chunks:
+        return _decode(batch, call, query, key, value)[None]
+    parts = [_decode(batch, call, query, key, value)] if batch.decoding else []
+    parts += [_prefill(batch.kv, chunk, call, (query, key, value)) for chunk in batch.chunks]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+
+def _decode(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of the decoding rows' tokens, [R, Hq, D]."""
-    rows, kv_heads = batch.decoding, layer.key.shape[1]
+    rows, heads, kv_heads = batch.decoding, query.shape[1], key.shape[1]
+    keys, values = batch.kv.layer(call.layer)
+    if batch.chunks:
+        query, key, value = query[:rows], key[:rows], value[:rows]
     if batch.equal_length is not None:
-        layer.keys[:rows, :, batch.equal_length - 1] = layer.key[:rows]
-        layer.values[:rows, :, batch.equal_length - 1] = layer.value[:rows]
+        keys[:rows, :, batch.equal_length - 1] = key
+        values[:rows, :, batch.equal_length - 1] = value
     else:
-        layer.keys[batch.rows_R, :, batch.positions_R] = layer.key[:rows]
-        layer.values[batch.rows_R, :, batch.positions_R] = layer.value[:rows]
+        keys[batch.places] = key
+        values[batch.places] = value
     # The query heads that share a key/value head become the query positions of that head: no copy of keys or values.
-    grouped = layer.query[:rows].reshape(rows, kv_heads, -1, layer.query.shape[-1])
+    query = query.unsqueeze(2) if heads == kv_heads else query.reshape(rows, kv_heads, -1, query.shape[-1])
     parts = []
-    for index, part in enumerate(batch.classes):
-        rows_r = slice(part.start, part.end)
-        mask = batch.decode_mask(index, layer.window, layer.query.dtype)
-        keys, values = layer.keys[rows_r, :, : part.length], layer.values[rows_r, :, : part.length]
-        parts.append(layer.attend(grouped[rows_r], keys, values, mask, causal=False))
+    for index, (start, end, length, _) in enumerate(batch.classes):
+        mask = batch.decode_mask(index, call.window, query.dtype)
+        rows_r = slice(start, end)
+        attended = attend(
+            query if end - start == rows else query[rows_r],
+            keys[rows_r, :, :length],
+            values[rows_r, :, :length],
+            mask,
+            scale=call.scale,
+            softcap=call.softcap,
+            causal=False,
+        )
+        parts.append(attended)
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return attended.reshape(rows, layer.query.shape[1], layer.value.shape[-1])
+    return attended.reshape(rows, heads, -1)
 
 
-def _prefill(batch: ChunkBatch, layer: _Layer) -> Tensor:
-    """Attention of a batch of chunks, [n * count, Hq, D]."""
-    n, count, offset = len(batch.rows_N), batch.count, batch.offset
-    tokens, end = slice(batch.begin, batch.begin + n * count), offset + count
-    query, keys, values = (
-        x[tokens].reshape(n, count, *x.shape[1:]).transpose(1, 2) for x in (layer.query, layer.key, layer.value)
-    )
-    layer.keys[batch.rows_N, :, offset:end] = keys
-    layer.values[batch.rows_N, :, offset:end] = values
+def _prefill(kv: KVCache, chunk: ChunkBatch, call: LayerCall, projected: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Attention of a batch of chunks, [n * count, Hq, D], given all tokens' queries, keys and values."""
+    n, count, offset = len(chunk.rows_N), chunk.count, chunk.offset
+    tokens, end = slice(chunk.begin, chunk.begin + n * count), offset + count
+    query, new_keys, new_values = (x[tokens].reshape(n, count, *x.shape[1:]).transpose(1, 2) for x in projected)
+    keys, values = kv.layer(call.layer)
+    keys[chunk.rows_N, :, offset:end] = new_keys
+    values[chunk.rows_N, :, offset:end] = new_values
     if offset:
-        keys, values = layer.keys[batch.rows_N, :, :end], layer.values[batch.rows_N, :, :end]
+        new_keys, new_values = keys[chunk.rows_N, :, :end], values[chunk.rows_N, :, :end]
     mask = None
-    if offset or layer.softcap is not None or (layer.window is not None and end > layer.window):
+    if offset or call.softcap is not None or (call.window is not None and end > call.window):
         positions_c1 = torch.arange(offset, end, device=query.device)[:, None]
         columns = torch.arange(end, device=query.device)
         hidden = columns > positions_c1
-        if layer.window is not None:
-            hidden |= columns <= positions_c1 - layer.window
+        if call.window is not None:
+            hidden |= columns <= positions_c1 - call.window
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
-    return layer.attend(query, keys, values, mask, causal=True).transpose(1, 2).flatten(0, 1)
+    attended = attend(query, new_keys, new_values, mask, scale=call.scale, softcap=call.softcap, causal=True)
+    return attended.transpose(1, 2).flatten(0, 1)

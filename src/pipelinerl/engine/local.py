@@ -9,7 +9,6 @@ from collections.abc import Sequence as Seq
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -18,7 +17,7 @@ from pipelinerl.engine.rows import Ints, RowTable
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.engine.sampler import SamplingRows, sample
 from pipelinerl.engine.sequence import Prefill, Sequence, VersionMarks
-from pipelinerl.engine.uniform import request_key, uniforms
+from pipelinerl.engine.uniform import StepUniforms, request_key, uniforms
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.state import checksum, load_weights, named_weights
@@ -32,7 +31,8 @@ class LocalEngine:
 
     Parameters: `slots` H; `max_length` of prompt + completion; `prefill_tokens`, the most prompt tokens in one step;
     `kv_on_update`, whether KV entries computed by older weights are kept or recomputed at an update; `version` of the
-    weights that `model` holds now. Raises UnsupportedModelError for a model it can't run exactly.
+    weights that `model` holds now; `flatten`, whether to run its operations without its modules, which is faster. Raises
+    UnsupportedModelError for a model it can't run exactly.
     """
 
     def __init__(
@@ -45,11 +45,12 @@ class LocalEngine:
         kv_on_update: Literal["keep", "recompute"] = "keep",
         version: int = 0,
         name: str = "engine",
+        flatten: bool = True,
     ) -> None:
         self.name = name
         self.slots = slots
         self.max_length = max_length
-        self._runner = ModelRunner(model, slots, max_length)
+        self._runner = ModelRunner(model, slots, max_length, flatten=flatten)
         self._weights = named_weights(self._runner.model)
         self._prefill_tokens = prefill_tokens
         self._recompute_kv = kv_on_update == "recompute"
@@ -61,6 +62,8 @@ class LocalEngine:
         self._streaming: set[str] = set()
         self._cancelled: set[str] = set()
         self._rearrange = False
+        self._uniforms: StepUniforms | None = None
+        self._last_R = self._positions_R = torch.empty(0, dtype=torch.long)
         self._tokens_generated = 0
         self._decode_steps = 0
         self._busy_s = 0.0
@@ -140,6 +143,7 @@ class LocalEngine:
 
     # ---------------------------------------------------------------------------------------------- one step
 
+    @torch.inference_mode()
     def step(self) -> StepOutput:
         """One token boundary (cancellations, admissions), then one token for every sequence that has its prompt."""
         if not self._known:
@@ -151,6 +155,7 @@ class LocalEngine:
             moves = self._table.arrange(fresh)
             self._runner.kv.move(moves.sources, moves.targets, moves.length)
             self._rearrange = False
+            self._uniforms = None
         chunks = self._next_chunks()
         tokens: list[TokenEvent] = []
         if self._table.decoding or chunks:
@@ -199,6 +204,8 @@ class LocalEngine:
 
     def _next_chunks(self) -> list[tuple[Prefill, int]]:
         """Prompt tokens to process in this step, oldest prompts first, within the budget."""
+        if not self._prefills:
+            return []
         chunks: list[tuple[Prefill, int]] = []
         budget = self._prefill_tokens
         for prefill in self._prefills:
@@ -212,44 +219,61 @@ class LocalEngine:
 
     def _run(self, chunks: Seq[tuple[Prefill, int]]) -> torch.Tensor:
         """Run the model over decoding rows and chunks; logits of the rows and of prompts that are now complete."""
-        table, rows = self._table, self._table.decoding
-        ids = [table.last[:rows]]
-        positions = [table.positions[:rows]]
-        ragged: list[Chunk] = []
+        rows = self._table.decoding
+        keep: list[int] | None = None
+        ragged: tuple[Chunk, ...] = ()
+        if chunks:
+            ids_T, positions_T, keep, ragged = self._with_chunks(chunks)
+        elif steps := self._table.unsettled:
+            # The tokens of the step before, as they came from the sampler.
+            ids_T, positions_T = self._last_R, self._positions_R + steps
+        else:
+            ids_T = torch.from_numpy(self._table.last[:rows])
+            positions_T = self._positions_R = torch.from_numpy(self._table.positions[:rows])
+        self._decode_steps += 1
+        return self._runner.forward(
+            self._runner.kv, ids_T, positions_T, keep=keep, decoding=rows, classes=self._table.classes(), chunks=ragged
+        )
+
+    def _with_chunks(
+        self, chunks: Seq[tuple[Prefill, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int], tuple[Chunk, ...]]:
+        """The ragged row of this step: ids and positions [T], which indices to keep logits of, and where chunks lie."""
+        table = self._table
+        table.settle()
+        rows = begin = table.decoding
+        ids, positions = [table.last[:rows]], [table.positions[:rows]]
         keep = list(range(rows))
-        begin = rows
+        ragged = []
         for prefill, count in chunks:
-            end = prefill.done + count
-            ids.append(np.asarray(prefill.prompt_ids[prefill.done : end], dtype=np.int64))
-            positions.append(np.arange(prefill.done, end, dtype=np.int64))
-            ragged.append(Chunk(begin=begin, count=count, row=prefill.row, offset=prefill.done))
+            start, end = prefill.done, prefill.done + count
+            ids.append(np.array(prefill.prompt_ids[start:end], dtype=np.int64))
+            positions.append(np.arange(start, end))
+            ragged.append(Chunk(begin=begin, count=count, row=prefill.row, offset=start))
             begin += count
             if end == len(prefill.prompt_ids):
                 keep.append(begin - 1)
-            prefill.versions.mark(self._version, prefill.done)
+            prefill.versions.mark(self._version, start)
             prefill.done = end
-        logits_PV = self._runner.forward(
-            self._runner.kv,
-            torch.from_numpy(np.concatenate(ids) if chunks else ids[0]),
-            torch.from_numpy(np.concatenate(positions) if chunks else positions[0]),
-            keep=keep if chunks else None,
-            decoding=rows,
-            classes=table.classes(),
-            chunks=tuple(ragged),
-        )
-        table.positions[:rows] += 1
-        self._decode_steps += 1
-        return logits_PV
+        ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
+        return ids_T, positions_T, keep, tuple(ragged)
 
     def _sample(self, logits_PV: torch.Tensor, advanced: Seq[Prefill], finished: list[Completion]) -> list[TokenEvent]:
         """Sample for every row that has logits, and hand out what comes of it."""
-        rows = self._table.decoding
-        if not advanced:
-            return self._hand_out(logits_PV, np.arange(rows), finished)
+        table, rows = self._table, self._table.decoding
+        if not advanced and not self._streaming:
+            if self._uniforms is None:
+                table.settle()
+                self._uniforms = StepUniforms(table.keys[:rows], table.counts[:rows])
+            ids_R, logprobs_R = self._draw(logits_PV, slice(0, rows), self._uniforms.next())
+            self._last_R = ids_R
+            self._tokens_generated += rows
+            if table.note(ids_R.cpu().numpy(), logprobs_R.cpu().numpy()):
+                self._end_rows(np.arange(rows), finished)
+            return []
         row_n: list[int] = list(range(rows))
         source_n = list(row_n)
-        completed = [prefill for prefill in advanced if prefill.done == len(prefill.prompt_ids)]
-        for i, prefill in enumerate(completed):
+        for i, prefill in enumerate(prefill for prefill in advanced if prefill.done == len(prefill.prompt_ids)):
             self._share(prefill)
             row_n += [sequence.row for sequence in prefill.members]
             source_n += [rows + i] * len(prefill.members)
@@ -257,7 +281,19 @@ class LocalEngine:
             return []
         if len(source_n) > logits_PV.shape[0]:
             logits_PV = logits_PV[source_n]
-        return self._hand_out(logits_PV, np.array(row_n), finished)
+        table.settle()
+        rows_n = np.array(row_n)
+        uniforms_n = torch.from_numpy(uniforms(table.keys[rows_n], table.counts[rows_n]))
+        ids_n, logprobs_n = (x.cpu().numpy() for x in self._draw(logits_PV, rows_n, uniforms_n))
+        table.record(rows_n, ids_n, logprobs_n)
+        self._uniforms = None
+        self._tokens_generated += len(row_n)
+        events = []
+        for row, token_id, logprob in zip(row_n, ids_n.tolist(), logprobs_n.tolist(), strict=True):
+            if self._streaming and (request_id := table.owner(row).request.id) in self._streaming:
+                events.append(TokenEvent(request_id, int(table.counts[row]) - 1, token_id, logprob, self._version))
+        self._end_rows(rows_n, finished)
+        return events
 
     def _share(self, prefill: Prefill) -> None:
         """The prompt is done: its keys and values go to the other members' rows, and all begin to decode."""
@@ -271,38 +307,30 @@ class LocalEngine:
         self._prefills.remove(prefill)
         self._rearrange = True
 
-    def _hand_out(self, logits_nV: torch.Tensor, row_n: Ints, finished: list[Completion]) -> list[TokenEvent]:
-        table = self._table
-        ids_n, logprobs_n = self._draw(logits_nV, row_n)
-        ended, stopped = table.record(row_n, ids_n, logprobs_n)
-        self._tokens_generated += len(row_n)
-        events = []
-        if self._streaming:
-            for row, token_id, logprob in zip(row_n.tolist(), ids_n.tolist(), logprobs_n.tolist(), strict=True):
-                request_id = table.owner(row).request.id
-                if request_id in self._streaming:
-                    events.append(TokenEvent(request_id, int(table.counts[row]) - 1, token_id, logprob, self._version))
-        for index, by_stop_token in zip(ended.tolist(), stopped.tolist(), strict=True):
-            finished.append(self._end(table.owner(int(row_n[index])), "stop" if by_stop_token else "length"))
-        return events
-
-    def _draw(self, logits_nV: torch.Tensor, row_n: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
+    def _draw(
+        self, logits_nV: torch.Tensor, rows_n: Ints | slice, uniforms_n: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sampled ids [n] and their log-probs [n]."""
         table, device = self._table, logits_nV.device
-        parameters = None
-        if not table.plain:
-            parameters = SamplingRows(
-                temperature_n=torch.from_numpy(table.temperature[row_n]).to(device),
-                top_p_n=torch.from_numpy(table.top_p[row_n]).to(device),
-                top_k_n=torch.from_numpy(table.top_k[row_n]).to(device),
-            )
-        uniforms_n = torch.from_numpy(uniforms(table.keys[row_n], table.counts[row_n])).to(device)
-        with torch.inference_mode():
-            ids_n, logprobs_n = sample(logits_nV, parameters, uniforms_n)
-        return ids_n.cpu().numpy(), logprobs_n.cpu().numpy()
+        if table.plain:
+            return sample(logits_nV, None, uniforms_n.to(device))
+        parameters = SamplingRows(
+            temperature_n=torch.from_numpy(table.temperature[rows_n]).to(device),
+            top_p_n=torch.from_numpy(table.top_p[rows_n]).to(device),
+            top_k_n=torch.from_numpy(table.top_k[rows_n]).to(device),
+        )
+        return sample(logits_nV, parameters, uniforms_n.to(device))
+
+    def _end_rows(self, rows_n: Ints, finished: list[Completion]) -> None:
+        """End the sequences in `rows_n` whose last token ended them."""
+        self._table.settle()
+        for row, by_stop_token in self._table.ended(rows_n):
+            finished.append(self._end(self._table.owner(row), "stop" if by_stop_token else "length"))
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
         """The request is over: free its row and return what it has."""
         table, row = self._table, sequence.row
+        table.settle()
         count = int(table.counts[row]) if row >= 0 else 0
         if row >= 0:
             table.release(sequence)
@@ -339,6 +367,7 @@ class LocalEngine:
                 f"{update.checksum}: it can't go on"
             )
         self._version = update.version
+        self._table.settle()
         for sequence in self._known.values():
             if sequence.row >= 0 and (count := int(self._table.counts[sequence.row])):
                 sequence.versions.mark(update.version, count)
@@ -377,6 +406,7 @@ class LocalEngine:
         while pieces:
             self._fill(pieces)
 
+    @torch.inference_mode()
     def _fill(self, pieces: list[tuple[int, int, tuple[int, ...]]]) -> None:
         """Process the first pieces (row, offset, ids), as many as the token budget allows, and remove them."""
         ids: list[int] = []

@@ -4,7 +4,8 @@ A decode step attends, for each class, to as many positions as its longest seque
 would make all others pay for its length; with them, a class costs one more attention call a layer. Sequences are moved so
 that decoding rows are always `0..R-1`, longest class first, followed by the rows of prompts still being processed.
 
-Everything a step needs of its rows is kept in arrays, so that the work per token is not Python's.
+Everything a step needs of its rows is kept in arrays, so that the work per token is not Python's. Between two arrangements
+the same rows decode, one token each a step: what is sampled then is only noted, and settled when someone looks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipelinerl.engine.attention import RowClass
 from pipelinerl.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float32]
 
 # Attention lengths are rounded up to this, so that shapes repeat from step to step.
 _ROUND = 16
@@ -43,11 +45,29 @@ class Moves(NamedTuple):
     length: int
 
 
+class _Region(NamedTuple):
+    """Rows `start <= row < end` of a class as they were arranged: tokens of the longest and shortest, the next included."""
+
+    start: int
+    end: int
+    limit: int
+    longest: int
+    shortest: int
+
+    def after(self, steps: int) -> RowClass:
+        """The class after `steps` tokens more in every row."""
+        needed = self.longest + steps
+        if self.longest == self.shortest:
+            return RowClass(self.start, self.end, needed, equal=True)
+        return RowClass(self.start, self.end, min(self.limit, -(-needed // _ROUND) * _ROUND))
+
+
 class RowTable:
     """Assigns rows and holds their state, one entry a row.
 
     `positions` is where the row's next token goes in the cache, `last` that token, `counts` how many tokens were sampled
-    of at most `budgets`; `tokens` and `logprobs` [rows, max_length] are the sampled ones. `keys` is the request's
+    of at most `budgets`; `tokens` and `logprobs` [rows, max_length] are the sampled ones. These five are up to date after
+    `settle`. `keys` is the request's
     randomness, `temperature`, `top_p`, `top_k` its sampling parameters and `stops` its stop tokens, padded with -1.
     `plain` says that all rows sample at temperature 1 and without truncation.
     """
@@ -56,15 +76,20 @@ class RowTable:
         self._limits: Ints = np.array(class_limits(max_length))
         self._integers: Ints = np.zeros((5, rows), dtype=np.int64)
         self.positions, self.last, self.counts, self.budgets, self.top_k = self._integers
-        self._reals: npt.NDArray[np.float32] = np.zeros((2, rows), dtype=np.float32)
+        self._reals: Reals = np.zeros((2, rows), dtype=np.float32)
         self.temperature, self.top_p = self._reals
         self.keys: npt.NDArray[np.uint64] = np.zeros(rows, dtype=np.uint64)
         self.stops: Ints = np.full((rows, 1), -1, dtype=np.int64)
         self.tokens: Ints = np.zeros((rows, max_length), dtype=np.int64)
-        self.logprobs: npt.NDArray[np.float32] = np.zeros((rows, max_length), dtype=np.float32)
+        self.logprobs: Reals = np.zeros((rows, max_length), dtype=np.float32)
         self._kinds: Ints = np.zeros(rows, dtype=np.int64)
         self._owners: list[Sequence | None] = [None] * rows
-        self._regions: list[tuple[int, int, int]] = []
+        self._row_starts: Ints = np.arange(rows) * max_length
+        self._unsettled: list[tuple[Ints, Reals]] = []
+        self._regions: list[_Region] = []
+        self._age = 0  # steps since the rows were arranged
+        self._outgrown_at = self._ends_at = 0
+        self._stop_ids: frozenset[int] = frozenset()
         self._used = 0
         self.decoding = 0
         self.plain = True
@@ -99,6 +124,7 @@ class RowTable:
 
         Rows stay where they are unless their region moved from under them. The caller copies the cache by the moves.
         """
+        self.settle()
         alive = np.flatnonzero(self._kinds)
         classes = np.searchsorted(self._limits, self.positions[alive] + 1)
         last_region = len(self._limits)
@@ -113,9 +139,11 @@ class RowTable:
         vacant: Ints = np.arange(0)
         for region in range(last_region + 1):
             start, end = int(starts[region]), int(starts[region + 1])
-            if region < last_region and end > start:
-                self._regions.append((start, end, int(self._limits[last_region - 1 - region])))
             rows = alive[regions == region]
+            if region < last_region and end > start:
+                held = self.positions[rows] + 1
+                limit = int(self._limits[last_region - 1 - region])
+                self._regions.append(_Region(start, end, limit, longest=int(held.max()), shortest=int(held.min())))
             inside = (rows >= start) & (rows < end)
             is_vacant = np.ones(end - start, dtype=np.bool_)
             is_vacant[rows[inside] - start] = False
@@ -133,35 +161,62 @@ class RowTable:
         used = slice(0, self._used)
         plain = (self.temperature[used] == 1) & (self.top_p[used] == 1) & (self.top_k[used] == 0)
         self.plain = bool(plain.all())
+        decoding = slice(0, self.decoding)
+        self._age = 0
+        self._outgrown_at = 1 + min((region.limit - region.longest for region in self._regions), default=0)
+        self._ends_at = int((self.budgets[decoding] - self.counts[decoding]).min()) if self.decoding else 0
+        self._stop_ids = frozenset(self.stops[decoding].ravel().tolist())
         return moves
 
     def outgrown(self) -> bool:
         """Has a sequence grown beyond the length of its class?"""
-        return any(int(self.positions[start:end].max()) >= limit for start, end, limit in self._regions)
+        return self._age >= self._outgrown_at
 
     def classes(self) -> tuple[RowClass, ...]:
         """The decoding rows by class, each with the attention length that this step needs."""
-        classes = []
-        for start, end, limit in self._regions:
-            held = self.positions[start:end] + 1
-            needed = int(held.max())
-            if int(held.min()) == needed:
-                classes.append(RowClass(start, end, needed, equal=True))
-            else:
-                classes.append(RowClass(start, end, min(limit, -(-needed // _ROUND) * _ROUND)))
-        return tuple(classes)
+        return tuple(region.after(self._age) for region in self._regions)
 
-    def record(self, rows_n: Ints, ids_n: Ints, logprobs_n: npt.NDArray[np.float32]) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Take one sampled token for each of `rows_n`. Returns which of them (indices into `rows_n`) end with it, and
-        for each of these whether by a stop token (else by its budget)."""
-        counts_n = self.counts[rows_n]
-        self.tokens[rows_n, counts_n] = ids_n
-        self.logprobs[rows_n, counts_n] = logprobs_n
+    def note(self, ids_R: Ints, logprobs_R: Reals) -> bool:
+        """Take one token for each decoding row, after a step of these alone. Returns whether a row may have ended."""
+        self._unsettled.append((ids_R, logprobs_R))
+        self._age += 1
+        return self._age >= self._ends_at or not self._stop_ids.isdisjoint(ids_R.tolist())
+
+    @property
+    def unsettled(self) -> int:
+        """Steps that were noted and not settled."""
+        return len(self._unsettled)
+
+    def settle(self) -> None:
+        """Bring the arrays up to date with what was noted."""
+        if not self._unsettled:
+            return
+        ids, logprobs = zip(*self._unsettled, strict=True)
+        self._unsettled.clear()
+        rows, steps = slice(0, self.decoding), len(ids)
+        places_SR = self._row_starts[rows] + self.counts[rows] + np.arange(steps)[:, None]
+        self.tokens.reshape(-1)[places_SR] = ids
+        self.logprobs.reshape(-1)[places_SR] = logprobs
+        self.last[rows] = ids[-1]
+        self.counts[rows] += steps
+        self.positions[rows] += steps
+
+    def record(self, rows_n: Ints, ids_n: Ints, logprobs_n: Reals) -> None:
+        """Take one token for each of `rows_n`: all the decoding rows, and those whose prompt this step completed."""
+        self.settle()
+        self._age += 1
+        self.positions[: self.decoding] += 1
+        places_n = self._row_starts[rows_n] + self.counts[rows_n]
+        self.tokens.reshape(-1)[places_n] = ids_n
+        self.logprobs.reshape(-1)[places_n] = logprobs_n
         self.last[rows_n] = ids_n
-        self.counts[rows_n] = counts_n + 1
-        stopped_n = (self.stops[rows_n] == ids_n[:, None]).any(axis=1)
-        ended = np.flatnonzero(stopped_n | (counts_n + 1 >= self.budgets[rows_n]))
-        return ended, stopped_n[ended]
+        self.counts[rows_n] += 1
+
+    def ended(self, rows_n: Ints) -> list[tuple[int, bool]]:
+        """Those of `rows_n` that ended with their last token, and for each whether by a stop token (else by its budget)."""
+        stopped_n = (self.stops[rows_n] == self.last[rows_n, None]).any(axis=1)
+        ended = np.flatnonzero(stopped_n | (self.counts[rows_n] >= self.budgets[rows_n]))
+        return list(zip(rows_n[ended].tolist(), stopped_n[ended].tolist(), strict=True))
 
     def _move(self, sources: Ints, targets: Ints) -> Moves:
         if not len(sources):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 from torch import Tensor
 
 from pipelinerl.engine.attention import ATTENTION_NAME, Chunk, RowClass, StepBatch, batch_chunks, slot_attention
+from pipelinerl.engine.flat import FlatForward
 from pipelinerl.engine.kv_cache import KVCache, LayerShape
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import replace_attention, rope_limit
 
 _PROBE_TOKENS = 24
+
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -21,9 +25,12 @@ class ModelRunner:
 
     Raises UnsupportedModelError if the model's architecture does not fit, or if its log-probabilities over slots differ
     from those of its own forward: a model is either run right or not at all.
+
+    `flat` says whether the forward runs as a flat list of operations (see `flat.py`). With `flatten` it does, unless the
+    model's operations depend on its data: such a model runs as it is, with the same results.
     """
 
-    def __init__(self, model: Any, rows: int, max_length: int) -> None:
+    def __init__(self, model: Any, rows: int, max_length: int, *, flatten: bool = True) -> None:
         self.model = model.eval()
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
@@ -39,11 +46,14 @@ class ModelRunner:
         # While the model is being checked it says what its masks would have been. Afterwards a ready-made mask, which our
         # attention ignores, keeps transformers from spending time on them.
         self._mask: Tensor | None = None
-        self._check()
-        self._mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
+        self._flat: FlatForward | None = None
+        self._check(flatten)
         self.kv = KVCache(self._shapes, rows, max_length, self.dtype, self.device)
 
-    @torch.inference_mode()
+    @property
+    def flat(self) -> bool:
+        return self._flat is not None
+
     def forward(
         self,
         kv: KVCache,
@@ -55,7 +65,7 @@ class ModelRunner:
         classes: tuple[RowClass, ...] = (),
         chunks: tuple[Chunk, ...] = (),
     ) -> Tensor:
-        """Logits [len(keep), V] at the ragged row's indices `keep` (None: all of them).
+        """Logits [len(keep), V], in inference mode, at the row's indices `keep` (None: all of them, if no chunks).
 
         The first `decoding` tokens belong to rows 0, 1, ...
         """
@@ -70,6 +80,9 @@ class ModelRunner:
             longest=self._max_length,
             checked=self._mask is not None,
         )
+        if self._flat is not None:
+            keep_P = batch.rows_R if keep is None else torch.as_tensor(keep, dtype=torch.long, device=self.device)
+            return self._flat(ids_T[None], positions_T[None], keep_P, batch)
         out = self.model(
             input_ids=ids_T[None],
             position_ids=positions_T[None],
@@ -83,9 +96,8 @@ class ModelRunner:
         return logits
 
     @torch.inference_mode()
-    def _check(self) -> None:
-        """Compare with the model's own attention on a probe: two chunks of prompt, then single tokens, in two rows."""
-        name = type(self.model).__name__
+    def _check(self, flatten: bool) -> None:
+        """Compare with the model's own attention on a probe, as it is and, if it can be, flattened."""
         window = _sliding_window(self.model)
         length = _PROBE_TOKENS if window is None or window > 512 else window + _PROBE_TOKENS
         length = min(length, self._max_length)
@@ -93,20 +105,35 @@ class ModelRunner:
         replace_attention(self.model, ATTENTION_NAME, slot_attention)
         self.model.set_attn_implementation("eager")
         reference = self.model(input_ids=ids_T[None], use_cache=True)
-        self._shapes = _layer_shapes(getattr(reference, "past_key_values", None), name)
+        self._shapes = _layer_shapes(getattr(reference, "past_key_values", None), type(self.model).__name__)
         self.model.set_attn_implementation(ATTENTION_NAME)
-        kv = KVCache(self._shapes, 2, length, self.dtype, self.device)
+        self._compare(ids_T, reference.logits[0])
+        self._mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
+        if flatten and self._flatten():
+            self._compare(ids_T, reference.logits[0])
+
+    def _flatten(self) -> bool:
+        try:
+            self._flat = FlatForward(self.model)
+        except Exception as error:  # noqa: BLE001 - torch.export raises whatever the model's code does to it
+            reason = str(error).partition("\n")[0]
+            _log.warning("%s can't be flattened, which costs some speed: %s", type(self.model).__name__, reason)
+        return self.flat
+
+    def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
+        """Raise UnsupportedModelError if what runs over slots differs from the model's own logits."""
+        kv = KVCache(self._shapes, 2, len(ids_T), self.dtype, self.device)
         logits_TV = self._probe(kv, ids_T)
-        expected_TV = reference.logits[0].float().log_softmax(-1)
-        error = float((logits_TV.float().log_softmax(-1) - expected_TV).abs().max())
+        error = float((logits_TV.float().log_softmax(-1) - reference_TV.float().log_softmax(-1)).abs().max())
         limit = 1e-3 if self.dtype == torch.float32 else 0.25
         if not error <= limit:
             raise UnsupportedModelError(
-                f"{name} can't be run by the embedded engine: on a probe its log-probabilities are off by {error:.2g} "
-                f"(limit {limit:g})"
+                f"{type(self.model).__name__} can't be run by the embedded engine: on a probe its log-probabilities are off "
+                f"by {error:.2g} (limit {limit:g})"
             )
 
     def _probe(self, kv: KVCache, ids_T: Tensor) -> Tensor:
+        """Logits [T, V] of two chunks of a prompt and then of single tokens, in two rows."""
         length = int(ids_T.shape[0])
         split, prompt = length // 3, 2 * length // 3
         parts = []

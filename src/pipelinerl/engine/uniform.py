@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -18,7 +19,7 @@ def request_key(request_id: str, seed: int | None) -> int:
 
 
 def uniforms(keys_n: npt.NDArray[np.uint64], positions_n: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits: a counter-based generator.
+    """Uniform numbers in [0, 1) with 53 random bits: a counter-based generator. The two shapes are broadcast together.
 
     SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) applied twice to key and position, so that streams of
     related keys are unrelated.
@@ -26,6 +27,27 @@ def uniforms(keys_n: npt.NDArray[np.uint64], positions_n: npt.NDArray[np.int64])
     mixed = _finalize(keys_n + _GOLDEN * (positions_n.astype(np.uint64) + np.uint64(1)))  # modulo 2^64
     mixed = _finalize(mixed ^ (keys_n * _MIX_1))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+class StepUniforms:
+    """The uniform numbers of the next steps, drawn for several steps at once, since drawing few costs as much as many.
+
+    Good for as long as the same rows decode: one token each a step.
+    """
+
+    def __init__(self, keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64], steps: int = 8) -> None:
+        self._steps = steps
+        self._keys_R = keys_R.copy()
+        self._positions_R = positions_R.copy()
+        self._drawn: list[torch.Tensor] = []
+
+    def next(self) -> torch.Tensor:
+        """Numbers [R] of the rows' next tokens."""
+        if not self._drawn:
+            positions_SR = self._positions_R + np.arange(self._steps)[:, None]
+            self._drawn = list(torch.from_numpy(uniforms(self._keys_R, positions_SR)))[::-1]
+            self._positions_R += self._steps
+        return self._drawn.pop()
 
 
 def _finalize(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -1,0 +1,289 @@
+"""A model's forward as one flat list of tensor operations.
+
+Between two tensor operations of a Hugging Face model lies a good deal of Python: module calls, keyword arguments handed
+down, output objects. A small model's decode step is mostly that. `torch.export` records the operations that the forward
+comes to, for any number of tokens; they are then run one after another, on the model's own parameters, so that weights
+copied into the model are what the next step computes with.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from pipelinerl.engine.attention import LayerCall, StepBatch, attend_rows
+
+_ATEN = torch.ops.aten
+_CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.type_as.default)
+_TO_THE_END = 2**62
+_TOKENS, _KEPT = 13, 11
+"""Sizes to export with: both become variables, and no size of a real model is taken for one of them."""
+
+
+class FlatForward:
+    """Logits [P, V] of a ragged row [1, T] of tokens at its indices `keep` [P]; the same numbers as the model's own forward.
+
+    The model's attention must be `slot_attention`. Raises whatever `torch.export` raises for a model that it can't export:
+    one whose operations depend on its data.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        calls = _AttentionCalls()
+        program = _export(model, calls)
+        graph = program.graph_module.graph
+        _remove_idle(graph)
+        _share_repeated(graph)
+        _call_attention(graph, calls)
+        self._inputs = _own_tensors(program, model)
+        _shorten_rms(graph)
+        _bind_fast(graph)
+        graph.eliminate_dead_code()
+        graph.lint()
+        program.graph_module.recompile()
+        self._run: Callable[..., tuple[Tensor]] = program.graph_module.forward
+
+    def __call__(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor, batch: StepBatch) -> Tensor:
+        return self._run(*self._inputs, ids_1T, positions_1T, keep_P, batch)[0]
+
+
+class _AttentionCalls:
+    """Takes the place of a `StepBatch` while the forward is recorded: notes each layer's settings."""
+
+    checked = False
+    longest = 1
+
+    def __init__(self) -> None:
+        self.noted: list[LayerCall] = []
+
+    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.noted.append(call)
+        attended: Tensor = _attention_mark()(query, key, value, len(self.noted) - 1)
+        return attended
+
+
+class _Forward(nn.Module):
+    def __init__(self, model: nn.Module, calls: _AttentionCalls) -> None:
+        super().__init__()
+        self.model = model
+        self._calls = calls
+
+    def forward(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor) -> Tensor:
+        logits: Tensor = self.model(
+            input_ids=ids_1T,
+            position_ids=positions_1T,
+            # A ready-made mask, which our attention ignores: the model then builds none.
+            attention_mask=torch.zeros(1, 1, 1, 1),
+            use_cache=False,
+            logits_to_keep=keep_P,
+            slot_batch=self._calls,
+        ).logits[0]
+        return logits
+
+
+@cache
+def _attention_mark() -> Callable[..., Tensor]:
+    """An operator that stands for attention in the recorded graph. It is never run."""
+
+    @torch.library.custom_op("pipelinerl::slot_attention", mutates_args=())
+    def mark(query: Tensor, key: Tensor, value: Tensor, call: int) -> Tensor:
+        raise NotImplementedError("this operator only marks a place")
+
+    @mark.register_fake
+    def _(query: Tensor, key: Tensor, value: Tensor, call: int) -> Tensor:  # noqa: ARG001 - the signature of the operator
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+
+    return mark
+
+
+def _export(model: nn.Module, calls: _AttentionCalls) -> torch.export.ExportedProgram:
+    device = next(model.parameters()).device
+    ids_1T = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
+    positions_1T = torch.arange(_TOKENS, device=device)[None]
+    keep_P = torch.arange(_KEPT, device=device)
+    size = torch.export.Dim.DYNAMIC
+    with torch.no_grad():
+        return torch.export.export(
+            _Forward(model, calls),
+            (ids_1T, positions_1T, keep_P),
+            dynamic_shapes=({1: size}, {1: size}, {0: size}),
+            strict=False,
+        )
+
+
+def _own_tensors(program: torch.export.ExportedProgram, model: nn.Module) -> list[Tensor]:
+    """The tensors that the graph takes before its inputs, in order: parameters and buffers of `model`, and constants."""
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    tensors: list[Tensor] = []
+    for spec in program.graph_signature.input_specs:
+        if spec.target is None:  # an input
+            continue
+        name = spec.target.removeprefix("model.")
+        tensors.append(own[name] if name in own else program.constants[spec.target])
+    return tensors
+
+
+# ---------------------------------------------------------------------------------------------- what is not needed
+
+
+def _remove_idle(graph: fx.Graph) -> None:
+    """Remove what does nothing: assertions, conversions to the type that is there, dropout of a model at rest, times 1."""
+    for node in list(graph.nodes):
+        if node.target is _ATEN._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif _is_idle(node):
+            _replace(graph, node, node.args[0])
+    graph.eliminate_dead_code()
+
+
+def _is_idle(node: Any) -> bool:
+    if node.target in _CONVERSIONS:
+        before, after = node.args[0].meta["val"], node.meta["val"]
+        return bool(before.dtype == after.dtype and before.device == after.device)
+    if node.target is _ATEN.dropout.default:
+        return not node.args[2]
+    return node.target is _ATEN.mul.Tensor and isinstance(node.args[1], float) and node.args[1] == 1.0
+
+
+def _share_repeated(graph: fx.Graph) -> None:
+    """Compute once what is computed again from the same inputs. Nothing in these graphs writes to its inputs."""
+    seen: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or _is_random(node):
+            continue
+        key = (node.target, _key(node.args), _key(sorted(node.kwargs.items())))
+        if key in seen:
+            _replace(graph, node, seen[key])
+        else:
+            seen[key] = node
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or node.target is _attention_mark()
+
+
+def _key(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(part) for part in value)
+    return (type(value), value)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    graph.erase_node(node)
+
+
+# ---------------------------------------------------------------------------------------------- what takes its place
+
+
+def _call_attention(graph: fx.Graph, calls: _AttentionCalls) -> None:
+    """Put the engine's attention where the recorded forward has its mark. The step's batch becomes the last input."""
+    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last_input):
+        batch = graph.placeholder("batch")
+    mark = torch.ops.pipelinerl.slot_attention.default
+    for node in list(graph.nodes):
+        if node.target is mark:
+            *tensors, call = node.args
+            node.target = _Attention(calls.noted[call])
+            node.args = (batch, *tensors)
+
+
+class _Attention:
+    """`attend_rows` of one layer, as a function with a name: a graph's code calls its functions by theirs."""
+
+    def __init__(self, call: LayerCall) -> None:
+        self._call = call
+        self.__name__ = self.__qualname__ = f"attention_{call.layer}"
+        self.__module__ = __name__
+
+    def __call__(self, batch: StepBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_rows(batch, self._call, query, key, value)
+
+
+def _bind_fast(graph: fx.Graph) -> None:
+    """Call the functions that Python code calls: they are bound more tightly than operators looked up by name."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.slice.Tensor:
+            _bind_slice(node)
+        elif node.op == "call_function":
+            node.target = _FAST.get(node.target, node.target)
+
+
+def _shorten_rms(graph: fx.Graph) -> None:
+    """Root mean squares in fewer operations: 1 / rms(x), which is rsqrt(mean(x^2) + eps), from the norm of x."""
+    for rsqrt in [node for node in graph.nodes if node.target is _ATEN.rsqrt.default]:
+        chain = [rsqrt]
+        for target in (_ATEN.add.Tensor, _ATEN.mean.dim, _ATEN.pow.Tensor_Scalar):
+            argument = chain[-1].args[0]
+            if isinstance(argument, fx.Node) and argument.target is target and len(argument.users) == 1:
+                chain.append(argument)
+        if len(chain) == 4 and _is_rms(*chain[1:]):
+            _, add, _, power = chain
+            x = power.args[0]
+            epsilon = torch.tensor(add.args[1], dtype=rsqrt.meta["val"].dtype, device=rsqrt.meta["val"].device)
+            rsqrt.target, rsqrt.args = _InverseRms(epsilon, x.meta["val"].shape[-1]), (x,)
+    graph.eliminate_dead_code()
+
+
+def _is_rms(add: Any, mean: Any, power: Any) -> bool:
+    over_last = list(mean.args[1]) == [-1] and mean.args[2:] == (True,)
+    return isinstance(add.args[1], float) and over_last and power.args[1] == 2 and not (add.kwargs or mean.kwargs)
+
+
+class _InverseRms:
+    """1 / sqrt(mean(x^2) + epsilon) over the last dimension."""
+
+    def __init__(self, epsilon: Tensor, size: int) -> None:
+        self._epsilon = epsilon
+        self._share = 1 / size
+        self.__name__ = self.__qualname__ = "inverse_rms"
+        self.__module__ = __name__
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, 2, -1, True)
+        return torch.addcmul(self._epsilon, norm, norm, value=self._share).rsqrt_()
+
+
+def _bind_slice(node: Any) -> None:
+    arguments: list[Any] = [*node.args, *(None, 0, None, None, 1)[len(node.args) :]]
+    source, dim, start, end, step = arguments
+    dims = source.meta["val"].dim()
+    if isinstance(end, int) and end >= _TO_THE_END:
+        end = None
+    part = slice(start or None, end, None if step == 1 else step)
+    node.target = operator.getitem
+    node.args = (source, (Ellipsis, part, *[slice(None)] * (dims - 1 - dim % dims)))
+
+
+_FAST: dict[object, Callable[..., Any]] = {
+    _ATEN.add.Tensor: torch.add,
+    _ATEN.cat.default: torch.cat,
+    _ATEN.chunk.default: torch.chunk,
+    _ATEN.cos.default: torch.cos,
+    _ATEN.div.Tensor: torch.div,
+    _ATEN.embedding.default: torch.embedding,
+    _ATEN.gelu.default: F.gelu,
+    _ATEN.layer_norm.default: torch.layer_norm,
+    _ATEN.linear.default: F.linear,
+    _ATEN.mean.dim: torch.mean,
+    _ATEN.mul.Tensor: torch.mul,
+    _ATEN.neg.default: torch.neg,
+    _ATEN.pow.Tensor_Scalar: torch.pow,
+    _ATEN.reshape.default: torch.reshape,
+    _ATEN.rsqrt.default: torch.rsqrt,
+    _ATEN.select.int: torch.select,
+    _ATEN.silu.default: F.silu,
+    _ATEN.sin.default: torch.sin,
+    _ATEN.tanh.default: torch.tanh,
+    _ATEN.to.dtype: Tensor.to,
+    _ATEN.transpose.int: torch.transpose,
+    _ATEN.unsqueeze.default: torch.unsqueeze,
+    _ATEN.view.default: Tensor.view,
+}
