@@ -21,6 +21,14 @@ class LayerShape(NamedTuple):
     value_dim: int
 
 
+class Move(NamedTuple):
+    """Copy the first `length` positions of row `sources[i]` to row `targets[i]`."""
+
+    sources: Rows
+    targets: Rows
+    length: int
+
+
 class KVCache:
     """Keys [layers, H, heads, max_length, key_dim] and values likewise, for H slots (rows) of `max_length` tokens.
 
@@ -54,10 +62,14 @@ class KVCache:
         """Keys and values [H, heads, max_length, dim] of one layer, to read and write."""
         return self._layers[index]
 
-    def move(self, sources: Rows, targets: Rows, length: int) -> None:
-        """Copy the first `length` positions of rows `sources` to rows `targets`, all at once (a permutation is fine)."""
-        if len(sources) == 0 or length == 0:
-            return
-        for keys, values in self._blocks:
-            for block in (keys, values):
-                block[:, targets, :, :length] = block[:, sources, :, :length]
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy contents of rows, all at once: a row may be both source and target, and a permutation is fine."""
+        contents = [
+            (block, move, block[:, move.sources, :, : move.length])
+            for move in moves
+            for pair in self._blocks
+            for block in pair
+            if move.length and len(move.sources)
+        ]
+        for block, move, content in contents:
+            block[:, move.targets, :, : move.length] = content

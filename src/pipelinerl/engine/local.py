@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipelinerl.engine.attention import Chunk
+from pipelinerl.engine.kv_cache import Move
 from pipelinerl.engine.rows import Ints, RowTable
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.engine.sampler import SamplingRows, sample
@@ -152,8 +153,7 @@ class LocalEngine:
         finished = self._take_cancelled()
         fresh = self._admit()
         if fresh or self._rearrange or self._table.outgrown():
-            moves = self._table.arrange(fresh)
-            self._runner.kv.move(moves.sources, moves.targets, moves.length)
+            self._runner.kv.move(self._table.arrange(fresh))
             self._rearrange = False
             self._uniforms = None
         chunks = self._next_chunks()
@@ -184,7 +184,7 @@ class LocalEngine:
         if prefill is None:
             return
         if prefill.members[0] is sequence and len(prefill.members) > 1:
-            self._runner.kv.move([sequence.row], [prefill.members[1].row], prefill.done)
+            self._runner.kv.move([Move([sequence.row], [prefill.members[1].row], prefill.done)])
         prefill.members.remove(sequence)
         if not prefill.members:
             self._prefills.remove(prefill)
@@ -298,7 +298,8 @@ class LocalEngine:
     def _share(self, prefill: Prefill) -> None:
         """The prompt is done: its keys and values go to the other members' rows, and all begin to decode."""
         leader, *others = prefill.members
-        self._runner.kv.move([leader.row] * len(others), [other.row for other in others], len(prefill.prompt_ids))
+        copies = Move([leader.row] * len(others), [other.row for other in others], len(prefill.prompt_ids))
+        self._runner.kv.move([copies])
         prompt_versions = prefill.versions.spans(prefill.done)
         for sequence in prefill.members:
             sequence.prompt_versions = prompt_versions

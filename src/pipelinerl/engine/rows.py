@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.engine.attention import RowClass
+from pipelinerl.engine.kv_cache import Move
 from pipelinerl.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
@@ -35,14 +36,6 @@ def class_limits(max_length: int, smallest: int = 48) -> tuple[int, ...]:
         limits.append(length)
         length *= 2
     return (*limits, max_length)
-
-
-class Moves(NamedTuple):
-    """Row contents to copy, all at once: `sources[i]` to `targets[i]`; `length` positions are enough for all."""
-
-    sources: Ints
-    targets: Ints
-    length: int
 
 
 class _Region(NamedTuple):
@@ -119,7 +112,7 @@ class RowTable:
         """The sequence's prompt is in the cache."""
         self._kinds[sequence.row] = _DECODING
 
-    def arrange(self, fresh: Seq[Sequence] = ()) -> Moves:
+    def arrange(self, fresh: Seq[Sequence] = ()) -> list[Move]:
         """Give every region its rows and `fresh` sequences, whose prompts are to be processed, rows of their own.
 
         Rows stay where they are unless their region moved from under them. The caller copies the cache by the moves.
@@ -218,11 +211,17 @@ class RowTable:
         ended = np.flatnonzero(stopped_n | (self.counts[rows_n] >= self.budgets[rows_n]))
         return list(zip(rows_n[ended].tolist(), stopped_n[ended].tolist(), strict=True))
 
-    def _move(self, sources: Ints, targets: Ints) -> Moves:
+    def _move(self, sources: Ints, targets: Ints) -> list[Move]:
+        """Move the rows' state. The contents to copy are grouped by length, so that long rows don't make short ones long."""
         if not len(sources):
-            return Moves(sources, targets, 0)
+            return []
         moved = [self.owner(row) for row in sources.tolist()]
-        length = int(self.positions[sources].max())
+        lengths = self.positions[sources]
+        classes = np.searchsorted(self._limits, lengths)
+        moves = [
+            Move(sources[chosen], targets[chosen], int(lengths[chosen].max()))
+            for chosen in (np.flatnonzero(classes == number) for number in np.unique(classes))
+        ]
         self._integers[:, targets] = self._integers[:, sources]
         self._reals[:, targets] = self._reals[:, sources]
         self.keys[targets] = self.keys[sources]
@@ -234,7 +233,7 @@ class RowTable:
         for row, sequence in zip(targets.tolist(), moved, strict=True):
             self._owners[row] = sequence
             sequence.row = row
-        return Moves(sources, targets, length)
+        return moves
 
     def _admit(self, sequence: Sequence, row: int) -> None:
         sampling, prompt = sequence.request.sampling, sequence.request.prompt_ids

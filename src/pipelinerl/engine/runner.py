@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipelinerl.engine.attention import ATTENTION_NAME, Chunk, RowClass, StepBatch, batch_chunks, slot_attention
 from pipelinerl.engine.flat import FlatForward
-from pipelinerl.engine.kv_cache import KVCache, LayerShape
+from pipelinerl.engine.kv_cache import KVCache, LayerShape, Move
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import replace_attention, rope_limit
 
@@ -142,7 +142,7 @@ class ModelRunner:
             chunk = Chunk(begin=0, count=end - begin, row=1, offset=begin)
             positions = torch.arange(begin, end)
             parts.append(self.forward(kv, ids_T[begin:end], positions, keep=range(end - begin), chunks=(chunk,)))
-        kv.move([1], [0], prompt)
+        kv.move([Move([1], [0], prompt)])
         for position in range(prompt, length):
             classes = (RowClass(0, 1, position + 1),)
             token = ids_T[position : position + 1]
