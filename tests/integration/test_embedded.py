@@ -87,3 +87,11 @@ def test_the_summary_has_every_key_that_tools_rely_on(tmp_path: Path) -> None:
     assert [key for key in promised.split() if written[key] is None] == []
     for name in ("config.yaml", "metrics.jsonl", "rollouts/rollouts.jsonl", "checkpoints/step_00000002/model.safetensors"):
         assert (tmp_path / "r" / name).is_file()
+
+
+def test_a_step_with_a_gradient_leaves_no_metric_out(tmp_path: Path) -> None:
+    run(tmp_path / "r", trainer__steps=2)
+    learnt = [step for step in steps(tmp_path / "r") if step.tokens_trained]
+    assert learnt
+    for step in learnt:
+        assert [name for name, value in msgspec.structs.asdict(step).items() if value is None and name != "engine"] == []

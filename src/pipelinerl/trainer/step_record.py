@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import fmean, pstdev
 
 import msgspec
@@ -55,20 +56,9 @@ def step_record(
     )
     if metrics is None:
         return record
-    return msgspec.structs.replace(
-        record,
-        ess=metrics.ess,
-        kl_behaviour_policy=metrics.kl_behaviour_policy,
-        lag_mean=metrics.lag_mean,
-        lag_max=metrics.lag_max,
-        lag_p50=metrics.lag_p50,
-        lag_p99=metrics.lag_p99,
-        clamp_fraction=metrics.clamp_fraction,
-        entropy_mean=metrics.entropy_mean,
-        weight_mean=metrics.weight_mean,
-        weight_max=metrics.weight_max,
-        on_policy_gap=metrics.on_policy_gap,
-    )
+    measured = asdict(metrics)
+    del measured["tokens"]  # counted above
+    return msgspec.structs.replace(record, **measured)
 
 
 class EngineWatch:
