@@ -132,8 +132,11 @@ class StreamStats(NamedTuple):
 
 
 class StreamWriter(Protocol[ItemIn_contra]):
-    def try_write(self, item: ItemIn_contra) -> bool:
-        """Append one item. False when the stream is full and set to block (nothing was written then)."""
+    def try_write(self, item: ItemIn_contra, encoded: bytes | None = None) -> bool:
+        """Append one item. False when the stream is full and set to block (nothing was written then).
+
+        `encoded`: the item as JSON, if the caller has it already.
+        """
         ...
 
     def stats(self) -> StreamStats: ...
@@ -182,8 +185,12 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
+    def offered(self) -> int | None:
+        """The version of the update that `poll` would give, or None. Cheap: called at every token boundary."""
+        ...
+
     def poll(self) -> WeightUpdate | None:
-        """The newest update that is whole and not yet taken, or None. Cheap: called at every token boundary."""
+        """The newest update that is whole and not yet taken, or None. Whoever takes it acknowledges it."""
         ...
 
     def acknowledge(self, receipt: UpdateReceipt) -> None: ...
@@ -209,15 +216,20 @@ class Verdict(NamedTuple):
 
 
 class PipelineState(NamedTuple):
-    """What admission looks at. `outstanding` counts rollouts started and neither trained nor dropped yet.
+    """What admission looks at. `outstanding` counts rollouts started, by any engine, and neither trained nor dropped yet.
 
-    `oldest_version` is the version the engine held when the oldest outstanding group was started.
+    `oldest_version` is the version its engine held when the oldest outstanding group was started, `newest_version` the
+    newest that any engine has taken. `own` counts the rollouts that the engine which asks has in progress; there are
+    `processes` engines.
     """
 
     engine_version: int
     trainer_version: int
     oldest_version: int
     outstanding: int
+    newest_version: int = 0
+    own: int = 0
+    processes: int = 1
 
 
 class Schedule(Protocol):
@@ -230,8 +242,11 @@ class Schedule(Protocol):
         """May the actor start `rollouts` more now?"""
         ...
 
-    def may_take_weights(self, sequences_in_progress: int) -> Verdict:
-        """May the engine take new weights at this token boundary?"""
+    def may_take_weights(self, in_progress: int) -> Verdict:
+        """May an engine take new weights at this token boundary?
+
+        `in_progress` counts the rollouts that were started with older weights, by any engine, and are not in the stream.
+        """
         ...
 
     def may_train(self, version: int, queued: int) -> Verdict:

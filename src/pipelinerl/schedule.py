@@ -36,7 +36,7 @@ class PipelineSchedule:
             f"more group the oldest could reach lag {worst_lag} > max_lag {self.max_lag}",
         )
 
-    def may_take_weights(self, sequences_in_progress: int) -> Verdict:
+    def may_take_weights(self, in_progress: int) -> Verdict:
         return ALLOWED
 
     def may_train(self, version: int, queued: int) -> Verdict:
@@ -65,10 +65,10 @@ class ConventionalSchedule:
         needed = self.batch_size * (round_start + self.steps_per_round - state.trainer_version)
         if state.outstanding >= needed:
             return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})")
-        return ALLOWED
+        return _within_share(state, self.batch_size * self.steps_per_round)
 
-    def may_take_weights(self, sequences_in_progress: int) -> Verdict:
-        return _drained(sequences_in_progress)
+    def may_take_weights(self, in_progress: int) -> Verdict:
+        return _drained(in_progress)
 
     def may_train(self, version: int, queued: int) -> Verdict:
         return _enough(queued, self.batch_size * (self.steps_per_round - version % self.steps_per_round))
@@ -92,14 +92,16 @@ class AsyncSchedule:
     name: str = "async"
 
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
+        if state.engine_version < state.newest_version:
+            return Verdict(False, f"the round's weights (version {state.newest_version}); it has {state.engine_version}")
         # With the weights of round r in the engine, the rollouts of round r (being trained on) and r + 1 may be outstanding.
         rounds_end = (state.engine_version // self.steps_per_round + 2) * self.steps_per_round
         if state.outstanding >= self.batch_size * (rounds_end - state.trainer_version):
             return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})")
-        return ALLOWED
+        return _within_share(state, self.batch_size * self.steps_per_round)
 
-    def may_take_weights(self, sequences_in_progress: int) -> Verdict:
-        return _drained(sequences_in_progress)
+    def may_take_weights(self, in_progress: int) -> Verdict:
+        return _drained(in_progress)
 
     def may_train(self, version: int, queued: int) -> Verdict:
         return _enough(queued, self.batch_size * (self.steps_per_round - version % self.steps_per_round))
@@ -115,10 +117,17 @@ def _enough(queued: int, needed: int) -> Verdict:
     return ALLOWED if queued >= needed else Verdict(False, f"samples from the actor: {queued} of {needed} are here")
 
 
-def _drained(sequences_in_progress: int) -> Verdict:
-    if sequences_in_progress == 0:
+def _within_share(state: PipelineState, round_size: int) -> Verdict:
+    """Of several engines, none has more than its share of a round in progress: else the first takes all, and others idle."""
+    if state.processes == 1 or state.own < -(-round_size // state.processes):
         return ALLOWED
-    return Verdict(False, f"the round's last {sequences_in_progress} sequences to finish")
+    return Verdict(False, "the other engines to start the rest of the round")
+
+
+def _drained(in_progress: int) -> Verdict:
+    if in_progress == 0:
+        return ALLOWED
+    return Verdict(False, f"the round's last {in_progress} rollouts to finish")
 
 
 def make_schedule(config: RunConfig) -> Schedule:

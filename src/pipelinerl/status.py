@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pipelinerl.interfaces import Board
 from pipelinerl.types import Progress, StageState, StageStatus
 
 REFRESH_S = 0.2
 """While the state stays the same, the status is written again after this long."""
+
+
+class GenerationStages(NamedTuple):
+    """The stages of one generation process, as they are called on the board."""
+
+    engine: str = "engine"
+    actor: str = "actor"
+
+
+ALONE = GenerationStages()
+
+
+def generation_stages(processes: int) -> list[GenerationStages]:
+    """By process: numbered (`engine-0`, `actor-0`) only if there are several."""
+    if processes == 1:
+        return [ALONE]
+    return [GenerationStages(f"engine-{index}", f"actor-{index}") for index in range(processes)]
 
 
 class StatusReporter:

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import math
+import tempfile
 import threading
 import time
 from collections import Counter, deque
-from itertools import count
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,20 +19,19 @@ from hypothesis import strategies as st
 
 from pipelinerl.actor import deadline
 from pipelinerl.actor.actor import Actor
+from pipelinerl.actor.admission import Admission, make_record
 from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.failures import FailureLog
-from pipelinerl.actor.outstanding import HandedOver
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, check_rollout
 from pipelinerl.board import MemoryBoard
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
-from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.interfaces import Verdict, WeightUpdate
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.stream.memory import memory_stream
 from pipelinerl.types import (
     GenerationRequest,
-    Group,
     Problem,
     Rollout,
     SamplingParams,
@@ -444,48 +444,6 @@ def test_only_the_first_failures_of_a_kind_are_shown(caplog):
     assert log.counts == {"raised": 10}
 
 
-# ------------------------------------------------------------------------------- what the trainer has not settled
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.integers(0, 8), max_size=12), st.integers(0, 5))
-def test_counts_settle_groups_in_stream_order(sizes, progress, already):
-    """Reference: one entry per rollout, in order; the first `settled` of them are gone."""
-    everything = [(index, size) for index, size in enumerate(sizes)]
-    book = HandedOver([(group_of(index, size), size) for index, size in everything[:already]])
-    for index, size in everything[already:]:
-        book.add(group_of(index, size))
-    rollouts = [index for index, size in everything for _ in range(size)]
-    settled = 0
-    for step in progress:
-        settled = min(settled + step, len(rollouts))
-        book.settle(settled)
-        left = rollouts[settled:]
-        assert book.rollouts == len(left)
-        if left:
-            assert book.oldest_version == left[0]  # versions ascend here, so the oldest is the first that is left
-    book.settle(len(rollouts))
-    assert book.rollouts == 0
-    assert book.oldest_version is None
-
-
-def group_of(index, size):
-    rollout = Rollout(turns=(), reward=0)
-    return Group(
-        index=index, problem=Problem(id="", payload={}), rollouts=(rollout,) * size, started=5, started_version=index
-    )
-
-
-def test_a_group_that_the_stream_dropped_is_not_waited_for():
-    book = HandedOver()
-    for index in range(3):
-        book.add(group_of(index, 2))
-    assert book.remove(1) == 2
-    assert book.remove(1) == 0
-    book.settle(3)
-    assert (book.rollouts, book.oldest_version) == (1, 2)
-
-
 # ------------------------------------------------------------------------------------------------- the actor
 
 
@@ -493,6 +451,9 @@ class Receiver:
     def __init__(self):
         self.updates = deque()
         self.receipts = []
+
+    def offered(self):
+        return self.updates[0].version if self.updates else None
 
     def poll(self):
         return self.updates.popleft() if self.updates else None
@@ -513,6 +474,21 @@ class Clock:
         return self.now
 
 
+class Limited:
+    """A schedule under which only so many groups are ever started."""
+
+    def __init__(self, schedule, groups, size):
+        self.schedule, self.left, self.size = schedule, groups, size
+        self.may_take_weights = schedule.may_take_weights
+
+    def may_start(self, state, rollouts):
+        verdict = self.schedule.may_start(state, rollouts)
+        if self.left is None or not verdict.allowed:
+            return verdict
+        self.left -= 1
+        return Verdict(self.left >= 0, "nothing any more: all groups have been started")
+
+
 class Harness:
     """An actor with everything around it in memory; the tests play the trainer."""
 
@@ -526,20 +502,27 @@ class Harness:
         schedule=None,
         capacity=100,
         when_full="block",
-        indices=None,
+        groups=None,
         version=0,
         in_stream=(),
-        settled_before=None,
+        settled_before=0,
         **config,
     ):
+        """`groups`: how many there are; after these, admission says no."""
         self.engine = ScriptedEngine(script, slots=slots, version=version)
         self.board, self.receiver, self.records = MemoryBoard(), Receiver(), []
         self.writer, self.reader = memory_stream(capacity=capacity, when_full=when_full, on_drop=self.dropped)
+        self.folder = tempfile.TemporaryDirectory()
+        make_record(Path(self.folder.name) / "admission", in_stream, settled_before)
+        self.admission = Admission(
+            Path(self.folder.name) / "admission", Limited(schedule or PipelineSchedule(batch_size=4), groups, k), self.board
+        )
+        self.admission.open()
         self.actor = Actor(
             environment=environment or Task(),
             engine=self.engine,
             tokenizer=TOKENIZER,
-            schedule=schedule or PipelineSchedule(batch_size=4),
+            admission=self.admission,
             writer=self.writer,
             receiver=self.receiver,
             board=self.board,
@@ -547,16 +530,13 @@ class Harness:
             config=ActorConfig(**{"group_size": k, "max_tokens": 20, **config}),
             seed=5,
             slots=slots,
-            start_indices=iter(indices if indices is not None else count()),
             stop_token_ids=[STOP],
-            in_stream=in_stream,
-            settled_before=settled_before,
             clock=Clock(),
             idle_s=0.0,
         )
 
     def dropped(self, group):
-        self.actor.stream_dropped(group)
+        self.actor.stream_dropped(len(group.rollouts))
 
     def write(self, record):
         self.records.append(record)
@@ -587,9 +567,9 @@ def run(harness, times):
 
 
 def test_groups_of_k_attempts_come_out_whole():
-    harness = run(Harness(k=3, indices=[0, 1, 5]), 40)
+    harness = run(Harness(k=3, groups=3), 40)
     groups = harness.read()
-    assert [group.index for group in groups] == [0, 1, 5]
+    assert [group.index for group in groups] == [0, 1, 2]
     for group in groups:
         assert group.problem == Problem(id=f"p{group.index}", payload={"n": group.index})
         assert [rollout.id for rollout in group.rollouts] == [f"g{group.index}.a{n}" for n in range(3)]
@@ -625,14 +605,12 @@ def test_the_engine_stays_full_with_several_turns():
 
 
 def test_groups_are_handed_over_in_the_order_they_finish():
-    harness = run(
-        Harness(slots=4, k=2, indices=[0, 1, 2], script=lambda r: say("x" * (9 if r.prompt_ids[1] == ord("0") else 1))), 20
-    )
+    harness = run(Harness(slots=4, k=2, groups=3, script=lambda r: say("x" * (9 if r.prompt_ids[1] == ord("0") else 1))), 20)
     assert [group.index for group in harness.read()] == [1, 2, 0]
 
 
 def test_weights_arrive_in_flight_and_every_token_knows_its_version():
-    harness = Harness(k=1, slots=1, indices=[0, 1], script=lambda r: say("abcdef"))
+    harness = Harness(k=1, slots=1, groups=2, script=lambda r: say("abcdef"))
 
     async def main():
         await harness.iterate(3)
@@ -729,7 +707,7 @@ def test_the_lag_bound_holds_without_dropping_anything(max_lag, batch_size, slot
 
 
 def test_on_resume_earlier_counts_are_not_ours_and_what_the_stream_holds_is():
-    kept = [(group_of(9, 2), 1), (group_of(8, 2), 2)]  # of the first group, one rollout was trained before
+    kept = [(9, 1), (8, 2)]  # by version; of the first group, one rollout was trained before
     schedule = PipelineSchedule(batch_size=4, max_lag=1)
     harness = Harness(k=1, slots=64, schedule=schedule, version=9, in_stream=kept, settled_before=100)
     harness.train(version=9, trained=90, dropped={"x": 10})
@@ -760,7 +738,7 @@ def test_a_ring_stream_counts_what_it_drops():
     progress = harness.actor._actor_progress()
     assert progress.rollouts_dropped["stream_full"] == 2 * harness.writer.stats().dropped > 0
     assert progress.rollouts_handed_over == 4
-    assert harness.actor._handed_over.rollouts == 4
+    assert harness.admission.read().rollouts == 4
 
 
 def test_the_same_seed_gives_the_same_requests():
@@ -795,7 +773,7 @@ def some_fail(which):
 
 
 def test_failed_attempts_cost_themselves_alone():
-    harness = run(Harness(some_fail(lambda name: name.endswith("a1")), k=3, indices=range(4)), 60)
+    harness = run(Harness(some_fail(lambda name: name.endswith("a1")), k=3, groups=4), 60)
     groups = harness.read()
     assert len(groups) == 4
     for group in groups:
@@ -807,12 +785,12 @@ def test_failed_attempts_cost_themselves_alone():
 
 
 def test_a_group_without_any_rollout_is_still_reported():
-    harness = run(Harness(some_fail(lambda name: name.startswith("g1.")), indices=range(3)), 40)
+    harness = run(Harness(some_fail(lambda name: name.startswith("g1.")), groups=3), 40)
     by_index = {group.index: group for group in harness.read()}
     assert by_index[1].rollouts == ()
     assert by_index[1].dropped == {"raised": 2}
     assert sorted(by_index) == [0, 1, 2]
-    assert harness.actor._handed_over.rollouts == 4
+    assert harness.admission.read().rollouts == 4
 
 
 def bad_problem(index):
@@ -828,7 +806,7 @@ def bad_problem(index):
 
 
 def test_problems_that_can_not_be_made_are_dropped_groups():
-    harness = run(Harness(Task(problem=bad_problem), indices=range(6), code_timeout_s=0.05), 40)
+    harness = run(Harness(Task(problem=bad_problem), groups=6, code_timeout_s=0.05), 40)
     by_index = {group.index: group for group in harness.read()}
     assert {index: group.dropped for index, group in by_index.items()} == {
         0: {},
@@ -913,7 +891,7 @@ def test_records_that_can_not_be_written_are_an_error_that_says_so():
 def test_it_says_once_when_code_can_not_be_interrupted(caplog):
     harnesses = []
     with caplog.at_level(logging.WARNING):
-        thread = threading.Thread(target=lambda: harnesses.append(run(Harness(indices=range(3)), 30)))
+        thread = threading.Thread(target=lambda: harnesses.append(run(Harness(groups=3), 30)))
         thread.start()
         thread.join()
     assert len(harnesses[0].read()) == 3

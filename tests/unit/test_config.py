@@ -285,6 +285,8 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("trainer: {betas: [0.9, 1.0]}", "trainer.betas", "below 1"),
         ("engine: {device: gpu}", "engine.device", "set it to cpu, cuda, cuda:N or mps"),
         ("trainer: {device: 'cuda:x'}", "trainer.device", "cuda:N"),
+        ("engine: {processes: 65}", "engine.processes", "set it to 64 or fewer"),
+        ("engine: {processes: 2}\nlaunch: {kind: embedded}", "engine.processes", "set it to 1, or launch.kind to processes"),
         ("engine: {threads: 0}", "engine.threads", "set it to 1 or more"),
         ("trainer: {threads: -2}", "trainer.threads", "set it to 1 or more"),
     ],

@@ -252,11 +252,9 @@ def test_a_later_reader_starts_at_the_committed_offset(tmp_path: Path) -> None:
     assert [offset for offset, _ in reader.read(99)] == [4, 5, 6, 7, 8, 9]
 
 
-def test_there_is_one_writer_and_one_reader(tmp_path: Path) -> None:
+def test_there_is_one_reader_and_nobody_while_a_stream_is_rewound(tmp_path: Path) -> None:
     writer = FileStreamWriter(tmp_path, Item, capacity=1)
     reader = FileStreamReader(tmp_path, Item)
-    with pytest.raises(StreamError, match="by another writer"):
-        FileStreamWriter(tmp_path, Item, capacity=1)
     with pytest.raises(StreamError, match="by another reader"):
         FileStreamReader(tmp_path, Item)
     with pytest.raises(StreamError, match="by another writer"):
@@ -442,6 +440,71 @@ def test_a_writer_may_be_killed_at_any_time(tmp_path: Path, when_full: WhenFull)
     assert stats.dropped == stats.written - len(taken)
     if when_full == "block":
         assert taken == list(range(stats.written))
+
+
+# Files: several writers
+
+
+@pytest.mark.parametrize("when_full", ["block", "drop_oldest"])
+def test_writers_in_turn_are_one_stream(tmp_path: Path, when_full: WhenFull) -> None:
+    """Segments that another began, capacity that another used, items that another drops."""
+    dropped: list[int] = []
+    options: Any = {
+        "capacity": 5,
+        "when_full": when_full,
+        "segment_bytes": 60,
+        "on_drop": lambda item: dropped.append(item.n),
+    }
+    reader = FileStreamReader(tmp_path, Item)
+    writers = [FileStreamWriter(tmp_path, Item, **options) for _ in range(3)]
+    model = Model(5, when_full)
+    for turn in range(60):
+        n = len(model.fates)
+        assert writers[turn * 7 % 3].try_write(Item(n)) == model.write()
+        if turn % 4 == 0:
+            assert reader.read(3) == [(n, Item(n)) for n in model.read(3)]
+            reader.commit(model.cursor)
+        assert all(end.stats() == model.stats() for end in (*writers, reader))
+    assert dropped == [n for n, fate in enumerate(model.fates) if fate == "dropped"]
+    assert bool(dropped) == (when_full == "drop_oldest")
+    assert [n for n, _ in reader.read(99)] == model.pending()
+
+
+def test_what_a_killed_writer_tore_does_not_harm_the_others(tmp_path: Path) -> None:
+    writers = [FileStreamWriter(tmp_path, Item, capacity=100) for _ in range(2)]
+    write(writers[0], 0)
+    write(writers[1], 1)
+    with open(segments(tmp_path)[0], "ab") as file:
+        file.write(b"01234567 {" + b"x" * 100)
+    write(writers[0], 2)
+    assert [item.n for _, item in FileStreamReader(tmp_path, Item).read(9)] == [0, 1, 2]
+
+
+MANY = """
+import pathlib, sys
+from tests.unit.test_stream import Item
+from pipelinerl.stream import FileStreamWriter
+writer = FileStreamWriter(pathlib.Path(sys.argv[1]), Item, capacity=40, segment_bytes=20_000)
+for n in range(400):
+    while not writer.try_write(Item(n, sys.argv[2] * (n * 7919 % 500))):
+        pass
+"""
+
+
+def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+    reader = FileStreamReader(tmp_path, Item)
+    writers = [subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), name], cwd=ROOT) for name in "abc"]
+    found: list[tuple[int, Item]] = []
+    while len(found) < 1200:
+        assert not any(writer.poll() for writer in writers)
+        new = reader.read(7)
+        found += new
+        if new:
+            reader.commit(found[-1][0] + 1)
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert [offset for offset, _ in found] == list(range(1200))
+    for name in "abc":
+        assert [item.n for _, item in found if item.text[:1] == name] == [n for n in range(400) if n * 7919 % 500]
 
 
 # Files: going back to a checkpoint

@@ -164,10 +164,11 @@ def test_updates_arrive_exactly_and_once(ends: Ends) -> None:
         weights = named_weights(Tied(seed=version))
         digest = sender.send(version, weights)
         assert digest == checksum(weights)
+        assert receiver.offered() == receiver.offered() == version
         update = receiver.poll()
         assert update is not None
         assert update[:2] == (version, digest)
-        assert receiver.poll() is None
+        assert receiver.offered() is receiver.poll() is None
         assert same(dict(update.tensors), weights)
         assert update.tensors["head.weight"].data_ptr() == update.tensors["embed.weight"].data_ptr()
         load_weights(engine, update.tensors)

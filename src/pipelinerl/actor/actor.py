@@ -1,12 +1,14 @@
 """The actor: keeps the engine full of rollouts and hands finished groups to the stream.
 
-    start_indices ─▶ group: K attempts ─▶ requests ─▶ engine ─▶ tokens ─▶ K outcomes ─▶ writer, rollouts.jsonl
-                     (schedule admits)               ▲  one step an iteration
-                                     receiver ─weights┘  (between two steps, if the schedule lets it)
+    admission ─index─▶ group: K attempts ─▶ requests ─▶ engine ─▶ tokens ─▶ K outcomes ─▶ writer, rollouts.jsonl
+    (schedule admits)                               ▲  one step an iteration
+                                    receiver ─weights┘  (between two steps, if the schedule lets it)
 
-consumes   group indices; weights; the trainer's counts on the board
-produces   groups, in the order in which they finish; the statuses of the stages `engine` and `actor` on the board
+consumes   group indices; weights
+produces   groups, in the order in which they finish; the statuses of its two stages (engine, actor) on the board
 waits for  the trainer (lag bound, round, full stream), or an environment; it never blocks: it says so and returns
+
+A run may have several generation processes, with an actor each. They meet in `admission`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,38 +17,31 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import msgspec
 
+from pipelinerl.actor.admission import Admission
 from pipelinerl.actor.client import EngineClient, let_rollouts_run
 from pipelinerl.actor.deadline import CodeAlarm, deadlines_work
 from pipelinerl.actor.evaluation import Evaluation, RecordSink, evaluate, held_out_problems, write_record
 from pipelinerl.actor.failures import FailureLog
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.outstanding import HandedOver
 from pipelinerl.actor.rollouts import TimeLimits
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
-from pipelinerl.interfaces import (
-    Board,
-    Engine,
-    Environment,
-    PipelineState,
-    Schedule,
-    StreamWriter,
-    Tokenizer,
-    Verdict,
-    WeightReceiver,
-)
-from pipelinerl.status import StatusReporter
-from pipelinerl.types import ActorProgress, EngineProgress, Group, SamplingParams, StageState, TrainerProgress
+from pipelinerl.interfaces import Board, Engine, Environment, StreamWriter, Tokenizer, Verdict, WeightReceiver
+from pipelinerl.metrics.timeline import TimelineWriter
+from pipelinerl.status import ALONE, GenerationStages, StatusReporter
+from pipelinerl.types import ActorProgress, EngineProgress, Group, SamplingParams, StageState
 
 logger = logging.getLogger(__name__)
 
 OPEN_ROLLOUTS_PER_SLOT = 4
 """Rollouts that wait for something else than tokens (a tool, a slow reward) leave their slots to others, up to this many."""
 RECENT_ROLLOUTS = 256
+LONGEST_IDLE = 8
+"""How many times `idle_s` it sleeps when there has been nothing to do for a while: what idles leaves the cores to others."""
 STREAM_DROP = "stream_full"
 
 
@@ -59,7 +54,7 @@ class Actor:
         environment: Environment,
         engine: Engine,
         tokenizer: Tokenizer,
-        schedule: Schedule,
+        admission: Admission,
         writer: StreamWriter[Group],
         receiver: WeightReceiver,
         board: Board,
@@ -67,31 +62,27 @@ class Actor:
         config: ActorConfig,
         seed: int,
         slots: int,
-        start_indices: Iterator[int],
         stop_token_ids: Sequence[int],
-        in_stream: Iterable[tuple[Group, int]] = (),
-        settled_before: int | None = None,
+        stages: GenerationStages = ALONE,
+        timeline: TimelineWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
         idle_s: float = 0.002,
     ) -> None:
-        """`start_indices` says which groups to start, in order; `slots` is the engine's H.
+        """`admission` says which groups to start, and when; `slots` is the engine's H; `stages` its names on the board.
 
-        A resumed run also has `in_stream`, the groups that the stream holds already, each with the number of its rollouts
-        that are still to be trained; and `settled_before`, how many rollouts the trainer had trained or dropped by then
-        (None: what the board says now). `idle_s` is slept when there is nothing to do, by `clock`.
+        `idle_s` is slept when there is nothing to do, by `clock`; up to `LONGEST_IDLE` times as long if that lasts.
         """
         self._environment = environment
         self._engine = engine
         self._tokenizer = tokenizer
-        self._schedule = schedule
+        self._admission = admission
         self._writer = writer
         self._receiver = receiver
-        self._board = board
         self._records = records
         self._slots = slots
-        self._indices = start_indices
         self._clock = clock
         self._idle_s = idle_s
+        self._idle_turns = 0
         self._alarm = CodeAlarm(config.code_timeout_s, stays=True)
         self._limits = TimeLimits(config.rollout_timeout_s, self._alarm)
         self._sampling = SamplingParams(
@@ -114,7 +105,6 @@ class Actor:
             seed=seed,
             failures=self._failures,
         )
-        self._handed_over = HandedOver(in_stream)
         self._stopping = False
 
         self._rollouts_handed_over = 0
@@ -122,10 +112,11 @@ class Actor:
         self._recent_rewards: deque[float] = deque(maxlen=RECENT_ROLLOUTS)
         self._evaluations: dict[str, float] = {}
         self._evaluated = 0
-        self._settled_before = _settled(self._trainer()) if settled_before is None else settled_before
         self._ready_since_s = clock()
-        self._engine_status = StatusReporter(board, "engine", clock)
-        self._actor_status = StatusReporter(board, "actor", clock)
+        self._stages = stages
+        self._engine_status = StatusReporter(board, stages.engine, clock)
+        self._actor_status = StatusReporter(board, stages.actor, clock)
+        self._timeline = timeline
         if not self.code_deadline:
             logger.warning(
                 "actor.code_timeout_s has no effect here: code that never yields can be interrupted in the main thread of a "
@@ -144,71 +135,82 @@ class Actor:
 
         Raises TooManyFailuresError when too many rollouts fail, and what engine, stream or weight receiver raise.
         """
-        trainer = self._trainer()
-        self._handed_over.settle(_settled(trainer) - self._settled_before)
+        if not self._admission.opened:
+            self._ready_since_s = self._clock()  # another engine is being evaluated: this one has had nothing to do yet
         self._hand_over()
         self._take_weights()
         started = self._groups.groups_started
-        admission = self._start_groups(trainer)
+        admission = self._start_groups()
         if self._groups.groups_started > started:
             await let_rollouts_run(2)  # one turn to begin, one to submit
         stepped = await self._client.step()
         self._groups.check()
         self._hand_over()
         self._report(admission, stepped)
+        await self._rest(stepped)
+
+    async def _rest(self, stepped: bool) -> None:
+        """Sleep if there was nothing to do; longer and longer while no rollout is running that could want something."""
+        self._idle_turns = 0 if stepped or self._groups.running else self._idle_turns + 1
         if not stepped:
-            await asyncio.sleep(self._idle_s)
+            await asyncio.sleep(self._idle_s * min(max(1, self._idle_turns), LONGEST_IDLE))
 
     def _take_weights(self) -> None:
-        if self._schedule.may_take_weights(self._groups.running).allowed:
-            update = self._receiver.poll()
-            if update is not None:
-                self._receiver.acknowledge(self._engine.update_weights(update))
+        version = self._receiver.offered()
+        if version is None or not self._admission.may_take(version).allowed:
+            return
+        update = self._receiver.poll()
+        if update is not None:
+            self._receiver.acknowledge(self._engine.update_weights(update))
 
-    def _start_groups(self, trainer: TrainerProgress) -> Verdict:
+    def _start_groups(self) -> Verdict:
         """Start groups while the engine has room. Returns the last verdict: allowed, or why no more were started."""
         room = self._slots - self._engine.in_progress - self._engine.queued
         while room > 0:
-            verdict = self._may_start(trainer)
+            verdict = self._may_start()
             if not verdict.allowed:
                 return verdict
-            index = next(self._indices, None)
+            own, size = self._groups.in_progress, self._groups.group_size
+            index, verdict = self._admission.claim(self._engine.version, own, size)
             if index is None:
-                return Verdict(False, "nothing any more: all groups have been started")
+                return verdict
             self._groups.start(index, self._engine.version)
-            room -= self._groups.group_size
+            room -= size
         return Verdict(True)
 
-    def _may_start(self, trainer: TrainerProgress) -> Verdict:
+    def _may_start(self) -> Verdict:
+        """What speaks against more groups here, whatever the others do."""
         if self._stopping:
             return Verdict(False, "nothing any more: it was told to stop")
-        if trainer.goal_reached:
-            return Verdict(False, "the end of the run: the trainer has reached its goal")
         if self._groups.finished:
             return Verdict(False, f"the trainer: the stream is full ({self._writer.stats().pending} groups)")
         if self._groups.running >= OPEN_ROLLOUTS_PER_SLOT * self._slots:
             return Verdict(False, f"the environment: {self._groups.running} rollouts are open and do not ask for tokens")
-        oldest_version = self._oldest_version
-        state = PipelineState(
-            engine_version=self._engine.version,
-            trainer_version=trainer.version,
-            oldest_version=self._engine.version if oldest_version is None else oldest_version,
-            outstanding=self._handed_over.rollouts + self._groups.in_progress,
-        )
-        return self._schedule.may_start(state, self._groups.group_size)
+        return Verdict(True)
 
     def _hand_over(self) -> None:
         """Write finished groups, oldest first, until the stream is full."""
-        while self._groups.finished and self._writer.try_write(self._groups.finished[0]):
-            group = self._groups.finished.popleft()
-            self._handed_over.add(group)
-            self._rollouts_handed_over += len(group.rollouts)
-            self._recent_rewards.extend(rollout.reward for rollout in group.rollouts)
-            write_record(self._records, group)
+        while self._groups.finished:
+            group = self._groups.finished[0]
+            version, started, rollouts = group.started_version, group.started, len(group.rollouts)
+            if not self._admission.hand_over(version, started=started, rollouts=rollouts, write=self._write_first):
+                return
 
-    def stream_dropped(self, group: Group) -> None:
-        """The stream replaced this group by a fresher one (its `on_drop`): its rollouts are dropped, not handed over."""
-        self._rollouts_dropped_by_stream += self._handed_over.remove(group.index)
+    def _write_first(self) -> bool:
+        """Write the first of the finished groups. Within the lock of `admission`: other actors write the same files."""
+        group = self._groups.finished[0]
+        if not self._writer.try_write(group):
+            return False
+        self._groups.finished.popleft()
+        self._rollouts_handed_over += len(group.rollouts)
+        self._recent_rewards.extend(rollout.reward for rollout in group.rollouts)
+        write_record(self._records, group)
+        return True
+
+    def stream_dropped(self, rollouts: int) -> None:
+        """The stream replaced a group by a fresher one (its `on_drop`): its rollouts are dropped, not handed over."""
+        self._admission.stream_dropped(rollouts)
+        self._rollouts_dropped_by_stream += rollouts
 
     # ------------------------------------------------------------------------------------------------ the rest
 
@@ -246,8 +248,8 @@ class Actor:
         await self._client.step()  # the engine lets go of them
         self._hand_over()
         self._alarm.release()
-        self._engine_status.report("done", "", self._engine_progress)
-        self._actor_status.report("done", "", self._actor_progress)
+        self._engine_status.report("done", "", self._engine_progress, now=True)
+        self._actor_status.report("done", "", self._actor_progress, now=True)
 
     def _report(self, admission: Verdict, stepped: bool) -> None:
         if stepped:
@@ -264,18 +266,9 @@ class Actor:
         if self._engine.in_progress:
             self._engine_status.report("working", f"{self._engine.in_progress} sequences in progress", self._engine_progress)
         else:
-            self._engine_status.report("waiting", "requests from the actor", self._engine_progress)
-
-    def _trainer(self) -> TrainerProgress:
-        status = self._board.read("trainer")
-        if status is not None and isinstance(status.progress, TrainerProgress):
-            return status.progress
-        return TrainerProgress(version=self._engine.version)
-
-    @property
-    def _oldest_version(self) -> int | None:
-        versions = (self._handed_over.oldest_version, self._groups.oldest_version)
-        return min((version for version in versions if version is not None), default=None)
+            self._engine_status.report("waiting", f"requests from the {self._stages.actor}", self._engine_progress)
+        if self._timeline is not None:
+            self._timeline.note(self._engine.progress)
 
     def _engine_progress(self) -> EngineProgress:
         ready_s = self._clock() - self._ready_since_s
@@ -291,13 +284,8 @@ class Actor:
             rollouts_handed_over=self._rollouts_handed_over - self._rollouts_dropped_by_stream,
             rollouts_dropped=dropped,
             rollouts_in_progress=self._groups.in_progress,
-            oldest_version=self._oldest_version,
+            oldest_version=self._admission.read().oldest_version,
             recent_reward=fmean(self._recent_rewards) if self._recent_rewards else None,
             evaluations=dict(self._evaluations),
             evaluated=self._evaluated,
         )
-
-
-def _settled(trainer: TrainerProgress) -> int:
-    """Rollouts that the trainer has dealt with."""
-    return trainer.trained + sum(trainer.dropped.values())

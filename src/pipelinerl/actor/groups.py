@@ -100,13 +100,6 @@ class GroupRunner:
         waiting = sum(len(group.rollouts) for group in self.finished)
         return waiting + sum(group.in_progress for group in self._open.values())
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The lowest version that any group here was started with; None without groups."""
-        running = [group.started_version for group in self._open.values()]
-        waiting = [group.started_version for group in self.finished]
-        return min(running + waiting, default=None)
-
     def start(self, index: int, version: int) -> None:
         """Start the attempts at problem `index`; the engine has the weights of `version`. They begin at the next turn.
 

@@ -1,64 +1,96 @@
-"""Which rollouts that were handed over the trainer has yet to deal with. Pure bookkeeping."""
+"""Which rollouts were started and are neither trained nor dropped yet, over all generation processes. Pure bookkeeping."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from pipelinerl.types import Group
-
-
-@dataclass
-class _Waiting:
-    index: int
-    started_version: int
-    rollouts: int
+import msgspec
 
 
-class HandedOver:
-    """Groups in the stream or with the trainer, in stream order.
+class Outstanding(msgspec.Struct):
+    """The record that generation processes share; small, whatever the size of the run.
+
+    next_index       groups from here on were never started in this session
+    opened           groups may be started (the evaluation before training is over)
+    newest_version   the newest weights that any engine has taken
+    settled          rollouts that the trainer is known to have trained or dropped, since the beginning of the run
+    in_progress      rollouts of groups that were started and not handed over, by the version they were started with
+    handed_over      rollouts in the stream or with the trainer, in stream order, as runs of (version, rollouts)
 
     The trainer reports counts only, how many rollouts it has trained or dropped. It takes groups in order, so these counts
-    say which groups it is through with.
+    say how much of `handed_over` it is through with. All that is asked of what is left is its number and its lowest
+    version, so a run keeps the lowest version of itself *and all behind it*: versions ascend, and there are few runs.
     """
 
-    def __init__(self, groups: Iterable[tuple[Group, int]] = ()) -> None:
-        """`groups` are in the stream already (a resumed run), each with the number of its rollouts still to be trained."""
-        self._groups = deque(_Waiting(group.index, group.started_version, rollouts) for group, rollouts in groups)
-        self._rollouts = sum(group.rollouts for group in self._groups)
-        self._settled = 0
+    next_index: int = 0
+    opened: bool = False
+    newest_version: int = 0
+    settled: int = 0
+    in_progress: dict[int, int] = {}
+    handed_over: list[tuple[int, int]] = []
+
+    @classmethod
+    def at_start(cls, kept: Iterable[tuple[int, int]] = (), settled: int = 0) -> Outstanding:
+        """`kept` is in the stream already (a resumed run): version and rollouts still to be trained of each group."""
+        state = cls(settled=settled)
+        for version, rollouts in kept:
+            state._append(version, rollouts)
+        return state
 
     @property
     def rollouts(self) -> int:
-        return self._rollouts
+        return sum(self.in_progress.values()) + sum(rollouts for _, rollouts in self.handed_over)
 
     @property
     def oldest_version(self) -> int | None:
-        """The lowest version that any of the groups was started with; None without groups."""
-        return min((group.started_version for group in self._groups), default=None)
+        """The lowest version that any of them was started with; None without any."""
+        versions = [*self.in_progress, *(version for version, _ in self.handed_over[:1])]
+        return min(versions, default=None)
 
-    def add(self, group: Group) -> None:
-        self._groups.append(_Waiting(group.index, group.started_version, len(group.rollouts)))
-        self._rollouts += len(group.rollouts)
+    def in_progress_before(self, version: int) -> int:
+        """Rollouts of groups that are not handed over and were started with older weights than those of `version`."""
+        return sum(rollouts for started, rollouts in self.in_progress.items() if started < version)
 
-    def remove(self, index: int) -> int:
-        """The stream dropped this group. Returns how many of its rollouts were waiting, 0 if it isn't here."""
-        for group in self._groups:
-            if group.index == index:
-                self._groups.remove(group)
-                self._rollouts -= group.rollouts
-                return group.rollouts
-        return 0
+    def start(self, index: int, version: int, rollouts: int) -> None:
+        """The group `index` is started, by an engine with the weights of `version`."""
+        self.next_index = index + 1
+        self.in_progress[version] = self.in_progress.get(version, 0) + rollouts
+
+    def hand_over(self, version: int, *, started: int, rollouts: int) -> None:
+        """A group of `started` attempts is in the stream, with `rollouts` rollouts; the others are dropped."""
+        left = self.in_progress[version] - started
+        if left:
+            self.in_progress[version] = left
+        else:
+            del self.in_progress[version]
+        self._append(version, rollouts)
+
+    def drop(self, rollouts: int) -> None:
+        """The stream replaced these by fresher ones.
+
+        They are taken off the newest: which ones they were is not known any more, and so the lowest version is never
+        overestimated.
+        """
+        while rollouts > 0 and self.handed_over:
+            version, last = self.handed_over.pop()
+            if last > rollouts:
+                self.handed_over.append((version, last - rollouts))
+            rollouts -= last
 
     def settle(self, total: int) -> None:
         """The trainer has dealt with `total` rollouts by now, since the beginning. Fewer than before changes nothing."""
-        newly, self._settled = total - self._settled, max(total, self._settled)
-        while self._groups and (newly > 0 or self._groups[0].rollouts == 0):
-            first = self._groups[0]
-            part = min(first.rollouts, newly)
-            first.rollouts -= part
-            self._rollouts -= part
-            newly -= part
-            if first.rollouts == 0:
-                self._groups.popleft()
+        newly, self.settled = total - self.settled, max(total, self.settled)
+        while newly > 0 and self.handed_over:
+            version, first = self.handed_over[0]
+            if first > newly:
+                self.handed_over[0] = (version, first - newly)
+            else:
+                del self.handed_over[0]
+            newly -= first
+
+    def _append(self, version: int, rollouts: int) -> None:
+        if rollouts == 0:
+            return
+        while self.handed_over and self.handed_over[-1][0] >= version:
+            rollouts += self.handed_over.pop()[1]
+        self.handed_over.append((version, rollouts))

@@ -10,11 +10,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from pipelinerl.cli import config, convert_gguf, train
+from pipelinerl.cli import calibrate, compare, config, convert_gguf, plan, report, simulate, study, train
 from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
 
-_SUBCOMMANDS = (train, config, convert_gguf)
+_SUBCOMMANDS = (train, config, compare, report, study, plan, calibrate, simulate, convert_gguf)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

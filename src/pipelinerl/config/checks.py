@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
+MAX_PROCESSES = 64
+"""As many receivers as a file of weights has room for (`weights/shared_file.py`)."""
 _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 
@@ -116,6 +118,13 @@ def _trainer(config: RunConfig) -> Iterator[str]:
 
 
 def _hardware(config: RunConfig) -> Iterator[str]:
+    if config.engine.processes > MAX_PROCESSES:
+        yield f"engine.processes: weights can't be handed to {config.engine.processes}; set it to {MAX_PROCESSES} or fewer"
+    if config.engine.processes > 1 and config.launch.kind == "embedded":
+        yield (
+            f"engine.processes: the embedded launcher has one process for everything, not {config.engine.processes} for "
+            "generation; set it to 1, or launch.kind to processes"
+        )
     for section, part in (("engine", config.engine), ("trainer", config.trainer)):
         if not _DEVICE.fullmatch(part.device):
             yield f"{section}.device: {part.device!r} is not a device; set it to cpu, cuda, cuda:N or mps"

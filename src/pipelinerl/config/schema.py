@@ -92,7 +92,15 @@ class ActorConfig(Section, frozen=True):
 
 class EngineConfig(Section, frozen=True):
     kind: Annotated[Literal["local"], Meta(description="`local`: the embedded slot engine.")] = "local"
-    slots: Annotated[int, Meta(ge=1, description="H, sequences in progress at once.")] = 64
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Generation processes, each with an actor and an engine of `slots` slots, `threads` threads. More "
+            "than one lets `conventional` use every core in its generation phase.",
+        ),
+    ] = 1
+    slots: Annotated[int, Meta(ge=1, description="H, sequences in progress at once (of each process).")] = 64
     max_length: Annotated[
         int | None,
         Meta(description="Longest prompt + completion a slot holds. null: the model's maximum, at most 2048."),
@@ -106,7 +114,8 @@ class EngineConfig(Section, frozen=True):
     ] = 2048
     device: Annotated[str, Meta(description="torch device of the engine, e.g. `cpu` or `cuda:0`.")] = "cpu"
     threads: Annotated[
-        int | None, Meta(description="CPU threads of the engine. null: the schedule decides (half the cores, or all).")
+        int | None,
+        Meta(description="CPU threads of an engine. null: half the cores, or 1 of several processes; `conventional`: all."),
     ] = None
 
 
@@ -193,7 +202,8 @@ class TrainerConfig(Section, frozen=True):
     gradient_checkpointing: Annotated[bool, Meta(description="Trade compute for activation memory.")] = False
     device: Annotated[str, Meta(description="torch device of the trainer.")] = "cpu"
     threads: Annotated[
-        int | None, Meta(description="CPU threads of the trainer. null: the schedule decides (half the cores, or all).")
+        int | None,
+        Meta(description="CPU threads of the trainer. null: half the cores, or what engines leave; `conventional`: all."),
     ] = None
 
 

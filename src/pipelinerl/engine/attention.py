@@ -23,6 +23,10 @@ from pipelinerl.models.attention import attend, refuse_unknown_features
 
 ATTENTION_NAME = "pipelinerl_slots"
 
+_SMALL, _MANY = 4096, 24
+"""One token's attention is two products instead of a fused kernel for up to this many numbers in the keys of a head, and at
+least this many rows (measured)."""
+
 
 class RowClass(NamedTuple):
     """Decoding rows `start <= row < end`, none of which holds more than `length` tokens, this step's included.
@@ -186,20 +190,24 @@ def _decode(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value
     query = query.unsqueeze(2) if heads == kv_heads else query.reshape(rows, kv_heads, -1, query.shape[-1])
     parts = []
     for index, (start, end, length, _) in enumerate(batch.classes):
-        mask = batch.decode_mask(index, call.window, query.dtype)
         rows_r = slice(start, end)
-        attended = attend(
-            query if end - start == rows else query[rows_r],
-            keys[rows_r, :, :length],
-            values[rows_r, :, :length],
-            mask,
-            scale=call.scale,
-            softcap=call.softcap,
-            causal=False,
-        )
-        parts.append(attended)
+        query_r = query if end - start == rows else query[rows_r]
+        mask = batch.decode_mask(index, call.window, query.dtype)
+        parts.append(_attend_one(query_r, keys[rows_r, :, :length], values[rows_r, :, :length], mask, call))
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
     return attended.reshape(rows, heads, -1)
+
+
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call: LayerCall) -> Tensor:
+    """Attention of one token a row: query [r, Hk, G, D], keys and values [r, Hk, L, D], mask [r, 1, 1, L] -> like query."""
+    small = keys.shape[2] * keys.shape[3] <= _SMALL and keys.shape[0] >= _MANY
+    if call.softcap is not None or query.device.type != "cpu" or not small:
+        return attend(query, keys, values, mask, scale=call.scale, softcap=call.softcap, causal=False)
+    # So little work a row that the fused kernel's overhead for each is what takes time: two batched products are faster.
+    scores = torch.matmul(query, keys.transpose(2, 3)).mul_(call.scale)
+    if mask is not None:
+        scores.add_(mask)
+    return torch.matmul(scores.softmax(-1), values)
 
 
 def _prefill(kv: KVCache, chunk: ChunkBatch, call: LayerCall, projected: tuple[Tensor, Tensor, Tensor]) -> Tensor:

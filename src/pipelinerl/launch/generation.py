@@ -1,7 +1,9 @@
-"""The generation side of a run: engine, environment and actor, in one thread.
+"""A generation process of a run: engine, environment and actor, in one thread.
 
 first weights ─▶ evaluate ─▶ iterate ... iterate ─▶ finish ─▶ last weights ─▶ evaluate
                               (until the trainer has reached its goal, or the run is told to stop)
+
+Of several, the first evaluates. Before training the others wait for it, as admission is not open yet; after it they end.
 """
 
 from __future__ import annotations
@@ -15,16 +17,21 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pipelinerl.actor.actor import Actor
+from pipelinerl.actor.admission import Admission
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Environment, StreamWriter, Tokenizer, WeightReceiver
 from pipelinerl.launch.drops import DropRelay
+from pipelinerl.launch.outlet import Outlet
 from pipelinerl.launch.session import Session
+from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import EvaluationRecord
 from pipelinerl.metrics.sinks import make_sink
+from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.status import GenerationStages, generation_stages
 from pipelinerl.types import Group, StageStatus, TrainerProgress
 
 T = TypeVar("T")
@@ -36,9 +43,11 @@ LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Everything that the generation side works with. Make it with `build_generation`."""
+    """Everything that generation process number `index` works with. Make it with `build_generation`."""
 
     session: Session
+    index: int
+    stages: GenerationStages
     board: Board
     writer: StreamWriter[Group]
     drops: DropRelay
@@ -50,17 +59,24 @@ class Generation:
 
 
 def build_generation(
-    session: Session, board: Board, writer: StreamWriter[Group], drops: DropRelay, receiver: WeightReceiver
+    session: Session,
+    board: Board,
+    writer: StreamWriter[Group],
+    drops: DropRelay,
+    receiver: WeightReceiver,
+    *,
+    index: int = 0,
 ) -> Generation:
     """Make the environment, then load the model: a mistake in the one should not wait for the other.
 
     `drops` is the writer's `on_drop`.
     """
     config = session.config
-    _starting(board, "makes the environment")
+    stages = generation_stages(config.engine.processes)[index]
+    _starting(board, stages, "makes the environment")
     tokenizer = load_tokenizer(config.model)
     environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
-    _starting(board, "loads the model")
+    _starting(board, stages, "loads the model")
     model = load_model(config.model, config.engine.device)
     limit = config.engine.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
     engine = LocalEngine(
@@ -69,9 +85,12 @@ def build_generation(
         max_length=limit,
         prefill_tokens=config.engine.prefill_tokens,
         kv_on_update=config.engine.kv_on_update,
+        name=stages.engine,
     )
     return Generation(
         session=session,
+        index=index,
+        stages=stages,
         board=board,
         writer=writer,
         drops=drops,
@@ -90,46 +109,64 @@ async def generate(side: Generation, *, stop: Callable[[], bool], between: Calla
     """
     if not await _wait_for_weights(side, stop):
         return
-    with closing(JsonLines(side.session.run.rollouts / "rollouts.jsonl")) as records:
-        actor = _make_actor(side, records)
-        side.drops.listener = actor.stream_dropped
+    session = side.session
+    with (
+        closing(_admission(side)) as admission,
+        closing(TimelineWriter(session.run.root, side.index, session.records_from_s)) as timeline,
+    ):
+        actor = _make_actor(side, admission, timeline)
+        side.drops.listener = lambda group: actor.stream_dropped(session.plan.rollouts_left([group]))
         try:
-            if side.session.plan.version == 0:
-                await _evaluate(side, actor, "before", stop, between)
+            if side.index == 0:
+                if session.plan.version == 0:
+                    await _evaluate(side, actor, "before", stop, between)
+                admission.open()
             while not stop() and not _trainer(side).goal_reached:
                 await actor.iterate()
                 between()
             if not stop():
                 await actor.finish()
                 await _take_last_weights(side, stop)
-                await _evaluate(side, actor, "after", stop, between)
+                if side.index == 0:
+                    await _evaluate(side, actor, "after", stop, between)
         finally:
             await actor.finish()
 
 
-def _make_actor(side: Generation, records: JsonLines) -> Actor:
+def _admission(side: Generation) -> Admission:
+    session = side.session
+    return Admission(
+        session.run.admission,
+        session.schedule,
+        side.board,
+        taken=GroupLedger.from_record(session.plan.taken),
+        processes=session.config.engine.processes,
+    )
+
+
+def _make_actor(side: Generation, admission: Admission, timeline: TimelineWriter) -> Actor:
+    outlet = Outlet(side.writer, side.session.run.rollouts / "rollouts.jsonl")
     return Actor(
         environment=side.environment,
         engine=side.engine,
         tokenizer=side.tokenizer,
-        schedule=side.session.schedule,
-        writer=side.writer,
+        admission=admission,
+        writer=outlet,
         receiver=side.receiver,
         board=side.board,
-        records=records,
+        records=outlet,
         config=side.session.config.actor,
         seed=side.session.config.seed,
         slots=side.session.config.engine.slots,
-        start_indices=side.session.plan.indices_to_start(),
         stop_token_ids=side.stop_token_ids,
-        in_stream=[(kept.group, kept.left) for kept in side.session.plan.kept],
-        settled_before=side.session.plan.settled,
+        stages=side.stages,
+        timeline=timeline,
     )
 
 
 async def _wait_for_weights(side: Generation, stop: Callable[[], bool]) -> bool:
     """Take the trainer's first weights: those of the checkpoint in a resumed run, else those the model came with."""
-    _starting(side.board, "waits for the trainer's first weights")
+    _starting(side.board, side.stages, "waits for the trainer's first weights")
     while not stop():
         update = side.receiver.poll()
         if update is not None:
@@ -200,7 +237,7 @@ def _trainer(side: Generation) -> TrainerProgress:
     return TrainerProgress()
 
 
-def _starting(board: Board, detail: str) -> None:
+def _starting(board: Board, stages: GenerationStages, detail: str) -> None:
     now = time.monotonic()
-    for stage in ("engine", "actor"):
+    for stage in stages:
         board.publish(StageStatus(stage=stage, pid=os.getpid(), state="starting", detail=detail, since_s=now, written_s=now))

@@ -59,7 +59,7 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
         session.config,
         read_records(run.metrics, StepRecord),
         read_records(run.evaluations, EvaluationRecord),
-        {stage: _with_earlier_sessions(status, plan) for stage, status in outcome.statuses.items()},
+        _with_earlier_sessions(outcome.statuses, plan),
         wall_s=outcome.wall_s,
         status=outcome.status,
         stream_rollouts=outcome.stream_rollouts,
@@ -73,9 +73,13 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
     return summary
 
 
-def _with_earlier_sessions(status: StageStatus, plan: StartPlan) -> StageStatus:
-    """The trainer counts over the whole run, the actor over its session: add what came before, so that they agree."""
-    if not isinstance(status.progress, ActorProgress):
-        return status
-    started = status.progress.rollouts_started + plan.rollouts_before
-    return msgspec.structs.replace(status, progress=msgspec.structs.replace(status.progress, rollouts_started=started))
+def _with_earlier_sessions(statuses: Mapping[str, StageStatus], plan: StartPlan) -> dict[str, StageStatus]:
+    """The trainer counts over the whole run, actors over the session: one gets what came before, so that they agree."""
+    changed = dict(statuses)
+    for stage, status in statuses.items():
+        if isinstance(status.progress, ActorProgress):
+            started = status.progress.rollouts_started + plan.rollouts_before
+            progress = msgspec.structs.replace(status.progress, rollouts_started=started)
+            changed[stage] = msgspec.structs.replace(status, progress=progress)
+            break
+    return changed

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import msgspec
 
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.ledger import GroupLedger, LedgerRecord
+from pipelinerl.ledger import LedgerRecord
 from pipelinerl.types import Group
 
 
@@ -33,11 +32,6 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[KeptGroup, ...] = ()
     settled: int = 0
     elapsed_s: float = 0.0
-
-    def indices_to_start(self) -> Iterator[int]:
-        """Group indices to start, in order, without end."""
-        ledger = GroupLedger.from_record(self.taken)
-        return (index for index in itertools.count() if index not in ledger)
 
     @property
     def rollouts_before(self) -> int:

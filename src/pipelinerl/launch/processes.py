@@ -1,8 +1,8 @@
-"""Generation and training in a process each, watched by this one.
+"""Generation (one or more processes) and training in processes of their own, watched by this one.
 
     launcher ──starts──▶ generation (engine, actor, environment)   ┐ rollouts: files, weights: shared memory,
              ──starts──▶ training (preprocessor, trainer)          ┘ statuses: the board
-             ◀──board, exit codes── both
+             ◀──board, exit codes── all
 
 The launcher computes nothing: it shows what the board says, notices at once when a process ends, asks the watchdog
 whether anything moves, and turns Ctrl-C into a clean stop.
@@ -10,21 +10,24 @@ whether anything moves, and turns Ctrl-C into a clean stop.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
 
 from pipelinerl.board import MmapBoard
-from pipelinerl.config.schema import LaunchConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RunInterruptedError, StalledError
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.outcome import Outcome, interruption, last_statuses
 from pipelinerl.launch.resources import plan_threads, thread_environment, usable_cores
+from pipelinerl.launch.roles import TRAINING, generation_roles
 from pipelinerl.launch.run_directory import RunLock
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.supervisor import Worker, stop_all, worker_files
 from pipelinerl.metrics.view import View
 from pipelinerl.metrics.watchdog import Watchdog
+from pipelinerl.status import generation_stages
 from pipelinerl.stream.waiting import waiting_items
 from pipelinerl.types import Group, StageStatus, TrainerProgress
 from pipelinerl.weights.shared_file import create_shared_file
@@ -48,7 +51,7 @@ def run_processes(session: Session, view: View, lock: RunLock) -> Outcome:
     with counted_interrupts() as interrupts:
         try:
             _start(session, workers, weights_fd, lifeline_fd, lock)
-            error = _watch(session.config.launch, board, workers, view=view, interrupts=interrupts, begin_s=begin_s)
+            error = _watch(session.config, board, workers, view=view, interrupts=interrupts, begin_s=begin_s)
         finally:
             error = _stop(session, workers, view, interrupts, error)
             for fd in (weights_fd, lifeline_fd, held_fd):
@@ -66,14 +69,15 @@ def run_processes(session: Session, view: View, lock: RunLock) -> Outcome:
 
 def _start(session: Session, workers: list[Worker], weights_fd: int, lifeline_fd: int, lock: RunLock) -> None:
     threads = plan_threads(session.config, session.schedule, usable_cores())
-    for role, count in (("generation", threads.generation), ("training", threads.training)):
+    counts = dict.fromkeys(generation_roles(session.config), threads.generation) | {TRAINING: threads.training}
+    for role, count in counts.items():
         arguments = [str(session.run.root), str(weights_fd), str(lifeline_fd), str(session.records_from_s)]
         fds = [weights_fd, lifeline_fd, lock.fd]
         workers.append(Worker(role, arguments, thread_environment(count), fds, worker_files(session.run, role)))
 
 
 def _watch(
-    config: LaunchConfig,
+    config: RunConfig,
     board: MmapBoard,
     workers: Sequence[Worker],
     *,
@@ -82,7 +86,8 @@ def _watch(
     begin_s: float,
 ) -> PipelineRLError | None:
     """Look at everything again and again until the run is over; why it is, if not because it reached its goal."""
-    watchdog = Watchdog(config.watchdog_s)
+    watchdog = Watchdog(config.launch.watchdog_s)
+    stages = [*itertools.chain.from_iterable(generation_stages(config.engine.processes)), "trainer"]
     pids = {worker.pid for worker in workers}
     while True:
         ended = [worker for worker in workers if not worker.running]
@@ -101,8 +106,8 @@ def _watch(
         stall = watchdog.observe(statuses, now)
         if stall is not None:
             return StalledError(stall.message)
-        late = [stage for stage in ("engine", "actor", "trainer") if _not_ready(statuses.get(stage))]
-        if late and now - begin_s > config.startup_timeout_s:
+        late = [stage for stage in stages if _not_ready(statuses.get(stage))]
+        if late and now - begin_s > config.launch.startup_timeout_s:
             return StalledError(f"{' and '.join(late)} not ready after {now - begin_s:.0f} s (launch.startup_timeout_s)")
         time.sleep(LOOK_EVERY_S)
 

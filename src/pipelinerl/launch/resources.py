@@ -14,6 +14,8 @@ LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
 class Threads(NamedTuple):
+    """`generation`: of each generation process."""
+
     generation: int
     training: int
 
@@ -24,15 +26,20 @@ def usable_cores() -> int:
 
 
 def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
-    """Threads of each role: what the run file says, else half the cores each, never more threads than cores.
+    """Threads of each process: what the run file says, else shares of the cores, never more threads than cores.
 
     A schedule whose phases take turns gives each phase the whole machine: while one computes, the other sleeps. So does the
-    embedded launcher, where there is one thread of control.
+    embedded launcher, where there is one thread of control. Otherwise one generation process has half the cores; of
+    several, each has one (that is what they are for), and the trainer what they leave.
     """
-    whole = schedule.takes_turns() or config.launch.kind == "embedded"
-    generation = cores if whole else max(1, cores // 2)
-    training = cores if whole else max(1, cores - cores // 2)
-    return Threads(config.engine.threads or generation, config.trainer.threads or training)
+    processes = config.engine.processes
+    if schedule.takes_turns() or config.launch.kind == "embedded":
+        generation, training = cores // processes, cores
+    elif processes == 1:
+        generation, training = cores // 2, cores - cores // 2
+    else:
+        generation, training = 1, cores - processes
+    return Threads(config.engine.threads or max(1, generation), config.trainer.threads or max(1, training))
 
 
 def thread_environment(threads: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.actor.admission import make_record
 from pipelinerl.config import config_to_yaml, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
@@ -74,6 +75,8 @@ def _write_start(session: Session) -> None:
         write_atomically(run.config, config_to_yaml(session.config).encode())
         for stale in run.control.glob("*.board"):
             stale.unlink()
+        kept = [(kept.group.started_version, kept.left) for kept in session.plan.kept]
+        make_record(run.admission, kept, session.plan.settled)
     except OSError as error:
         raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}; make room on that disk") from error
 

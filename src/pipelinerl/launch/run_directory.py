@@ -67,6 +67,11 @@ class RunDirectory:
         return self.control / "plan.json"
 
     @property
+    def admission(self) -> Path:
+        """What the generation processes of the session that is running share (see `actor/admission.py`)."""
+        return self.control / "admission"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
@@ -159,7 +164,8 @@ def _forget_failed_start(run: RunDirectory) -> None:
     shutil.rmtree(run.stream, ignore_errors=True)
     for path in run.checkpoints.glob("step_*"):
         shutil.rmtree(path)
-    for path in (run.evaluations, run.summary, run.config, *run.rollouts.glob("*.jsonl"), *run.control.iterdir()):
+    records = (*run.root.glob("timeline-*.jsonl"), *run.rollouts.glob("*.jsonl"))
+    for path in (run.evaluations, run.summary, run.config, *records, *run.control.iterdir()):
         path.unlink(missing_ok=True)
 
 

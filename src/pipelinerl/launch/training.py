@@ -20,6 +20,7 @@ from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.models.loading import checkpoint_activations, load_model, load_tokenizer
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.preprocess.preprocessor import Preprocessor
+from pipelinerl.status import generation_stages
 from pipelinerl.trainer import CheckpointPlan, FrozenModelScorer, Learner, SampleQueue, Trainer, TrainerState
 from pipelinerl.trainer.provenance import TRAINED_FILE
 from pipelinerl.types import Group, StageStatus
@@ -77,6 +78,7 @@ def build_trainer(
         trained_log=logs.trained,
         checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=load_tokenizer(source)),
         state=state,
+        engines=[stages.engine for stages in generation_stages(config.engine.processes)],
         started_s=session.records_from_s,
     )
 

@@ -2,6 +2,8 @@
 
     python -m pipelinerl.launch.worker ROLE RUN_DIR WEIGHTS_FD LIFELINE_FD RECORDS_FROM_S
 
+ROLE is `training`, or one of `roles.generation_roles`.
+
 A worker does its side of the run until it is done, is told to stop (SIGTERM: at once while it loads, cleanly afterwards),
 or its launcher is gone (the lifeline, a pipe whose other end the launcher holds, is closed). It leaves its result or its
 last words in the run directory.
@@ -31,6 +33,7 @@ from pipelinerl.files import write_atomically
 from pipelinerl.launch.capacity import stream_capacity
 from pipelinerl.launch.drops import DropRelay
 from pipelinerl.launch.resources import LOG_FORMAT, peak_memory_bytes, plan_threads, usable_cores
+from pipelinerl.launch.roles import TRAINING, generation_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Session, read_session
 from pipelinerl.launch.supervisor import LastWords, WorkerResult, worker_files
@@ -47,8 +50,11 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=_watch_launcher, args=(int(lifeline_fd),), daemon=True).start()
     files = worker_files(run, role)
     try:
-        work = {"generation": _generation, "training": _training}[role]
-        work(read_session(run, float(records_from_s)), int(weights_fd))
+        session = read_session(run, float(records_from_s))
+        if role == TRAINING:
+            _training(session, int(weights_fd))
+        else:
+            _generation(session, int(weights_fd), generation_roles(session.config).index(role))
     except PipelineRLError as error:
         _leave_last_words(files.last_words, type(error).__name__, str(error))
         return error.exit_status
@@ -60,7 +66,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _generation(session: Session, weights_fd: int) -> None:
+def _generation(session: Session, weights_fd: int, index: int) -> None:
     import torch  # noqa: PLC0415 - after the thread variables of this process are set
 
     from pipelinerl.launch.generation import build_generation, generate  # noqa: PLC0415
@@ -71,9 +77,9 @@ def _generation(session: Session, weights_fd: int) -> None:
     capacity, when_full = stream_capacity(config), config.stream.when_full
     with (
         closing(FileStreamWriter(stream, Group, capacity=capacity, when_full=when_full, on_drop=drops)) as writer,
-        closing(SharedWeightReceiver(weights_fd, 0)) as receiver,
+        closing(SharedWeightReceiver(weights_fd, index)) as receiver,
     ):
-        side = build_generation(session, MmapBoard(session.run.control), writer, drops, receiver)
+        side = build_generation(session, MmapBoard(session.run.control), writer, drops, receiver, index=index)
         # What is loaded stays: without this every collection walks over the model's and the libraries' objects again.
         gc.collect()
         gc.freeze()
@@ -90,7 +96,7 @@ def _training(session: Session, weights_fd: int) -> None:
     stopping = threading.Event()
     with (
         closing(FileStreamReader(session.run.stream, Group)) as reader,
-        closing(SharedWeightSender(weights_fd, 1, give_up=stopping.is_set)) as sender,
+        closing(SharedWeightSender(weights_fd, session.config.engine.processes, give_up=stopping.is_set)) as sender,
         open_logs(session) as logs,
     ):
         trainer = build_trainer(session, MmapBoard(session.run.control), reader, sender, logs)

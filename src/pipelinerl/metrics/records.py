@@ -160,6 +160,20 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
         return flat
 
 
+class TimelineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A look at one engine at `time_s`, on the axis of `StepRecord.time_s`; `tokens_generated` is over the session.
+
+    `in_progress` sequences have a slot, `queued` requests wait for one. Evaluations are in it, too.
+    """
+
+    worker: int
+    time_s: float
+    in_progress: int
+    queued: int
+    tokens_generated: int
+    version: int
+
+
 def quantile(values: Sequence[float], q: float) -> float | None:
     """The q-quantile with linear interpolation between order statistics; None of nothing."""
     return float(np.quantile(values, q)) if len(values) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -15,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.metrics.rates import Rate
-from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress
+from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
+from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
 SILENT_S = 15.0
 """A stage that hasn't reported for longer than this is shown to be silent."""
@@ -28,7 +28,6 @@ _MARKS = {
     "done": ("✓", "blue"),
     "failed": ("✗", "bold red"),
 }
-ProgressT = TypeVar("ProgressT", EngineProgress, ActorProgress, TrainerProgress)
 
 
 class Trends:
@@ -39,6 +38,7 @@ class Trends:
 
     def __init__(self) -> None:
         self.generated = Rate(30.0)
+        self.generated_by: dict[str, Rate] = {}
         self.trained_tokens = Rate(30.0)
         self.samples = Rate(30.0)
         self.steps = Rate(1800.0)
@@ -46,9 +46,12 @@ class Trends:
         self._rewards_version = 0
 
     def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        engine, trainer = find(statuses, EngineProgress), find(statuses, TrainerProgress)
+        engine, trainer = engine_total(statuses), trainer_progress(statuses)
         if engine is not None:
             self.generated.observe(now, engine.tokens_generated)
+        for stage, status in statuses.items():
+            if isinstance(status.progress, EngineProgress):
+                self.generated_by.setdefault(stage, Rate(30.0)).observe(now, status.progress.tokens_generated)
         if trainer is not None:
             self.trained_tokens.observe(now, trainer.tokens_trained)
             self.samples.observe(now, trainer.trained)
@@ -73,7 +76,7 @@ def render(
 ) -> RenderableType:
     """The whole view at `now` (`time.monotonic`) of a run towards `target` optimizer steps. Stages may be missing."""
     trends = trends or Trends()
-    trainer = find(statuses, TrainerProgress) or TrainerProgress()
+    trainer = trainer_progress(statuses) or TrainerProgress()
     body = Group(
         _progress_line(trainer.version, target, trends, elapsed_s),
         Text(),
@@ -88,7 +91,7 @@ def render(
 
 def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:
     """The same in one line, for logs."""
-    trainer = find(statuses, TrainerProgress) or TrainerProgress()
+    trainer = trainer_progress(statuses) or TrainerProgress()
     latest = trainer.latest
     parts = [f"[{duration(elapsed_s):>7}]", f"step {trainer.version}/{target}"]
     parts += [f"{name} {shown}" for name, shown in _headline(latest) if shown != "-"]
@@ -114,12 +117,8 @@ def waiting_lines(statuses: Mapping[str, StageStatus], now: float, longer_than_s
     return lines
 
 
-def find(statuses: Mapping[str, StageStatus], kind: type[ProgressT]) -> ProgressT | None:
-    return next((status.progress for status in statuses.values() if isinstance(status.progress, kind)), None)
-
-
 def dropped_by_reason(statuses: Mapping[str, StageStatus]) -> Counter[str]:
-    actor, trainer = find(statuses, ActorProgress), find(statuses, TrainerProgress)
+    actor, trainer = actor_total(statuses), trainer_progress(statuses)
     dropped = Counter(actor.rollouts_dropped if actor else {})
     dropped.update(trainer.dropped if trainer else {})
     return +dropped
@@ -192,8 +191,8 @@ def _headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _learning_line(statuses: Mapping[str, StageStatus], trends: Trends) -> RenderableType:
-    actor = find(statuses, ActorProgress) or ActorProgress()
-    trainer = find(statuses, TrainerProgress) or TrainerProgress()
+    actor = actor_total(statuses) or ActorProgress()
+    trainer = trainer_progress(statuses) or TrainerProgress()
     known = [(name, shown) for name, shown in _headline(trainer.latest) if shown != "-"]
     line = Text() if known else Text("no optimizer step yet   ", "dim")
     for name, shown in known:
@@ -221,16 +220,18 @@ def _stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> 
         if status.state in ("working", "waiting") and silent_s > SILENT_S:
             detail = Text(f"no report for {duration(silent_s)}; {status.detail}", "bold red")
         since = duration(now - status.since_s)
-        busy, throughput = _throughput(status.progress, trends)
+        busy, throughput = _throughput(status, trends)
         table.add_row(status.stage, Text(f"{mark} {status.state}", style), since, detail, busy, throughput)
     if not statuses:
         table.add_row("-", Text("◌ starting", "cyan"), "", "no stage has reported yet", "", "")
     return table
 
 
-def _throughput(progress: Progress | None, trends: Trends) -> tuple[str, str]:
+def _throughput(status: StageStatus, trends: Trends) -> tuple[str, str]:
+    progress = status.progress
     if isinstance(progress, EngineProgress):
-        return _share(progress.busy_s, progress.ready_s), per_second(trends.generated, "tok")
+        generated = trends.generated_by.get(status.stage, Rate(30.0))
+        return _share(progress.busy_s, progress.ready_s), per_second(generated, "tok")
     if isinstance(progress, TrainerProgress):
         rates = f"{per_second(trends.samples, 'samples')}, {per_second(trends.trained_tokens, 'tok')}"
         return _share(progress.busy_s, progress.ready_s), rates
@@ -246,9 +247,9 @@ def _facts(statuses: Mapping[str, StageStatus]) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     engine, actor, trainer = (
-        find(statuses, EngineProgress),
-        find(statuses, ActorProgress),
-        find(statuses, TrainerProgress) or TrainerProgress(),
+        engine_total(statuses),
+        actor_total(statuses),
+        trainer_progress(statuses) or TrainerProgress(),
     )
     if engine is not None:
         last = f", the last paused it {pause(engine.pauses_s[-1])}" if engine.pauses_s else ""

@@ -9,7 +9,8 @@ from typing import Any
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord, quantile
-from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
+from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
 
 def summarize(
@@ -27,7 +28,7 @@ def summarize(
     """The contents of `summary.json`. A number there is nothing to compute from is None; nothing raises.
 
     steps, evaluations   of the whole run, sessions before a resume included
-    statuses             the last status of every stage of this session, by stage
+    statuses             the last status of every stage of this session, by stage; several engines or actors add up
     wall_s               length of this session; rates are over it: this session's steps, after `resumed_from`
     status               "finished", "interrupted" or "failed: WHY"
     stream_rollouts      rollouts that lie in the stream, handed over by the actor and not taken by the trainer
@@ -38,7 +39,7 @@ def summarize(
     `rollouts_dropped` adds up the actor's and the trainer's counts. If started rollouts are not exactly the sum of those
     trained, dropped, queued and in progress, there is one more key: `conservation_error`, with the numbers.
     """
-    engine, actor, trainer = _last_words(statuses)
+    engine, actor, trainer = engine_total(statuses), actor_total(statuses), trainer_progress(statuses)
     session = [step for step in steps if resumed_from is None or step.version > resumed_from]
     pauses_s = engine.pauses_s if engine else ()
     summary: dict[str, Any] = {
@@ -131,17 +132,6 @@ def _evaluated(when: str, record: EvaluationRecord | None) -> dict[str, Any]:
             "p99": record.completion_length_p99,
         },
     }
-
-
-def _last_words(
-    statuses: Mapping[str, StageStatus],
-) -> tuple[EngineProgress | None, ActorProgress | None, TrainerProgress | None]:
-    progress = [status.progress for status in statuses.values()]
-    return (
-        next((p for p in progress if isinstance(p, EngineProgress)), None),
-        next((p for p in progress if isinstance(p, ActorProgress)), None),
-        next((p for p in progress if isinstance(p, TrainerProgress)), None),
-    )
 
 
 def _version(steps: Sequence[StepRecord], trainer: TrainerProgress | None, resumed_from: int | None) -> int:

@@ -12,8 +12,9 @@ from typing import Literal, Protocol, TextIO
 from rich.console import Console
 from rich.live import Live
 
-from pipelinerl.metrics.screen import Trends, find, plain_line, render, waiting_lines
-from pipelinerl.types import StageStatus, TrainerProgress
+from pipelinerl.metrics.screen import Trends, plain_line, render, waiting_lines
+from pipelinerl.metrics.totals import trainer_progress
+from pipelinerl.types import StageStatus
 
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 10.0
@@ -152,5 +153,5 @@ def make_view(
 
 
 def _version(statuses: Mapping[str, StageStatus]) -> int:
-    trainer = find(statuses, TrainerProgress)
+    trainer = trainer_progress(statuses)
     return trainer.version if trainer else 0

@@ -102,11 +102,15 @@ def describe(status: StageStatus, now: float) -> str:
 
 
 def waits_on(status: StageStatus, stages: Mapping[str, object]) -> tuple[str, ...]:
-    """The other stages that a waiting stage names in what it says it waits for, in the order it names them."""
+    """The other stages that a waiting stage names in what it says it waits for, in the order it names them.
+
+    Of several stages of a kind (`actor-0`, `actor-1`), `the actor` names all.
+    """
     if status.state != "waiting":
         return ()
-    words = dict.fromkeys(re.findall(r"\w+", status.detail.lower()))
-    return tuple(word for word in words if word in stages and word != status.stage)
+    words = dict.fromkeys(re.findall(r"\w+(?:-\d+)?", status.detail.lower()))
+    named = (stage for word in words for stage in stages if word in (stage, re.sub(r"-\d+$", "", stage)))
+    return tuple(stage for stage in dict.fromkeys(named) if stage != status.stage)
 
 
 def find_circle(statuses: Mapping[str, StageStatus]) -> tuple[str, ...]:

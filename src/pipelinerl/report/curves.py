@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, cycle, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import write_atomically
 from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
-
-MANY_POINTS = 40
-"""Above this, lines are drawn without a mark at each step."""
+from pipelinerl.report.drawing import finish_axes, line, new_figure, png_of, write_file
 
 
 class Mark(NamedTuple):
@@ -90,53 +85,33 @@ def draw_curves(run_dir: Path, path: Path) -> None:
         raise RunDirectoryError(f"nothing to draw: {run_dir / METRICS_FILE} holds no optimizer step")
     figure = _draw(prepare(steps, read_records(run_dir / EVALUATIONS_FILE, EvaluationRecord)))
     figure.suptitle(run_dir.resolve().name, fontsize=12)
-    png = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(png)
-    try:
-        write_atomically(path, png.getvalue())
-    except OSError as error:
-        raise RunDirectoryError(f"can't write {path}: {error.strerror}") from error
+    write_file(path, png_of(figure))
 
 
 def _draw(curves: Curves) -> Figure:
-    figure = Figure(figsize=(15, 8), dpi=110, layout="constrained")
+    figure = new_figure(15, 8)
     (by_time, by_samples, ess), (lag, tokens, length) = figure.subplots(2, 3)
     steps = curves.version
 
-    _line(by_time, curves.time_s, curves.reward, "training")
+    line(by_time, curves.time_s, curves.reward, "training")
     for mark, face in zip(curves.evaluations, cycle(("white", "black"))):
         label = f"{mark.label}: {mark.reward:.3f}"
         style = {"fmt": "D", "color": "black", "markerfacecolor": face, "capsize": 4, "zorder": 3}
         by_time.errorbar(mark.time_s, mark.reward, mark.standard_error, label=label, **style)
-    _axes(by_time, "Reward over time", "seconds", "mean reward")
-    _line(by_samples, curves.samples, curves.reward, "training")
-    _axes(by_samples, "Reward over samples", "rollouts trained", "mean reward")
-    _line(ess, steps, curves.ess, "ESS")
-    _axes(ess, "On-policyness", "optimizer step", "effective sample size (1 = on-policy)")
+    finish_axes(by_time, "Reward over time", "seconds", "mean reward")
+    line(by_samples, curves.samples, curves.reward, "training")
+    finish_axes(by_samples, "Reward over samples", "rollouts trained", "mean reward")
+    line(ess, steps, curves.ess, "ESS")
+    finish_axes(ess, "On-policyness", "optimizer step", "effective sample size (1 = on-policy)")
     ess.set_ylim(top=1.005)
-    _line(lag, steps, curves.lag_max, "max")
-    _line(lag, steps, curves.lag_mean, "mean")
-    _axes(lag, "Lag of the trained tokens", "optimizer step", "optimizer steps")
+    line(lag, steps, curves.lag_max, "max")
+    line(lag, steps, curves.lag_mean, "mean")
+    finish_axes(lag, "Lag of the trained tokens", "optimizer step", "optimizer steps")
     lag.set_ylim(bottom=0)
-    _line(tokens, curves.time_s, curves.generated_tokens_per_s, "generated")
-    _line(tokens, curves.time_s, curves.trained_tokens_per_s, "trained")
-    _axes(tokens, "Throughput", "seconds", "tokens/s")
-    _line(length, steps, curves.trained_length_mean, "trained")
-    _line(length, steps, curves.sampled_length_mean, "sampled")
-    _axes(length, "Completion length", "optimizer step", "mean tokens")
+    line(tokens, curves.time_s, curves.generated_tokens_per_s, "generated")
+    line(tokens, curves.time_s, curves.trained_tokens_per_s, "trained")
+    finish_axes(tokens, "Throughput", "seconds", "tokens/s")
+    line(length, steps, curves.trained_length_mean, "trained")
+    line(length, steps, curves.sampled_length_mean, "sampled")
+    finish_axes(length, "Completion length", "optimizer step", "mean tokens")
     return figure
-
-
-def _line(axes: Any, x: Sequence[float], y: Sequence[float], label: str) -> None:
-    if not all(math.isnan(value) for value in y):
-        axes.plot(x, y, label=label, linewidth=1.5, marker="o" if len(x) <= MANY_POINTS else None, markersize=3)
-
-
-def _axes(axes: Any, title: str, x_label: str, y_label: str) -> None:
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.grid(alpha=0.3)
-    axes.margins(y=0.1)
-    if len(axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(edgecolor="none", framealpha=0.8, fontsize=9)

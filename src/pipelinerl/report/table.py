@@ -23,14 +23,18 @@ class Attempt(NamedTuple):
     reward: float
 
 
-def final_table(summary: Mapping[str, Any]) -> Table:
+def summary_sections(summary: Mapping[str, Any]) -> tuple[list[Row], ...]:
     """The contents of `summary.json` as people read them. A number that the run doesn't have is shown as `-`."""
+    return _learning(summary), _throughput(summary), _on_policyness(summary), _resources(summary), _rollouts(summary)
+
+
+def final_table(summary: Mapping[str, Any]) -> Table:
+    """What a run came to, on the terminal."""
     title = f"{summary['environment']}, {summary['schedule']}, seed {summary['seed']}: {summary['status']}"
     table = Table(title=Text(title, "bold"), show_header=False, title_justify="left", border_style="dim")
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    sections = (_learning(summary), _throughput(summary), _on_policyness(summary), _resources(summary), _rollouts(summary))
-    for rows in sections:
+    for rows in summary_sections(summary):
         for number, (name, value) in enumerate(rows, start=1):
             style = _STYLES.get(name, "")
             table.add_row(Text(name, style), Text(value, style), end_section=number == len(rows))

@@ -1,12 +1,13 @@
 """A stream between processes, in files that survive both of them.
 
-    DIRECTORY/writer.lock, reader.lock      held by the process at each end
+    DIRECTORY/writer.lock, reader.lock      held by the processes at each end
     DIRECTORY/000000/                       the newest number counts; `rewind` makes the next
         00000000000000000000.jsonl ...      segments: the items (see `segments`)
         counts, dropped                     what was written, taken, committed and dropped (see `state`)
 
-The writer appends to the newest segment and then counts the item as written; the reader looks at nothing beyond that
-count. Neither waits for the other, except for a lock that is held while a few numbers change.
+A writer appends to the newest segment and then counts the item as written; the reader looks at nothing beyond that
+count. There may be several writers: their items are in the order in which they were written. Nobody waits for another,
+except for a lock that is held while an item is appended or a few numbers change.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from pipelinerl.stream.segments import (
     read_segment,
     segment_path,
 )
-from pipelinerl.stream.state import Role, StreamState, explained, generation_path, made, newest_generation
+from pipelinerl.stream.state import Counts, Role, StreamState, explained, generation_path, made, newest_generation
 
 T = TypeVar("T")
 
 
 class FileStreamWriter(Generic[T]):
-    """The writing end. One process at a time; a later one continues where the last one stopped or was killed."""
+    """A writing end. There may be several; a later one continues where the others stopped or were killed."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class FileStreamWriter(Generic[T]):
     ) -> None:
         """`capacity` is in items; `on_drop` is told every item that `drop_oldest` drops.
 
-        A torn last record (the process before was killed, or the disk was full) is cut off. Raises StreamError if the
-        stream has a writer, is damaged elsewhere in its newest segment, or can't be written.
+        A torn last record (a process was killed, or the disk was full) is cut off. Raises StreamError if the stream is
+        being rewound, is damaged elsewhere in its newest segment, or can't be written.
         """
         if capacity < 1:
             raise ValueError(f"a stream's capacity is at least 1: {capacity}")
@@ -61,31 +62,37 @@ class FileStreamWriter(Generic[T]):
         self._encoder = msgspec.json.Encoder()
         self._items = ItemReader(item_type)
         with explained(directory), ExitStack() as undo:
-            self._role = Role(made(directory), "writer")
+            self._role = Role(made(directory), "writer", shared=True)
             undo.callback(self._role.release)
             self._directory = made(generation_path(directory, newest_generation(directory)))
             self._state = StreamState(self._directory)
             undo.callback(self._state.close)
-            self._segment, self._next = self._recover()
+            self._first, self._segment = self._recover()
             undo.pop_all()
 
-    def try_write(self, item: T) -> bool:
+    def try_write(self, item: T, encoded: bytes | None = None) -> bool:
         """Append one item. False when the stream is full and set to block (nothing was written then).
 
-        Raises StreamError when the item can't be written; nothing of it is there then, and writing may be tried again.
+        `encoded`: the item as JSON, if the caller has it already. Raises StreamError when the item can't be written; nothing
+        of it is there then, and writing may be tried again.
         """
-        line = encode_line(self._encoder.encode(item))
-        with explained(self._segment.path):
-            if not self._make_room():
-                return False
-            if self._segment.size >= self._segment_bytes:
-                full, self._segment = self._segment, AppendFile(segment_path(self._directory, self._next))
-                full.sync()
-                full.close()
-            self._segment.append(line)
-            self._next += 1
-            with self._state.locked():
-                self._state.store(self._state.load()._replace(written=self._next))
+        counts = self._state.peek()
+        if self._when_full == "block" and counts is not None and self._is_full(counts):
+            return False
+        line = encode_line(self._encoder.encode(item) if encoded is None else encoded)
+        dropped: list[T] = []
+        try:
+            with explained(self._segment.path), self._state.locked():
+                counts = self._make_room(self._state.load(), dropped)
+                if counts is None:
+                    return False
+                counts = self._turn_to(counts)
+                self._segment.append(line)
+                self._state.store(counts._replace(written=counts.written + 1, size=self._segment.size))
+        finally:
+            for oldest in dropped:
+                if self._on_drop is not None:
+                    self._on_drop(oldest)
         return True
 
     def stats(self) -> StreamStats:
@@ -102,35 +109,41 @@ class FileStreamWriter(Generic[T]):
         self._state.close()
         self._role.release()
 
-    def _make_room(self) -> bool:
-        counts = self._state.peek()
-        if counts is not None and self._next - counts.taken - self._state.drops.count < self._capacity:
-            return True  # Only the writer adds, so what has room now keeps it.
-        dropped: list[T] = []
-        with self._state.locked():
-            counts = self._state.load()
-            while counts.written - counts.taken - self._state.drops.count >= self._capacity:
-                if self._when_full == "block":
-                    return False
-                oldest = counts.cursor
-                while oldest in self._state.drops:
-                    oldest += 1
-                if self._on_drop is not None:  # Now: without the lock, its file may be dealt with and deleted.
-                    dropped.append(self._items.item(self._directory, oldest))
-                self._state.drops.append(oldest)
-                counts = counts._replace(cursor=oldest + 1)
-            self._state.store(counts)
-            self._state.drops.forget_before(counts.committed)
-        for item in dropped:
-            if self._on_drop is not None:
-                self._on_drop(item)
-        return True
+    def _is_full(self, counts: Counts) -> bool:
+        return counts.written - counts.taken - self._state.drops.count >= self._capacity
 
-    def _recover(self) -> tuple[AppendFile, int]:
-        """The segment to append to, cut behind its last whole record, and the offset of the next item."""
+    def _make_room(self, counts: Counts, dropped: list[T]) -> Counts | None:
+        """The counts, with room for one more, and what was dropped for that; None if the stream is full and blocks."""
+        while self._is_full(counts):
+            if self._when_full == "block":
+                return None
+            oldest = counts.cursor
+            while oldest in self._state.drops:
+                oldest += 1
+            if self._on_drop is not None:  # Now: without the lock, its file may be dealt with and deleted.
+                dropped.append(self._items.item(self._directory, oldest))
+            self._state.drops.append(oldest)
+            counts = counts._replace(cursor=oldest + 1)
+            self._state.store(counts)
+        self._state.drops.forget_before(counts.committed)
+        return counts
+
+    def _turn_to(self, counts: Counts) -> Counts:
+        """Have the newest segment open, as it was counted: another writer may have begun it, or torn it in its death."""
+        if counts.size >= self._segment_bytes:
+            counts = counts._replace(segment=counts.written, size=0)
+        if counts.segment != self._first:
+            full, self._segment = self._segment, AppendFile(segment_path(self._directory, counts.segment))
+            self._first = counts.segment
+            full.sync()
+            full.close()
+        self._segment.truncate(counts.size)
+        return counts
+
+    def _recover(self) -> tuple[int, AppendFile]:
+        """The newest segment, cut behind its last whole record, and its first offset."""
         with self._state.locked():
             counts = self._state.load()
-            self._state.drops.cut_torn_entry()
             segments = list_segments(self._directory)
             first = segments[-1] if segments else counts.committed
             path = segment_path(self._directory, first)
@@ -138,15 +151,14 @@ class FileStreamWriter(Generic[T]):
             lines = [len(payload) + LINE_OVERHEAD_BYTES for payload in payloads]
             written = first + len(lines)
             if written < counts.committed:  # The machine lost power and with it records that were dealt with long ago.
-                written = counts.committed
-                segment = AppendFile(segment_path(self._directory, written))
-            else:
-                segment = AppendFile(path)
-                segment.truncate(sum(lines))
+                written = first = counts.committed
+                lines = []
+            segment = AppendFile(segment_path(self._directory, first))
+            segment.truncate(sum(lines))
             cursor = min(counts.cursor, written)
             taken = min(counts.taken, cursor - self._state.drops.count_before(cursor))
-            self._state.store(counts._replace(written=written, cursor=cursor, taken=taken))
-        return segment, written
+            self._state.store(counts._replace(written=written, cursor=cursor, taken=taken, segment=first, size=sum(lines)))
+        return first, segment
 
 
 class FileStreamReader(Generic[T]):

@@ -37,8 +37,9 @@ class MemoryStreamWriter(Generic[T]):
         self._when_full = when_full
         self._on_drop = on_drop
 
-    def try_write(self, item: T) -> bool:
+    def try_write(self, item: T, encoded: bytes | None = None) -> bool:
         """Append one item. False when the stream is full and set to block (nothing was written then)."""
+        del encoded  # nothing is encoded here
         shared = self._shared
         while len(shared.pending) >= self._capacity:
             if self._when_full == "block":

@@ -58,7 +58,16 @@ def _rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callabl
         for offset in earlier_drops:
             state.drops.append(offset)
         taken = from_offset - len(earlier_drops)
-        state.store(Counts(written=from_offset + len(kept), taken=taken, cursor=from_offset, committed=from_offset))
+        state.store(
+            Counts(
+                written=from_offset + len(kept),
+                taken=taken,
+                cursor=from_offset,
+                committed=from_offset,
+                segment=from_offset,
+                size=segment.size,
+            )
+        )
         state.sync()
     sync_directory(new)
     new.rename(generation_path(directory, number + 1))

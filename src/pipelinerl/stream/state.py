@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,25 +13,26 @@ from typing import NamedTuple
 from pipelinerl.errors import StreamError
 from pipelinerl.files import AppendFile, SharedRecord, map_file
 from pipelinerl.interfaces import StreamStats
-
-LOCK_TIMEOUT_S = 30.0
-"""The lock is held for microseconds. It stays held only if its holder is stopped (killed processes lose it)."""
+from pipelinerl.locks import FileLock
 
 
 class Counts(NamedTuple):
     """`written`: the next item's offset. `cursor`: offset of the next item to be taken or dropped.
 
     `taken` counts the items before `cursor` that were taken, `committed` says before which offset all is dealt with.
+    The next item goes into the segment named `segment`, behind its first `size` bytes.
     """
 
     written: int = 0
     taken: int = 0
     cursor: int = 0
     committed: int = 0
+    segment: int = 0
+    size: int = 0
 
 
 class DropLog:
-    """Offsets of the items that were dropped: 20 digits and a newline each, appended by the writer."""
+    """Offsets of the items that were dropped: 20 digits and a newline each, appended by the writers, one at a time."""
 
     _ENTRY_BYTES = 21
 
@@ -52,11 +52,9 @@ class DropLog:
             self._offsets.update(int(entry) for entry in entries)
             self.count += len(entries)
 
-    def cut_torn_entry(self) -> None:
-        self.refresh()
-        self._file.truncate(self.count * self._ENTRY_BYTES)
-
     def append(self, offset: int) -> None:
+        """After a `refresh` since which nobody else has appended."""
+        self._file.truncate(self.count * self._ENTRY_BYTES)  # behind what others appended; what a killed one tore goes
         self._file.append(b"%020d\n" % offset)
         self.refresh()
 
@@ -90,36 +88,25 @@ class StreamState:
     is taken, or dropped, or neither.
     """
 
-    _COUNTS = struct.Struct("=4Q")
+    _COUNTS = struct.Struct("=6Q")
     _BYTES = 4096
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "counts"
         self._memory = map_file(self._path, self._BYTES)
         self._record = SharedRecord(self._memory, 0, self._BYTES)
-        self._lock_fd = os.open(self._path, os.O_RDWR)
+        self._lock = FileLock(self._path)
         self.drops = DropLog(directory / "dropped")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep the other process out. Raises StreamError if it holds the lock for too long."""
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StreamError(
-                        f"{self._path} has been locked for {LOCK_TIMEOUT_S:.0f} s: the process at the other end of the "
-                        "stream is stopped; continue or end it"
-                    ) from None
-                time.sleep(0.0002)
+        """Keep the other processes out. Raises StreamError if one of them holds the lock for too long."""
         try:
-            self.drops.refresh()
-            yield
-        finally:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+            with self._lock.held():
+                self.drops.refresh()
+                yield
+        except TimeoutError as error:
+            raise StreamError(str(error)) from error
 
     def peek(self) -> Counts | None:
         """The counts of a moment ago, without the lock. None if there are none, or they change too fast to be read."""
@@ -145,16 +132,19 @@ class StreamState:
         if not self._memory.closed:
             self._memory.close()
             self.drops.close()
-            os.close(self._lock_fd)
+            self._lock.close()
 
 
 class Role:
-    """Makes a process the only writer, or the only reader, of a stream until `release` or its death."""
+    """Makes a process the only writer, or the only reader, of a stream until `release` or its death.
 
-    def __init__(self, directory: Path, role: str) -> None:
+    With `shared` there may be others, but no only one.
+    """
+
+    def __init__(self, directory: Path, role: str, *, shared: bool = False) -> None:
         self._fd = os.open(directory / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
             os.close(self._fd)
             raise StreamError(f"{directory} is open already, by another {role}: end the process that has it open") from None

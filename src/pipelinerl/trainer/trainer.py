@@ -13,7 +13,7 @@ unblocked by  the actor handing groups over
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,15 @@ from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Schedule, WeightSender
 from pipelinerl.metrics.sinks import Sink
+from pipelinerl.metrics.totals import engine_total
 from pipelinerl.models.state import named_weights
-from pipelinerl.status import StatusReporter
+from pipelinerl.status import ALONE, StatusReporter
 from pipelinerl.trainer.provenance import trained_record
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.trainer.step_record import EngineWatch, step_record
-from pipelinerl.types import EngineProgress, StageState, TrainerProgress, TrainingSample
+from pipelinerl.types import StageState, TrainerProgress, TrainingSample
 
-ENGINE_STAGE = "engine"
 POLL_S = 0.002
 
 
@@ -82,7 +82,7 @@ class Trainer:
     """Owns the model's training from `state` to `config.steps` optimizer steps.
 
     `queue` continues from `state.position` and `state.counters.queue`. `clock` and `started_s` are on the same scale:
-    records tell the time since `started_s`. Without `checkpoints`, none are written.
+    records tell the time since `started_s`, and how the stages `engines` did. Without `checkpoints`, none are written.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class Trainer:
         trained_log: JsonLines | None = None,
         checkpoints: CheckpointPlan | None = None,
         state: TrainerState | None = None,
+        engines: Sequence[str] = (ALONE.engine,),
         clock: Callable[[], float] = time.monotonic,
         started_s: float | None = None,
     ) -> None:
@@ -115,6 +116,7 @@ class Trainer:
         self._ready_s = self._step_end_s = clock()
         self._started_s = self._ready_s if started_s is None else started_s
         self._status = StatusReporter(board, "trainer", clock)
+        self._engines = engines
         self._engine = EngineWatch()
         self._version = state.version
         self._saved_version = state.version if state.version else -1
@@ -258,8 +260,8 @@ class Trainer:
         self._busy_s += now_s - begin_s
         wait_s = (now_s - self._step_end_s) - (self._busy_s - self._step_end_busy_s)
         self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
-        status = self._board.read(ENGINE_STAGE)
-        progress = status.progress if status is not None else None
+        found = {stage: self._board.read(stage) for stage in self._engines}
+        progress = engine_total({stage: status for stage, status in found.items() if status is not None})
         record = step_record(
             samples,
             result,
@@ -269,7 +271,7 @@ class Trainer:
             train_s=now_s - begin_s,
             wait_s=max(0.0, wait_s),
             ess_guard_trips=self._ess_guard_trips,
-            engine=self._engine.record(progress, now_s) if isinstance(progress, EngineProgress) else None,
+            engine=self._engine.record(progress, now_s) if progress is not None else None,
         )
         self._sink.write(record)
         self._latest = record.numbers()

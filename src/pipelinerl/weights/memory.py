@@ -68,6 +68,10 @@ class MemoryWeightReceiver:
     def __init__(self, channel: MemoryChannel) -> None:
         self._channel = channel
 
+    def offered(self) -> int | None:
+        """The version of the newest update not yet taken, or None."""
+        return self._channel.offered.version if self._channel.offered else None
+
     def poll(self) -> WeightUpdate | None:
         """The newest update not yet taken, or None."""
         update, self._channel.offered = self._channel.offered, None

@@ -177,17 +177,20 @@ class SharedWeightReceiver:
         self._taken: Offer | None = None
         self._owed = False
 
+    def offered(self) -> int | None:
+        """The version of the newest update, if it was not taken yet. About a microsecond when there is none."""
+        offer = self._newest()
+        return offer.version if offer else None
+
     def poll(self) -> WeightUpdate | None:
-        """The newest update, if it was not taken yet. About a microsecond when there is none.
+        """The newest update, if it was not taken yet.
 
         The tensors are views of shared memory: read them, do not write. They stay as they are until the update after
         this one is acknowledged. Raises WeightUpdateError if the bytes are not those the sender took the checksum of.
         """
-        if self._control.offers_made() == self._seen:
+        offer = self._newest()
+        if offer is None:
             return None
-        offer = self._control.read_offer()
-        if offer is None or (self._taken is not None and offer.number <= self._taken.number):
-            return None  # The offer is being written at this moment.
         if not self._buffers:
             self._buffers = self._map_buffers(offer)
         tensors = self._buffers[offer.buffer]
@@ -210,6 +213,14 @@ class SharedWeightReceiver:
         """Let go of the buffers; views that were handed out stay valid."""
         self._buffers = []
         self._control.close()
+
+    def _newest(self) -> Offer | None:
+        if self._control.offers_made() == self._seen:
+            return None
+        offer = self._control.read_offer()
+        if offer is None or (self._taken is not None and offer.number <= self._taken.number):
+            return None  # The offer is being written at this moment.
+        return offer
 
     def _map_buffers(self, offer: Offer) -> list[dict[str, Tensor]]:
         size = file_bytes(offer.layout_bytes, offer.buffer_bytes)

@@ -1,0 +1,201 @@
+"""Who may start the next group, and when: one decision at a time, over all generation processes.
+
+    claim ─▶ lock ─▶ read the record, read the trainer's counts ─▶ schedule.may_start ─▶ write the record ─▶ unlock
+
+The record (`Outstanding`) is in a small file that every generation process maps. What the schedule decides on is thus exact
+whoever asks: a round has as many rollouts as it should, the lag bound counts the work of all engines, no index is used
+twice. A claim costs some ten microseconds; one that was denied costs one or two until something has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pipelinerl.actor.outstanding import Outstanding
+from pipelinerl.errors import StalledError
+from pipelinerl.files import SharedRecord, map_file
+from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
+from pipelinerl.ledger import GroupLedger
+from pipelinerl.locks import FileLock
+from pipelinerl.types import StageStatus, TrainerProgress
+
+RECORD_BYTES = 256 * 1024
+TRAINER_STAGE = "trainer"
+
+
+class Admitted(NamedTuple):
+    """`group` is the index of the one to start; None when there is none, and the verdict says why."""
+
+    group: int | None
+    verdict: Verdict
+
+
+class _Denial(NamedTuple):
+    """What a denial was based on, and what it said: the answer stays the same while none of it changes."""
+
+    record: int
+    trainer: StageStatus | None
+    asked: tuple[int, int, int]
+    verdict: Verdict
+
+
+class Admission:
+    """One generation process's access to the record that all of them share. `make_record` makes it, once a session."""
+
+    def __init__(
+        self,
+        path: Path,
+        schedule: Schedule,
+        board: Board,
+        *,
+        taken: GroupLedger | None = None,
+        processes: int = 1,
+    ) -> None:
+        """`taken` are the groups never to be started (again). Raises OSError if `path` can't be opened."""
+        self._schedule = schedule
+        self._board = board
+        self._taken = taken or GroupLedger()
+        self._processes = processes
+        self._lock = FileLock(path)
+        self._memory = map_file(path, RECORD_BYTES)
+        self._record = SharedRecord(self._memory, 0, RECORD_BYTES)
+        self._decoder = msgspec.json.Decoder(Outstanding)
+        self._encoder = msgspec.json.Encoder()
+        self._denial: _Denial | None = None
+        self._opened = False
+
+    @classmethod
+    def alone(cls, path: Path, schedule: Schedule, board: Board) -> Admission:
+        """With a new record at `path`, open at once: for one actor that begins at the beginning."""
+        make_record(path)
+        admission = cls(path, schedule, board)
+        admission.open()
+        return admission
+
+    @property
+    def opened(self) -> bool:
+        """Whether groups may be started: not while the evaluation before training goes on."""
+        self._opened = self._opened or self.read().opened
+        return self._opened
+
+    def open(self) -> None:
+        """Groups may be started from now on."""
+        with self._changing() as state:
+            state.opened = True
+
+    def claim(self, engine_version: int, own: int, rollouts: int) -> Admitted:
+        """Start a group of `rollouts` attempts, if the schedule allows it now.
+
+        `engine_version` is that of the asking engine's weights, `own` counts the rollouts that it has in progress.
+        """
+        asked = (engine_version, own, rollouts)
+        last, trainer = self._denial, self._board.read(TRAINER_STAGE)
+        if last and last.asked == asked and last.trainer is trainer and last.record == self._record.sequence():
+            return Admitted(None, last.verdict)
+        with self._locked():
+            state = self.read()
+            # Within the lock: so nobody decides by older counts of the trainer than the record has seen.
+            trainer = self._board.read(TRAINER_STAGE)
+            progress = _progress(trainer, engine_version)
+            state.settle(progress.trained + sum(progress.dropped.values()))
+            verdict = self._verdict(state, progress, asked)
+            if verdict.allowed:
+                index = next(self._taken.missing_from(state.next_index))
+                state.start(index, engine_version, rollouts)
+                self._write(state)
+                return Admitted(index, verdict)
+            self._denial = _Denial(self._record.sequence(), trainer, asked, verdict)
+        return Admitted(None, verdict)
+
+    def hand_over(self, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
+        """Call `write`, which puts a group into the stream, and take it over. False if `write` could not.
+
+        It is called under the lock, so that the groups are on record in the order in which they are in the stream.
+        """
+        with self._locked():
+            if not write():
+                return False
+            state = self.read()
+            state.hand_over(version, started=started, rollouts=rollouts)
+            self._write(state)
+        return True
+
+    def stream_dropped(self, rollouts: int) -> None:
+        """The stream replaced these by fresher ones, in a `write` of `hand_over` (or so it may be: the lock is held)."""
+        state = self.read()
+        state.drop(rollouts)
+        self._write(state)
+
+    def may_take(self, version: int) -> Verdict:
+        """May an engine take the weights of `version` now? If so it must: the others go by it."""
+        with self._locked():
+            state = self.read()
+            verdict = self._schedule.may_take_weights(state.in_progress_before(version))
+            if verdict.allowed and version > state.newest_version:
+                state.newest_version = version
+                self._write(state)
+        return verdict
+
+    def read(self) -> Outstanding:
+        """The record of this moment."""
+        newest = self._record.read()
+        return self._decoder.decode(newest[1]) if newest else Outstanding()
+
+    def close(self) -> None:
+        self._lock.close()
+        self._memory.close()
+
+    def _verdict(self, state: Outstanding, trainer: TrainerProgress, asked: tuple[int, int, int]) -> Verdict:
+        engine_version, own, rollouts = asked
+        if trainer.goal_reached:
+            return Verdict(False, "the end of the run: the trainer has reached its goal")
+        if not state.opened:
+            return Verdict(False, "the evaluation before training")
+        oldest_version = state.oldest_version
+        seen = PipelineState(
+            engine_version=engine_version,
+            trainer_version=trainer.version,
+            oldest_version=engine_version if oldest_version is None else oldest_version,
+            outstanding=state.rollouts,
+            newest_version=max(state.newest_version, engine_version),
+            own=own,
+            processes=self._processes,
+        )
+        return self._schedule.may_start(seen, rollouts)
+
+    @contextmanager
+    def _changing(self) -> Iterator[Outstanding]:
+        with self._locked():
+            state = self.read()
+            yield state
+            self._write(state)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock.held():
+                yield
+        except TimeoutError as error:
+            raise StalledError(str(error)) from error
+
+    def _write(self, state: Outstanding) -> None:
+        self._record.write(self._encoder.encode(state))
+
+
+def make_record(path: Path, kept: Iterable[tuple[int, int]] = (), settled: int = 0) -> None:
+    """A new record, for a session that starts with `kept` in the stream and `settled` dealt with (see `Outstanding`)."""
+    path.unlink(missing_ok=True)
+    memory = map_file(path, RECORD_BYTES)
+    SharedRecord(memory, 0, RECORD_BYTES).write(msgspec.json.encode(Outstanding.at_start(kept, settled)))
+    memory.close()
+
+
+def _progress(status: StageStatus | None, engine_version: int) -> TrainerProgress:
+    if status is not None and isinstance(status.progress, TrainerProgress):
+        return status.progress
+    return TrainerProgress(version=engine_version)

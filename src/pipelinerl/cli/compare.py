@@ -1,0 +1,71 @@
+"""`pipelinerl compare`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, load, write
+from pipelinerl.errors import UserError
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add(
+        "compare",
+        "Compare schedules on this machine, each at its best settings. Without a run file: the demo.",
+        SETTINGS_HELP,
+    )
+    parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
+    parser.add_argument(
+        "--schedules", metavar="LIST", help="e.g. pipeline,conventional:1,conventional:4,async:2 (G after the colon)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, metavar="K", help="repetitions, each with a seed of its own (2; with --quick 1)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer schedules, seeds, steps and settings: some minutes")
+    parser.add_argument("--no-tune", action="store_true", help="use the run file's settings; try no others")
+    parser.add_argument(
+        "--target-reward", type=float, metavar="R", help="the training reward to reach (chosen from the runs)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a new folder, or one to go on with (runs/compare-DATE)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    target: float | None = options.target_reward
+    if target is not None and not math.isfinite(target):
+        raise UserError(f"--target-reward: {target} is not a reward")
+    config = load(options.run_file, settings)
+    out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    from pipelinerl.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
+    from pipelinerl.compare.machine import this_machine  # noqa: PLC0415
+    from pipelinerl.compare.request import make_request  # noqa: PLC0415
+    from pipelinerl.launch import train  # noqa: PLC0415
+
+    request = make_request(
+        config,
+        this_machine(),
+        schedules=options.schedules,
+        seeds=options.seeds,
+        quick=options.quick,
+        tune=not options.no_tune,
+    )
+    print(f"results and runs: {out} (the same command with --out {out} goes on if this is stopped)", flush=True)
+    contents = compare(request, out, train=train, target=target, say=lambda text: print(text, flush=True))
+    return write(_came_to(contents, out))
+
+
+def _came_to(contents: dict[str, Any], out: Path) -> str:
+    lines = [f"target reward: {contents['target_reward']}"]
+    for key in ("ratio_time_to_reward", "ratio_samples_per_s"):
+        ratio = contents[key]
+        if ratio and ratio["median"] is not None:
+            spread = f"{ratio['min']:.2f} to {ratio['max']:.2f}"
+            lines.append(f"{key}: {ratio['median']:.2f} ({spread}) against {ratio['baseline']}; above 1, pipeline is faster")
+        else:
+            lines.append(f"{key}: - (see the report)")
+    return "\n".join([*lines, f"{out / 'report.html'}", ""])

@@ -1,0 +1,27 @@
+"""`pipelinerl report`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelinerl.cli.parser import Commands, refuse_settings, write
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add("report", "Draw the figures and numbers of runs into one self-contained page of HTML.")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="the page (report.html in the first run directory)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    refuse_settings("pipelinerl report", settings)
+    from pipelinerl.report.drawing import write_file  # noqa: PLC0415 (loads matplotlib)
+    from pipelinerl.report.run_report import report_page  # noqa: PLC0415
+
+    run_dirs: list[Path] = options.run_dirs
+    out: Path = options.out or run_dirs[0] / "report.html"
+    write_file(out, report_page(run_dirs).encode())
+    return write(f"{out}\n")

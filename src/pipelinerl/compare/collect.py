@@ -1,0 +1,80 @@
+"""Reading the runs of a comparison back from their folders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pipelinerl.compare.contenders import Contender
+from pipelinerl.compare.folder import Execution
+from pipelinerl.compare.results import RunResult
+from pipelinerl.compare.settings import Settings
+from pipelinerl.report.figures import DrawnRun, drawn_run
+from pipelinerl.report.run_records import RunRecords
+from pipelinerl.report.series import measure, reached, slots_in_use, windowed
+
+
+class Collected(NamedTuple):
+    """A run's numbers, and those of its figures."""
+
+    result: RunResult
+    drawn: DrawnRun
+
+
+def collect(
+    records: RunRecords, contender: Contender, settings: Settings, execution: Execution, target: float | None
+) -> Collected:
+    """What a run came to. Pure. Without a target, nothing is reached."""
+    steps = records.steps
+    begin = records.begin_s
+    measured = measure(steps, begin)
+    drawn = drawn_run(records, contender.label)
+    summary: Mapping[str, Any] = records.summary or {}
+    in_use = slots_in_use(drawn.batch, drawn.slots, measured.training_s) if drawn.batch else None
+    result = RunResult(
+        schedule=contender.label,
+        kind=contender.kind,
+        seed=records.config.seed,
+        settings=settings,
+        status=execution.status,
+        began=execution.began,
+        load_before=execution.load_before,
+        run_dir=execution.run,
+        measured=measured,
+        reached=None if target is None else reached(steps, begin, target),
+        rewards=[reward for reward in windowed([step.reward_mean for step in steps]) if not math.isnan(reward)],
+        slots_used_fraction=in_use,
+        **{key: summary.get(key) for key in _FROM_SUMMARY},
+    )
+    return Collected(result, drawn)
+
+
+_FROM_SUMMARY = (
+    *("ess_mean", "ess_min", "lag_mean", "lag_max"),
+    *("engine_busy_fraction", "trainer_busy_fraction"),
+)
+
+
+def series_of(drawn: DrawnRun) -> dict[str, Any]:
+    """The numbers of a run's lines, for `compare.json`."""
+    curves = drawn.curves
+    names = ("version", "time_s", "samples", "reward", "ess", "lag_mean", "lag_max", "trained_length_mean")
+    return {
+        **{name: getattr(curves, name) for name in names},
+        "lag_by_position": drawn.lag,
+        "batch_size": drawn.batch,
+        "slots": drawn.slots,
+    }
+
+
+def rounded(value: Any) -> Any:
+    """A JSON-like document with its floats at six significant digits; what JSON can't say becomes None."""
+    match value:
+        case bool() | int() | str() | None:
+            return value
+        case float():
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+        case dict():
+            return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value]

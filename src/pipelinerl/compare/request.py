@@ -1,0 +1,120 @@
+"""What a comparison is asked to do, how much work it takes on, and how that is remembered in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipelinerl.compare.contenders import Contender, parse_contenders, whole_rounds
+from pipelinerl.compare.machine import Machine
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError, RunDirectoryError
+from pipelinerl.report.drawing import write_file
+
+REQUEST_FILE = "request.json"
+
+
+class Effort(NamedTuple):
+    """How much is measured: the defaults of what a user can set, and the length of a trial of settings.
+
+    `most_steps` bounds the run file's steps; `trial_steps` is rounded up to whole rounds.
+    """
+
+    schedules: str
+    seeds: int
+    most_steps: int | None
+    trial_steps: int
+    slot_factors: tuple[int, ...]
+
+
+FULL = Effort("pipeline,conventional:2,conventional:4,conventional:8", 2, None, 24, (1, 2, 4))
+QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 12, (1, 2))
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides which runs are made, so that runs made for an equal request need not be made again.
+
+    `config` is the run file, resolved and without its run_dir.
+    """
+
+    config: RunConfig
+    schedules: tuple[Contender, ...]
+    seeds: int
+    steps: int
+    tune: bool
+    trial_steps: int
+    slot_factors: tuple[int, ...]
+    machine: Machine
+
+    @property
+    def seed_numbers(self) -> list[int]:
+        return [self.config.seed + number for number in range(self.seeds)]
+
+
+def make_request(
+    config: RunConfig, machine: Machine, *, schedules: str | None, seeds: int | None, quick: bool, tune: bool
+) -> Request:
+    """A request with the defaults of its effort where nothing is said. Raises ConfigError."""
+    effort = QUICK if quick else FULL
+    contenders = parse_contenders(effort.schedules if schedules is None else schedules)
+    if seeds is not None and seeds < 1:
+        raise ConfigError(f"--seeds: {seeds} repetitions are none; ask for 1 or more")
+    if config.launch.kind != "processes":
+        raise ConfigError("launch.kind: schedules are compared in processes of their own; set it to processes")
+    return Request(
+        config=msgspec.structs.replace(config, run_dir=None),
+        schedules=contenders,
+        seeds=effort.seeds if seeds is None else seeds,
+        steps=whole_rounds(min(config.trainer.steps, effort.most_steps or config.trainer.steps), contenders),
+        tune=tune,
+        trial_steps=effort.trial_steps,
+        slot_factors=effort.slot_factors,
+        machine=machine,
+    )
+
+
+def claim_folder(out: Path, request: Request) -> None:
+    """Make `out` this request's folder, or find that it is. Raises RunDirectoryError, which says what differs."""
+    path = out / REQUEST_FILE
+    try:
+        before = path.read_bytes()
+    except FileNotFoundError:
+        _make(out)
+        write_file(path, msgspec.json.format(msgspec.json.encode(request)))
+        return
+    except OSError as error:
+        raise RunDirectoryError(f"can't read {path}: {error.strerror}; choose another --out") from error
+    try:
+        differences = differing(msgspec.json.decode(before), msgspec.to_builtins(request))
+    except msgspec.DecodeError as error:
+        raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
+    if differences:
+        raise RunDirectoryError(
+            f"{out} holds another comparison ({'; '.join(differences)}); give the same arguments to go on with it, or "
+            "choose another --out"
+        )
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        taken = next(out.iterdir(), None)
+    except OSError as error:
+        raise RunDirectoryError(f"can't write to {out}: {error.strerror}; choose an --out that can be written to") from error
+    if taken is not None:
+        raise RunDirectoryError(f"{out} is not empty and holds no comparison; choose an --out that is new")
+
+
+def differing(before: Any, now: Any, key: str = "") -> list[str]:
+    """`KEY was A, now B` for every value that two JSON-like documents do not share."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = list(dict.fromkeys([*before, *now]))
+        return [
+            text for name in keys for text in differing(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+        ]
+    encode = msgspec.json.encode
+    same = encode(before) == encode(now)
+    return [] if same else [f"{key} was {encode(before).decode()}, now {encode(now).decode()}"]

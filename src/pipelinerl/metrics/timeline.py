@@ -1,0 +1,71 @@
+"""What each engine had in progress, and when: a few small records a second, a file for each generation process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import JsonLines, read_json_lines
+from pipelinerl.metrics.records import TimelineRecord
+from pipelinerl.types import EngineProgress
+
+EVERY_S = 0.25
+_STEM = "timeline-"
+
+
+class TimelineWriter:
+    """Writes `RUN_DIR/timeline-WORKER.jsonl`. Times are seconds since `origin_s` of `clock`."""
+
+    def __init__(self, run_dir: Path, worker: int, origin_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lines = JsonLines(run_dir / f"{_STEM}{worker}.jsonl")
+        self._worker = worker
+        self._origin_s = origin_s
+        self._clock = clock
+        self._due_s = clock()
+
+    def note(self, progress: Callable[[], EngineProgress]) -> None:
+        """Write a record if the last one is `EVERY_S` old; `progress` is asked for only then. Raises RunDirectoryError."""
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + EVERY_S
+        seen = progress()
+        record = TimelineRecord(
+            worker=self._worker,
+            time_s=now_s - self._origin_s,
+            in_progress=seen.in_progress,
+            queued=seen.queued,
+            tokens_generated=seen.tokens_generated,
+            version=seen.version,
+        )
+        try:
+            self._lines.write(record)
+        except OSError as error:
+            raise RunDirectoryError(f"can't write the timeline: {error.strerror or error}; make room and resume") from error
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_timeline(run_dir: Path) -> list[TimelineRecord]:
+    """The records of all engines of a run, by time. What a resumed run has lived through again counts as lived later.
+
+    Raises RunDirectoryError for a file that can't be read or is damaged.
+    """
+    records: list[TimelineRecord] = []
+    for path in sorted(run_dir.glob(f"{_STEM}*.jsonl")):
+        of_one: list[TimelineRecord] = []
+        try:
+            written = read_json_lines(path, TimelineRecord)
+        except OSError as error:
+            raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise RunDirectoryError(f"this is not a timeline: {error}; repair or delete the line") from error
+        for record in written:
+            while of_one and of_one[-1].time_s >= record.time_s:
+                of_one.pop()
+            of_one.append(record)
+        records += of_one
+    return sorted(records, key=lambda record: (record.time_s, record.worker))

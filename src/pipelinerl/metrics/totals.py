@@ -1,0 +1,66 @@
+"""Engines and actors of several generation processes, added up to one of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import TypeVar
+
+from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+
+ProgressT = TypeVar("ProgressT", EngineProgress, ActorProgress, TrainerProgress)
+
+
+def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
+    """All engines as one; None if there is none.
+
+    Counts and times add up, so that `busy_s / ready_s` is the engines' mean. `version` is the oldest that any holds, and
+    `weight_updates` what one of them has taken. The last of `pauses_s` is the longest of their latest pauses.
+    """
+    engines = _all(statuses.values(), EngineProgress)
+    if len(engines) < 2:
+        return engines[0] if engines else None
+    by_latest_pause = sorted(engines, key=lambda engine: engine.pauses_s[-1:])
+    return EngineProgress(
+        version=min(engine.version for engine in engines),
+        slots=sum(engine.slots for engine in engines),
+        in_progress=sum(engine.in_progress for engine in engines),
+        queued=sum(engine.queued for engine in engines),
+        tokens_generated=sum(engine.tokens_generated for engine in engines),
+        decode_steps=sum(engine.decode_steps for engine in engines),
+        busy_s=sum(engine.busy_s for engine in engines),
+        ready_s=sum(engine.ready_s for engine in engines),
+        weight_updates=max(engine.weight_updates for engine in engines),
+        pauses_s=tuple(pause_s for engine in by_latest_pause for pause_s in engine.pauses_s),
+    )
+
+
+def actor_total(statuses: Mapping[str, StageStatus]) -> ActorProgress | None:
+    """All actors as one; None if there is none. Counts add up; `recent_reward` is the mean of those that have one."""
+    actors = _all(statuses.values(), ActorProgress)
+    if len(actors) < 2:
+        return actors[0] if actors else None
+    dropped: Counter[str] = Counter()
+    for actor in actors:
+        dropped.update(actor.rollouts_dropped)
+    rewards = [actor.recent_reward for actor in actors if actor.recent_reward is not None]
+    return ActorProgress(
+        groups_started=sum(actor.groups_started for actor in actors),
+        rollouts_started=sum(actor.rollouts_started for actor in actors),
+        rollouts_handed_over=sum(actor.rollouts_handed_over for actor in actors),
+        rollouts_dropped=dict(dropped),
+        rollouts_in_progress=sum(actor.rollouts_in_progress for actor in actors),
+        oldest_version=min((actor.oldest_version for actor in actors if actor.oldest_version is not None), default=None),
+        recent_reward=fmean(rewards) if rewards else None,
+        evaluations={when: reward for actor in actors for when, reward in actor.evaluations.items()},
+        evaluated=sum(actor.evaluated for actor in actors),
+    )
+
+
+def trainer_progress(statuses: Mapping[str, StageStatus]) -> TrainerProgress | None:
+    return next(iter(_all(statuses.values(), TrainerProgress)), None)
+
+
+def _all(statuses: Iterable[StageStatus], kind: type[ProgressT]) -> list[ProgressT]:
+    return [status.progress for status in statuses if isinstance(status.progress, kind)]

@@ -1,0 +1,55 @@
+"""What every figure shares: lines, axes, and a figure as the bytes of a PNG."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import write_atomically
+
+MANY_POINTS = 40
+"""Above this, lines are drawn without a mark at each point."""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure; inches at 110 points each."""
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def png_of(figure: Figure) -> bytes:
+    png = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(png)
+    return png.getvalue()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a result, whole or not at all. Raises RunDirectoryError if `path` can't be written."""
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise RunDirectoryError(f"can't write {path}: {error.strerror}") from error
+
+
+def line(axes: Any, x: Sequence[float], y: Sequence[float], label: str | None = None, **style: Any) -> None:
+    """A line, if there is a number to draw; NaN leaves a gap."""
+    if not all(math.isnan(value) for value in y):
+        marker = "o" if len(x) <= MANY_POINTS else None
+        axes.plot(x, y, **{"label": label, "linewidth": 1.5, "marker": marker, "markersize": 3} | style)
+
+
+def finish_axes(axes: Any, title: str, x_label: str, y_label: str) -> None:
+    """Titles and grid, and a legend if there is more than one thing to tell apart."""
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.3)
+    axes.margins(y=0.1)
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(edgecolor="none", framealpha=0.8, fontsize=9)

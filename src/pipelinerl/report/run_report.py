@@ -1,0 +1,97 @@
+"""`pipelinerl report`: the figures and numbers of any runs, on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.report import figures, html
+from pipelinerl.report.run_records import RunRecords, read_run
+from pipelinerl.report.series import WINDOW, measure
+from pipelinerl.report.table import summary_sections
+
+
+def report_page(run_dirs: Sequence[Path]) -> str:
+    """The HTML of a report on these runs. Raises RunDirectoryError for one that is not a run, empty or damaged."""
+    runs = dict(zip(labels_of(run_dirs), map(read_run, run_dirs), strict=True))
+    drawn = [figures.drawn_run(records, label) for label, records in runs.items()]
+    body = [
+        html.paragraph(", ".join(str(run_dir) for run_dir in run_dirs), "note"),
+        html.heading("What it came to" if len(runs) == 1 else "What they came to"),
+        summary_table(runs),
+        html.heading("Learning"),
+        html.figure(figures.learning(drawn), LEARNING),
+        html.heading("On-policyness"),
+        html.figure(figures.on_policyness(drawn), ON_POLICYNESS),
+        html.heading("Generation and training"),
+        html.figure(figures.throughput(drawn), "Rates are since the optimizer step before."),
+    ]
+    batches = figures.batch_sizes(drawn)
+    body.append(html.figure(batches, BATCH_SIZES) if batches else html.paragraph(NO_TIMELINE, "note"))
+    return html.page("pipelinerl: " + ", ".join(runs), body)
+
+
+LEARNING = (
+    f"Training reward is the mean over the last {WINDOW} optimizer steps (of runs of 10 steps or more). Time counts from "
+    "when everything was ready and nothing had been generated."
+)
+ON_POLICYNESS = (
+    "Lag of a token: optimizer steps between the weights that sampled it and those being trained. ESS is "
+    "(sum w)^2 / (N sum w^2) of the importance weights of a step."
+)
+NO_TIMELINE = "No timeline of batch sizes was kept."
+BATCH_SIZES = "Sequences in progress, some seconds in the middle of the run. Dashed: the engines' slots, H."
+
+
+def labels_of(run_dirs: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell the runs apart. Raises RunDirectoryError if a folder is named twice."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+    if len(set(parts)) < len(parts):
+        twice = next(run_dir for run_dir, part in zip(run_dirs, parts, strict=True) if parts.count(part) > 1)
+        raise RunDirectoryError(f"{twice} is named twice; name each run once")
+    for length in range(1, max(map(len, parts)) + 1):
+        labels = ["/".join(part[-length:]) for part in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(run_dir) for run_dir in run_dirs]
+
+
+def summary_table(runs: Mapping[str, RunRecords]) -> str:
+    """A column for each run: what its summary says, or what its records do if it wrote none."""
+    columns = [_column(records) for records in runs.values()]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
+    return html.table(["", *runs] if len(runs) > 1 else [], rows, words=True)
+
+
+def _column(records: RunRecords) -> dict[str, str]:
+    measured = measure(records.steps, records.begin_s)
+    config, summary = records.config, records.summary
+    column = {
+        "status": _status(summary),
+        "schedule": name_of(config),
+        "task, model": f"{config.environment.kind}, {config.model.path}",
+        "H, B, K": f"{records.slots}, {config.trainer.batch_size}, {config.actor.group_size}",
+        "seed": str(config.seed),
+        "training alone": f"{measured.steps} steps, {measured.samples} rollouts in {measured.training_s:.1f} s: "
+        f"{measured.samples_per_s:.1f} samples/s, {measured.tokens_per_s:.0f} tokens/s",
+    }
+    if summary is not None:
+        try:
+            column |= {name: value for section in summary_sections(summary) for name, value in section}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RunDirectoryError(f"{records.root / 'summary.json'} is damaged ({error!r}); delete it") from error
+    return column
+
+
+def name_of(config: RunConfig) -> str:
+    """The schedule as `compare` names it: `pipeline`, `conventional:4`."""
+    schedule = config.schedule
+    return schedule.kind if schedule.kind == "pipeline" else f"{schedule.kind}:{schedule.steps_per_round}"
+
+
+def _status(summary: Mapping[str, Any] | None) -> str:
+    return "no summary: it was killed, or still runs" if summary is None else str(summary.get("status", "-"))

@@ -1,0 +1,198 @@
+"""What runs are compared by: rates, the way to a reward, lag by position, batch size over time. Pure.
+
+Times are seconds since `begin_s`, when nothing had been generated yet: no start-up, which says nothing about a schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord
+
+WINDOW = 5
+"""Steps over which a reward is averaged before it is compared with a target, or drawn."""
+MOST_POINTS = 48
+"""Positions are drawn in bins, at most this many."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of one run, over all of it: `training_s` is from `begin_s` (on the records' axis) to the end of the last step.
+
+    `samples_per_s_later` leaves out the first fifth of the steps, in which a pipeline fills (its first batches are the
+    completions that ended first, the short ones). `trainer_busy_s` is time in optimizer steps.
+    """
+
+    begin_s: float
+    training_s: float
+    steps: int
+    samples: int
+    samples_per_s: float
+    samples_per_s_later: float | None
+    tokens_per_s: float
+    length_mean: float
+    trainer_busy_s: float
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """The step at which a run reached a reward: time since the run's `begin_s`, and samples trained so far."""
+
+    version: int
+    time_s: float
+    samples: int
+
+
+class LagByPosition(msgspec.Struct, frozen=True):
+    """Lag of the trained tokens in optimizer steps, by position in the completion; an entry for each bin of positions.
+
+    `position` is the middle of the bin, counted from 0; `tokens` is how many the mean is over.
+    """
+
+    position: list[float]
+    mean: list[float]
+    max: list[int]
+    tokens: list[int]
+
+
+class BatchSize(msgspec.Struct, frozen=True):
+    """Sequences in progress, over all engines, from `time_s[i]` on."""
+
+    time_s: list[float]
+    in_progress: list[int]
+
+
+class VersionRun(NamedTuple):
+    """Tokens `start <= i < end` of a rollout, all sampled by the weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+def begin_s(
+    steps: Sequence[StepRecord], timeline: Iterable[TimelineRecord] = (), evaluations: Sequence[EvaluationRecord] = ()
+) -> float:
+    """When nothing had been generated for training and everything was ready, on the records' axis.
+
+    The trainer is ready when its first step's waiting begins. Engines may come up later: then it is when the timeline
+    begins, or the last time that it has nothing in progress before anything is. An evaluation before training delays it.
+    """
+    first = steps[0]
+    latest_s = first.time_s - first.train_s
+    begin = latest_s - first.wait_s
+    looks = sorted(timeline, key=lambda look: look.time_s)
+    idle = list(takewhile(lambda look: not look.in_progress, looks))
+    begin = max([begin, *(look.time_s for look in idle or looks[:1])])
+    return min(max([begin, *(one.time_s for one in evaluations if one.when == "before")]), latest_s)
+
+
+def measure(steps: Sequence[StepRecord], begin: float) -> Measured:
+    """Rates of a run of at least one step that began at `begin`."""
+    training_s = steps[-1].time_s - begin
+    samples = sum(step.samples for step in steps)
+    tokens = sum(step.samples * (step.completion_length_mean or 0.0) for step in steps)
+    return Measured(
+        begin_s=begin,
+        training_s=training_s,
+        steps=len(steps),
+        samples=samples,
+        samples_per_s=_per(samples, training_s),
+        samples_per_s_later=rate_after(steps, max(1, len(steps) // 5)),
+        tokens_per_s=_per(tokens, training_s),
+        length_mean=_per(tokens, samples),
+        trainer_busy_s=sum(step.train_s for step in steps),
+    )
+
+
+def rate_after(steps: Sequence[StepRecord], fill: int) -> float | None:
+    """Samples per second after the first `fill` steps (at least one); None if no time passes after them."""
+    later_s = steps[-1].time_s - steps[fill - 1].time_s if 0 < fill < len(steps) else 0.0
+    return sum(step.samples for step in steps[fill:]) / later_s if later_s > 0 else None
+
+
+def windowed(rewards: Sequence[float | None]) -> list[float]:
+    """The mean of the last WINDOW rewards at each step; NaN where there are fewer, or one of them is not known."""
+    known = [math.nan if reward is None else reward for reward in rewards]
+    return [math.fsum(known[end - WINDOW : end]) / WINDOW if end >= WINDOW else math.nan for end in range(1, len(known) + 1)]
+
+
+def reached(steps: Sequence[StepRecord], begin: float, target: float) -> Reached | None:
+    """The first step at which the mean reward of the last WINDOW steps is at least `target`, if there is one."""
+    samples = 0
+    for step, reward in zip(steps, windowed([step.reward_mean for step in steps]), strict=True):
+        samples += step.samples
+        if reward >= target:
+            return Reached(version=step.version, time_s=step.time_s - begin, samples=samples)
+    return None
+
+
+def lag_by_position(
+    trained: Iterable[tuple[int, Sequence[str]]], runs_of: Mapping[str, Sequence[VersionRun]]
+) -> LagByPosition:
+    """Lag by position, of every token trained on.
+
+    trained    for each optimizer step: the version that was trained (before the step), and the rollouts in the step
+    runs_of    the versions of each rollout's sampled tokens; of several turns one after the other
+
+    A token's lag is the version being trained minus its own. Rollouts that `runs_of` lacks are left out.
+    """
+    longest = max((runs[-1].end for runs in runs_of.values() if runs), default=0)
+    total, tokens, most = (np.zeros(longest, dtype=np.int64) for _ in range(3))
+    for version, ids in trained:
+        for name in ids:
+            for run in runs_of.get(name, ()):
+                lag = version - run.version
+                where = slice(run.start, run.end)
+                total[where] += lag
+                tokens[where] += 1
+                np.maximum(most[where], lag, out=most[where])
+    length = int(np.flatnonzero(tokens)[-1]) + 1 if tokens.any() else 0
+    edges = [length * k // min(MOST_POINTS, length) for k in range(min(MOST_POINTS, length) + 1)] if length else []
+    bins = [(a, b) for a, b in pairwise(edges) if tokens[a:b].any()]
+    return LagByPosition(
+        position=[(a + b - 1) / 2 for a, b in bins],
+        mean=[float(total[a:b].sum() / tokens[a:b].sum()) for a, b in bins],
+        max=[int(most[a:b].max()) for a, b in bins],
+        tokens=[int(tokens[a:b].sum()) for a, b in bins],
+    )
+
+
+def batch_size_over_time(timeline: Iterable[TimelineRecord], begin: float) -> BatchSize:
+    """Sequences in progress of all engines together, at each time that one of them says something.
+
+    An engine's number holds until its next one. What was before `begin` is left out, but counts as what holds then.
+    """
+    now: dict[int, int] = {}
+    times_s: list[float] = []
+    totals: list[int] = []
+    for look in sorted(timeline, key=lambda look: look.time_s):
+        now[look.worker] = look.in_progress
+        time_s = max(0.0, look.time_s - begin)
+        if times_s and times_s[-1] == time_s:
+            totals[-1] = sum(now.values())
+        else:
+            times_s.append(time_s)
+            totals.append(sum(now.values()))
+    return BatchSize(time_s=times_s, in_progress=totals)
+
+
+def slots_in_use(batch: BatchSize, slots: int, until_s: float) -> float | None:
+    """The share of the slots that is in use while any is, over time up to `until_s`; None if none ever is.
+
+    So the time in which conventional RL trains does not count, and the time in which its batch drains does.
+    """
+    edges = [*(min(time_s, until_s) for time_s in batch.time_s), until_s]
+    spans = [
+        (after - before, size) for (before, after), size in zip(pairwise(edges), batch.in_progress, strict=True) if size
+    ]
+    generating_s = math.fsum(length_s for length_s, _ in spans)
+    return math.fsum(length_s * size for length_s, size in spans) / (generating_s * slots) if generating_s > 0 else None
+
+
+def _per(amount: float, of: float) -> float:
+    return amount / of if of > 0 else math.nan

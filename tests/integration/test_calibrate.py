@@ -1,0 +1,48 @@
+"""Calibration with its real training process, as `pipelinerl calibrate` does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipelinerl.config import RunConfig, load_config
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.planner.calibrate import TrainingProcess, calibrate
+from pipelinerl.planner.calibration import read_calibration, write_calibration
+
+SLOTS = 6
+SMALL = ["--engine.slots", str(SLOTS), "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
+
+
+def config(*settings: str) -> RunConfig:
+    return load_config(None, [*SMALL, *settings])
+
+
+@pytest.mark.slow
+def test_a_training_process_that_fails_says_why(tmp_path: Path) -> None:
+    broken = msgspec.structs.replace(config(), model=msgspec.structs.replace(config().model, path="/nowhere"))
+    with (
+        TrainingProcess(broken, tmp_path / "stream", tmp_path, 1) as training,
+        pytest.raises(PipelineRLError, match="rollouts"),
+    ):
+        training.wait("ready")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_a_whole_calibration(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.planner.calibrate.ACTOR_SECONDS", 0.2)
+    monkeypatch.setattr("pipelinerl.planner.calibrate.DECODE_SECONDS", 0.0)
+    said: list[str] = []
+    found = calibrate(config("--schedule.kind", kind), said.append)
+    assert found.side_by_side == (kind == "pipeline")
+    assert (found.slots, found.batch_size, found.group_size) == (SLOTS, 8, 2)
+    assert sum(found.lengths.values()) >= 8
+    assert 0 <= found.training.used_share <= 1
+    assert found.training.token_s > 0
+    assert found.generation.tokens_per_s > 0
+    assert said
+    write_calibration(tmp_path / "calibration.json", found)
+    assert read_calibration(tmp_path / "calibration.json") == found

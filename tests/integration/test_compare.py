@@ -1,0 +1,110 @@
+"""`pipelinerl compare` and `pipelinerl report` as commands, with real runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelinerl import load_config, train
+from tests.integration.runs import command, flags, run, start, trained, wait
+
+SMALL = [
+    *("--trainer.steps", "6", "--trainer.batch_size", "16", "--actor.group_size", "4", "--engine.slots", "16"),
+    *("--engine.threads", "1", "--trainer.threads", "1", "--actor.max_tokens", "32"),
+]
+
+
+@pytest.mark.slow
+def test_a_comparison_is_made_and_made_only_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["compare", "--schedules", "pipeline,conventional:2", "--seeds", "1", "--no-tune", "--out", str(out), *SMALL]
+    ended = command(*arguments)
+    assert ended.status == 0, ended.error
+    contents = json.loads((out / "compare.json").read_text())
+    assert contents["ratio_samples_per_s"]["median"] > 0
+    assert contents["ratio_samples_per_s"]["baseline"] == "conventional:2"
+    assert [one["measured"]["samples"] for one in contents["runs"]] == [96, 96]
+    assert all(one["status"] == "finished" for one in contents["runs"])
+    conventional = contents["runs"][1]["series"]
+    assert set(conventional["lag_max"][0::2]) <= {0, None}  # None: all of a group earned the same, nothing to train
+    assert max(conventional["lag_by_position"]["max"]) <= 1
+    assert sum(conventional["lag_by_position"]["tokens"]) > 96
+    assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("learning", "on_policyness"))
+    assert "Where PipelineRL does not help" in (out / "report.html").read_text()
+
+    before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("metrics.jsonl")}
+    assert command(*arguments, "--target-reward", "0.1").status == 0
+    assert {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("metrics.jsonl")} == before
+    changed = command(*arguments, "--trainer.learning_rate", "0.5")
+    assert changed.status == 2
+    assert "config.trainer.learning_rate was 0.0003, now 0.5" in changed.error
+    assert len(changed.error.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_settings_are_tried_with_real_runs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = [
+        "--schedules",
+        "pipeline",
+        "--seeds",
+        "1",
+        "--quick",
+        "--out",
+        str(out),
+        "--launch.watchdog_s",
+        "60",
+        *SMALL,
+    ]
+    ended = wait(start("compare", *arguments), timeout_s=280.0)
+    assert ended.status == 0, ended.error
+    trials = json.loads((out / "compare.json").read_text())["trials"]["pipeline"]
+    assert len(trials) >= 3
+    assert sum(one["used"] for one in trials) == 1
+    assert not list((out / "trials").rglob("rollouts"))
+
+
+@pytest.mark.slow
+def test_the_example_of_equal_lengths_has_equal_lengths(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "compare_equal_lengths.yaml"
+    settings = {"trainer__steps": 3, "actor__max_tokens": 240, "environment__args__tokens": 9}
+    train(load_config(example, flags(tmp_path / "run", **settings)))
+    lengths = {sample.tokens for record in trained(tmp_path / "run") for sample in record.samples}
+    assert lengths == {9}
+
+
+@pytest.mark.slow
+def test_a_report_of_runs(tmp_path: Path) -> None:
+    run(tmp_path / "one")
+    run(tmp_path / "two", schedule__kind="conventional", schedule__steps_per_round=5)
+    ended = command("report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "page.html"))
+    assert ended.status == 0, ended.error
+    page = (tmp_path / "page.html").read_text()
+    assert "<th>one</th><th>two</th>" in page
+    assert "conventional:5" in page
+    assert command("report", str(tmp_path / "one")).status == 0
+    assert (tmp_path / "one" / "report.html").is_file()
+
+
+def test_a_report_of_nothing(tmp_path: Path) -> None:
+    ended = command("report", str(tmp_path))
+    assert ended.status == 2
+    assert ended.error == f"error: {tmp_path} is not a run directory: it has no config.yaml\n"
+    assert command("report").status == 2
+    assert command("report", str(tmp_path), "--seed", "1").status == 2
+
+
+def test_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    for arguments, said in (
+        (["--schedules", "pipeline:3"], "is not a schedule"),
+        (["--seeds", "0"], "--seeds"),
+        (["--seeds", "x"], "invalid int"),
+        (["--trainer.step", "1"], "did you mean"),
+        (["--schedules", "pipeline,conventional:8", "--trainer.steps", "6"], "set it to a multiple of 8"),
+        (["--target-reward", "nan"], "--target-reward"),
+    ):
+        ended = command("compare", "--out", str(tmp_path / "out"), *arguments)
+        assert (ended.status, said in ended.error) == (2, True), ended.error
+    assert not (tmp_path / "out").exists()

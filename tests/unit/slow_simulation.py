@@ -1,0 +1,199 @@
+"""The pipeline simulated the slow way: every engine, every decode step, every token. What `simulate` is tested against.
+
+Shares nothing with it but the schedules, the scenario and the order of events at the same time: the trainer first, then the
+engines by number.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from itertools import count
+
+from pipelinerl.interfaces import PipelineState
+from pipelinerl.planner.simulation import Scenario
+
+
+@dataclass
+class Attempt:
+    group: int
+    started_version: int
+    length: int
+    used: bool
+    dropped: bool
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Server:
+    version: int = 0
+    running: list[Attempt] = field(default_factory=list)
+    waiting: deque[Attempt] = field(default_factory=deque)
+    finished: deque[list[Attempt]] = field(default_factory=deque)
+    open: dict[int, list[Attempt]] = field(default_factory=dict)
+    own: int = 0
+    idle: bool = False
+
+
+class SlowSimulation:
+    """After `run`: `step_end_s`, `lags` ((position, lag) -> tokens), `dropped`, `trained` ids in order, `tokens`."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.step_end_s: list[float] = []
+        self.lags: dict[tuple[int, int], int] = defaultdict(int)
+        self.dropped: dict[str, int] = defaultdict(int)
+        self.trained: list[int] = []
+        self.started = 0
+        self.busy_s = 0.0
+        self._servers = [Server() for _ in range(scenario.engines)]
+        self._offers: list[tuple[float, int]] = [(0.0, 0)]
+        self._stream: deque[list[Attempt]] = deque()
+        self._queue: deque[Attempt] = deque()
+        self._batch: list[Attempt] = []
+        self._in_progress: list[Attempt] = []  # of groups that are not in the stream
+        self._handed_over: list[int] = []  # the versions that rollouts in the stream or beyond were started with, in order
+        self._newest_taken = 0
+        self._version = 0
+        self._free_s = 0.0
+        self._events: list[tuple[float, int, int]] = []
+        self._groups = count()
+
+    def run(self) -> SlowSimulation:
+        for number in range(len(self._servers)):
+            heapq.heappush(self._events, (0.0, 1, number))
+        while self._version < self.scenario.steps:
+            now_s, kind, number = heapq.heappop(self._events)
+            if kind == 0:
+                self._step_ends(now_s)
+            else:
+                self._boundary(self._servers[number], number, now_s)
+        return self
+
+    def _boundary(self, server: Server, number: int, now_s: float) -> None:
+        costs = self.scenario.costs
+        server.idle = False
+        for group in [group for group, attempts in server.open.items() if all(_done(a) for a in attempts)]:
+            server.finished.append(server.open.pop(group))
+        while server.finished and self._write(server.finished[0], now_s):
+            server.own -= len(server.finished.popleft())
+            self._train_if_possible(now_s)
+        pause_s = 0.0
+        newest = [version for time_s, version in self._offers if time_s <= now_s][-1]
+        older = sum(attempt.started_version < newest for attempt in self._in_progress)
+        if newest > server.version and self.scenario.schedule.may_take_weights(older).allowed:
+            server.version, pause_s = newest, costs.update_pause_s
+            self._newest_taken = max(self._newest_taken, newest)
+            self._wake_idle(now_s)
+        while len(server.running) + len(server.waiting) < self.scenario.slots and not server.finished:
+            if not self._may_start(server):
+                break
+            self._start(server)
+        prompts = set()
+        while server.waiting and len(server.running) < self.scenario.slots:
+            attempt = server.waiting.popleft()
+            prompts.add(attempt.group)
+            server.running.append(attempt)
+        if not server.running:
+            server.idle = True
+            return
+        decode_s = costs.decode_step_s[len(server.running)] + len(prompts) * costs.prompt_s
+        self.busy_s += decode_s
+        for attempt in server.running:
+            attempt.versions.append(server.version)
+        ended = sum(_done(attempt) for attempt in server.running)
+        server.running = [attempt for attempt in server.running if not _done(attempt)]
+        heapq.heappush(self._events, (now_s + pause_s + decode_s + ended * costs.rollout_s, 1, number))
+
+    def _may_start(self, server: Server) -> bool:
+        versions = [attempt.started_version for attempt in self._in_progress] + self._handed_over
+        state = PipelineState(
+            engine_version=server.version,
+            trainer_version=self._version,
+            oldest_version=min(versions, default=server.version),
+            outstanding=len(versions),
+            newest_version=max(self._newest_taken, server.version),
+            own=server.own,
+            processes=len(self._servers),
+        )
+        return self.scenario.schedule.may_start(state, self.scenario.group_size).allowed
+
+    def _start(self, server: Server) -> None:
+        group = next(self._groups)
+        work = self.scenario.workload.group(group)
+        triples = zip(work.lengths, work.used, work.dropped or [False] * len(work.lengths), strict=True)
+        attempts = [Attempt(group, server.version, *triple) for triple in triples]
+        server.open[group] = attempts
+        server.waiting.extend(attempts)
+        server.own += len(attempts)
+        self._in_progress.extend(attempts)
+        self.started += len(attempts)
+
+    def _write(self, group: list[Attempt], now_s: float) -> bool:
+        if len(self._stream) == self.scenario.capacity:
+            if self.scenario.when_full == "block":
+                return False
+            dropped = len(self._stream.popleft())
+            self.dropped["stream_full"] += dropped
+            del self._handed_over[-dropped:]
+        self._stream.append(group)
+        self._in_progress = [attempt for attempt in self._in_progress if attempt.group != group[0].group]
+        self._handed_over += [attempt.started_version for attempt in group]
+        self._wake_idle(now_s)
+        return True
+
+    def _train_if_possible(self, now_s: float) -> None:
+        scenario, costs = self.scenario, self.scenario.costs
+        while not self._batch and self._version < scenario.steps:
+            allowed = scenario.schedule.may_train(self._version, len(self._queue)).allowed
+            if not allowed and not self._stream:
+                return
+            if not allowed:
+                group = self._stream.popleft()
+                self._wake_idle(now_s)
+                kept = [attempt for attempt in group if not attempt.dropped]
+                self._queue.extend(kept)
+                if len(kept) < len(group):
+                    self.dropped["preprocess"] += len(group) - len(kept)
+                    self._settle(len(group) - len(kept), now_s)
+                self._free_s = max(self._free_s, now_s) + len(group) * costs.prepare_s
+                continue
+            if scenario.max_lag is not None:
+                fresh = [attempt for attempt in self._queue if self._version - attempt.versions[0] <= scenario.max_lag]
+                if len(fresh) < len(self._queue):
+                    self.dropped["stale"] += len(self._queue) - len(fresh)
+                    self._settle(len(self._queue) - len(fresh), now_s)
+                self._queue = deque(fresh)
+            if len(self._queue) >= scenario.batch_size:
+                self._batch = [self._queue.popleft() for _ in range(scenario.batch_size)]
+                tokens = sum(a.length + scenario.workload.prompt_tokens for a in self._batch if a.used)
+                self._free_s = max(self._free_s, now_s) + costs.train_step_s + tokens * costs.train_token_s
+                heapq.heappush(self._events, (self._free_s, 0, 0))
+
+    def _step_ends(self, now_s: float) -> None:
+        for attempt in self._batch:
+            self.trained.append(attempt.group)
+            for position, version in enumerate(attempt.versions if attempt.used else ()):
+                self.lags[position, self._version - version] += 1
+        self._settle(len(self._batch), now_s)
+        self._batch = []
+        self._version += 1
+        self.step_end_s.append(now_s)
+        if self.scenario.schedule.publishes(self._version):
+            self._offers.append((now_s, self._version))
+        self._train_if_possible(now_s)
+
+    def _settle(self, rollouts: int, now_s: float) -> None:
+        del self._handed_over[:rollouts]
+        self._wake_idle(now_s)
+
+    def _wake_idle(self, now_s: float) -> None:
+        for number, server in enumerate(self._servers):
+            if server.idle:
+                server.idle = False
+                heapq.heappush(self._events, (now_s, 1, number))
+
+
+def _done(attempt: Attempt) -> bool:
+    return len(attempt.versions) == attempt.length

@@ -1,0 +1,249 @@
+"""A comparison from its request to its results, with runs that only write what real ones would."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.compare.compare import compare, plan_runs
+from pipelinerl.compare.machine import Machine
+from pipelinerl.compare.request import Request, make_request
+from pipelinerl.config import RunConfig, config_to_yaml, load_config
+from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedError, StalledError, TrainingDivergedError
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import JsonlSink
+from pipelinerl.metrics.summary import summarize
+
+MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={"torch": "0"})
+SECONDS = {"pipeline": 1.0, "conventional": 2.0, "async": 1.5}
+
+
+def request(*flags: str, **changed: Any) -> Request:
+    arguments = {"schedules": "pipeline,conventional:2,conventional:4", "seeds": 2, "quick": False, "tune": False} | changed
+    config = load_config(None, ["--trainer.steps", "16", "--trainer.batch_size", "32", *flags])
+    return make_request(config, MACHINE, **arguments)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time here, and is nothing to look at."""
+    monkeypatch.setattr("pipelinerl.report.figures.png_of", lambda figure: b"PNG")
+
+
+class Runs:
+    """Stands in for `train`: writes a run's records; a step takes as long as its schedule and settings say."""
+
+    def __init__(self, fail: Callable[[RunConfig], Exception | None] = lambda config: None) -> None:
+        self.made: list[str] = []
+        self.fail = fail
+
+    def __call__(self, config: RunConfig) -> None:
+        assert config.run_dir is not None
+        run_dir = Path(config.run_dir)
+        run_dir.mkdir(parents=True)
+        self.made.append("/".join(run_dir.parts[-2:]))
+        (run_dir / "config.yaml").write_text(config_to_yaml(config))
+        step_s = SECONDS[config.schedule.kind] / config.engine.processes * (1.0 + config.seed / 10)
+        steps = [
+            StepRecord(
+                version=n,
+                time_s=5.0 + n * step_s,
+                samples=config.trainer.batch_size,
+                reward_mean=0.1 + 0.05 * n,
+                ess=0.99,
+                lag_max=config.schedule.steps_per_round - 1,
+                completion_length_mean=10.0,
+                train_s=0.5 * step_s,
+                wait_s=0.5 * step_s,
+            )
+            for n in range(1, config.trainer.steps + 1)
+        ]
+        sink = JsonlSink(run_dir)
+        for record in steps:
+            sink.write(record)
+        sink.close()
+        error = self.fail(config)
+        if error is not None:
+            raise error
+        summary = summarize(config, steps, [], {}, wall_s=9.0, status="finished")
+        (run_dir / "summary.json").write_bytes(msgspec.json.encode(summary))
+
+
+def run(out: Path, asked: Request | None = None, runs: Runs | None = None, **options: Any) -> dict[str, Any]:
+    said: list[str] = []
+    return compare(asked or request(), out, train=runs or Runs(), say=said.append, **options)
+
+
+def test_the_results(tmp_path: Path) -> None:
+    contents = run(tmp_path / "out", target=0.5)
+    written = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert written == contents
+    # A conventional step takes twice as long here, and learning per step is the same.
+    for key in ("ratio_time_to_reward", "ratio_samples_per_s"):
+        assert (written[key]["median"], written[key]["min"], written[key]["max"]) == (2.0, 2.0, 2.0)
+        assert written[key]["baseline"] == "conventional:2"
+    assert written["target_reward"] == 0.5
+    assert [(one["schedule"], one["seed"]) for one in written["runs"]] == [
+        *(("pipeline", 0), ("pipeline", 1)),
+        *(("conventional:2", 0), ("conventional:2", 1)),
+        *(("conventional:4", 0), ("conventional:4", 1)),
+    ]
+    first = written["runs"][0]
+    assert first["reached"] == {"version": 10, "time_s": 10.0, "samples": 320}  # mean of 0.1 + 0.05 n over 6..10
+    assert first["measured"]["samples_per_s"] == 32.0
+    assert first["series"]["time_s"] == [float(n) for n in range(1, 17)]
+    assert (tmp_path / "out" / "learning.png").is_file()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(source == "data:" for source in re.findall(r'src="(.{5})', page))
+    assert "http" not in page
+    assert "2.00 times sooner" in page
+
+
+def test_the_order_rotates(tmp_path: Path) -> None:
+    runs = Runs()
+    run(tmp_path / "out", request(seeds=3), runs)
+    a, b, c = "pipeline", "conventional-2", "conventional-4"
+    assert [name.rpartition("/")[2] for name in runs.made] == [a, b, c, b, c, a, c, a, b]
+    assert len({planned.name for planned in plan_runs(request(seeds=3))}) == 9
+
+
+def test_a_target_is_chosen_if_none_is_given(tmp_path: Path) -> None:
+    contents = run(tmp_path / "out")
+    # The way: from 0.25 (mean of steps 1..5) to 0.8 (12..16), of which nine tenths are 0.745.
+    assert contents["target_reward"] == 0.74
+
+
+def test_settings_are_tried_and_the_fastest_is_used(tmp_path: Path) -> None:
+    runs = Runs()
+    contents = run(tmp_path / "out", request(tune=True), runs)
+    for schedule, trials in contents["trials"].items():
+        used = [one for one in trials if one["used"]]
+        assert len(used) == 1
+        assert used[0]["samples_per_s"] == max(one["samples_per_s"] for one in trials), schedule
+        assert used[0]["processes"] == 2
+    assert all(one["settings"]["processes"] == 2 for one in contents["runs"])
+    config = (tmp_path / "out" / "runs" / "seed-1" / "pipeline" / "config.yaml").read_text()
+    assert "processes: 2" in config
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<td>used</td>") == 3
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    def stop(config: RunConfig) -> Exception | None:
+        here = config.schedule.steps_per_round == 4 and config.seed == 0
+        return RunInterruptedError("stopped before its goal; go on with --resume") if here else None
+
+    first, second, third = Runs(stop), Runs(), Runs()
+    with pytest.raises(RunInterruptedError, match=r"the same command with --out .* goes on") as stopped:
+        run(tmp_path / "out", runs=first)
+    assert "--resume" not in str(stopped.value)
+    assert len(first.made) == 3
+    assert not (tmp_path / "out" / "compare.json").exists()
+    contents = run(tmp_path / "out", runs=second)
+    assert second.made[0] == "seed-0/conventional-4"  # once more, from the start
+    assert len(second.made) == 4
+    assert contents == run(tmp_path / "out", runs=third)
+    assert third.made == []
+
+
+def test_trials_are_not_repeated_either(tmp_path: Path) -> None:
+    first, second = Runs(), Runs()
+    run(tmp_path / "out", request(tune=True), first)
+    run(tmp_path / "out", request(tune=True), second)
+    assert len(first.made) > 6
+    assert second.made == []
+
+
+def test_a_run_whose_folder_is_gone_is_made_again(tmp_path: Path) -> None:
+    run(tmp_path / "out")
+    (tmp_path / "out" / "runs" / "seed-1" / "pipeline").rename(tmp_path / "away")
+    again = Runs()
+    run(tmp_path / "out", runs=again)
+    assert again.made == ["seed-1/pipeline"]
+
+
+def test_the_target_may_change(tmp_path: Path) -> None:
+    run(tmp_path / "out", target=0.5)
+    again = Runs()
+    assert run(tmp_path / "out", runs=again, target=0.25)["target_reward"] == 0.25
+    assert again.made == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"seeds": 3}, "seeds was 2, now 3"),
+        ({"tune": True}, "tune was false, now true"),
+        ({"schedules": "pipeline,conventional:2"}, "schedules was "),
+    ],
+)
+def test_changed_arguments_are_named(tmp_path: Path, changed: dict[str, Any], difference: str) -> None:
+    run(tmp_path / "out")
+    with pytest.raises(RunDirectoryError) as error:
+        run(tmp_path / "out", request(**changed))
+    assert difference in str(error.value)
+    assert "\n" not in str(error.value)
+    with pytest.raises(RunDirectoryError, match=re.escape("config.trainer.learning_rate was 0.0003, now 0.1")):
+        run(tmp_path / "out", request("--trainer.learning_rate", "0.1"))
+
+
+def test_a_folder_that_is_something_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(RunDirectoryError, match="is not empty and holds no comparison"):
+        run(tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match="choose"):
+        run(tmp_path / "file")
+
+
+def test_a_damaged_folder(tmp_path: Path) -> None:
+    run(tmp_path / "out")
+    (tmp_path / "out" / "executions.jsonl").write_text("{}\n")
+    with pytest.raises(RunDirectoryError, match=r"executions\.jsonl, line 1"):
+        run(tmp_path / "out")
+    (tmp_path / "out" / "request.json").write_text("{")
+    with pytest.raises(RunDirectoryError, match="damaged"):
+        run(tmp_path / "out")
+
+
+def test_a_schedule_that_diverges_is_a_result(tmp_path: Path) -> None:
+    def diverge(config: RunConfig) -> Exception | None:
+        here = config.schedule.steps_per_round == 4 and config.seed == 1
+        return TrainingDivergedError("the loss is <nan>") if here else None
+
+    contents = run(tmp_path / "out", runs=Runs(diverge), target=0.5)
+    row = next(one for one in contents["schedules"] if one["schedule"] == "conventional:4")
+    assert (row["runs"], row["reached"], row["diverged"]) == (2, 1, 1)
+    assert row["ratio_samples_per_s"]["median"] is None
+    assert contents["ratio_samples_per_s"]["median"] == 2.0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "conventional:4: 1 of 2 runs diverged." in page
+    assert "the loss is &lt;nan&gt;" in page
+    again = Runs()
+    run(tmp_path / "out", runs=again, target=0.5)
+    assert again.made == []
+
+
+def test_other_failures_end_it(tmp_path: Path) -> None:
+    with pytest.raises(StalledError):
+        run(tmp_path / "out", runs=Runs(lambda config: StalledError("nothing moves")))
+    run(tmp_path / "out")  # mended, it goes on
+
+
+def test_a_schedule_that_does_not_go_with_the_run_file_is_told_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"conventional:2: trainer\.ess_threshold"):
+        run(tmp_path / "out", request("--trainer.ess_threshold", "0.5"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_pipeline_there_is_no_ratio(tmp_path: Path) -> None:
+    contents = run(tmp_path / "out", request(schedules="conventional:2,async:2"))
+    assert contents["ratio_time_to_reward"] is None
+    assert len(contents["runs"]) == 4

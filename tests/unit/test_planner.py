@@ -1,0 +1,309 @@
+"""The analytical model against slow, literal versions of its formulas, and against the paper's case study."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.planner.analytic import Conventional, Workload, conventional, pipeline, pipeline_max_lag
+from pipelinerl.planner.lengths import LengthDistribution
+from pipelinerl.planner.search import PipelineGrid, compare
+from pipelinerl.planner.utilisation import (
+    COMPUTE_CEILING,
+    H100,
+    H200,
+    PAPER_SEQUENCE_FLASHES,
+    PAPER_STEP_FLASHES,
+    PAPER_TAU,
+    Accelerator,
+    Utilisation,
+    cache_share,
+    flash_s,
+    powers_of_two,
+    roofline,
+    tau_from_mfu,
+)
+
+histograms = st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6)
+
+
+def workload(histogram: dict[int, int], accelerators: int = 6, batch_size: int = 8) -> Workload:
+    return Workload(accelerators, batch_size, LengthDistribution.of_histogram(histogram), roofline(H100), 5.0)
+
+
+def case_study() -> Workload:
+    return Workload(128, 128, LengthDistribution.uniform(8192), roofline(H100), PAPER_TAU)
+
+
+# ------------------------------------------------------------------------------------------------ lengths
+
+
+@given(histograms)
+def test_lengths_against_a_list_of_completions(histogram: dict[int, int]) -> None:
+    completions = [length for length, count in histogram.items() for _ in range(count)]
+    lengths = LengthDistribution.of_lengths(completions)
+    assert lengths.longest == max(completions)
+    assert lengths.mean == pytest.approx(sum(completions) / len(completions))
+    survival = [sum(c >= step for c in completions) / len(completions) for step in range(1, max(completions) + 1)]
+    assert lengths.survival() == pytest.approx(survival)
+    # At a random moment a sequence is in any of its decode steps: with as many tokens behind it as it has made steps.
+    moments = [age for c in completions for age in range(c)]
+    assert lengths.ages() == pytest.approx([moments.count(age) / len(moments) for age in range(max(completions))])
+    assert lengths.histogram() == pytest.approx({k: v / len(completions) for k, v in histogram.items()})
+
+
+def test_uniform_lengths() -> None:
+    lengths = LengthDistribution.uniform(9)
+    assert lengths.longest == 9
+    assert lengths.mean == pytest.approx(5.0)
+    assert lengths.tail == pytest.approx(2 * 9 / 10)
+
+
+def test_samples_are_as_often_as_their_shares_and_the_same_by_seed() -> None:
+    lengths = LengthDistribution.of_histogram({2: 1, 5: 3})
+    drawn = lengths.sample(np.random.default_rng(0), 4000)
+    assert set(drawn.tolist()) == {2, 5}
+    assert np.mean(drawn == 5) == pytest.approx(0.75, abs=0.03)
+    assert (drawn == lengths.sample(np.random.default_rng(0), 4000)).all()
+
+
+@pytest.mark.parametrize("histogram", [{}, {3: 0}, {0: 1}, {-2: 1}, {3: -1}, {3: math.nan}, {3: math.inf}])
+def test_what_is_no_distribution_of_lengths(histogram: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match=r"at least|less than 0"):
+        LengthDistribution.of_histogram(histogram)
+
+
+# ------------------------------------------------------------------------------------------------ utilisation
+
+
+def test_a_table_is_straight_between_its_points_and_flat_beyond() -> None:
+    table = Utilisation((1, 4, 8), (10.0, 16.0, 20.0), "s")
+    assert table.step_time([0.25, 1, 2, 4, 6, 8]) == pytest.approx([10, 10, 12, 16, 18, 20])
+    assert table([1, 2, 8]) == pytest.approx([0.1, 2 / 12, 0.4])
+    assert table([16, 800]) == pytest.approx([0.4, 0.4])  # no more than 8 at a time
+    assert float(table(0)) == 0.0
+
+
+def test_overhead_is_paid_for_every_token() -> None:
+    table = Utilisation((1, 8), (10.0, 20.0), "s").with_overhead(0.5)
+    assert table.step_time([1, 8, 16]) == pytest.approx([10.5, 24, 48])
+
+
+@pytest.mark.parametrize(
+    ("active", "times"),
+    [((), ()), ((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1, 1), (1.0, 2.0)), ((1, 2), (1.0, 0.0)), ((0,), (1.0,))],
+)
+def test_what_is_no_table(active: tuple[float, ...], times: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"batch sizes|takes time"):
+        Utilisation(active, times)
+
+
+@pytest.mark.parametrize("accelerator", [H100, H200])
+def test_the_roofline_is_the_longer_of_reading_and_computing(accelerator: Accelerator) -> None:
+    curve = roofline(accelerator, sequence_share=1e-3, bandwidth_efficiency=0.5, ceiling=0.8, largest=5000)
+    weights = accelerator.peak_flops / accelerator.bandwidth / 0.5
+    for h in (0.5, 1, 17, 200, 400, 401.5, 900, 4999):
+        assert float(curve.step_time(h)) == pytest.approx(max(weights * (1 + 1e-3 * h), h / 0.8))
+    assert float(curve(9000)) == pytest.approx(float(curve(5000)))
+
+
+def test_a_cache_that_never_lets_arithmetic_bind() -> None:
+    curve = roofline(H100, sequence_share=0.01, largest=4096)
+    assert float(curve.step_time(4096)) == pytest.approx(PAPER_STEP_FLASHES * (1 + 40.96))
+
+
+def test_units() -> None:
+    # Twice as many bytes as parameters, two FLOPs a parameter: a full-bandwidth read of the weights, in flashes.
+    parameters = 7e9
+    read_s = 2 * parameters / H100.bandwidth
+    assert H100.weights_flashes == pytest.approx(read_s / flash_s(parameters, H100.peak_flops))
+    assert cache_share(7e9, 57344, 1000) == pytest.approx(57344 * 1000 / 14e9)
+    assert tau_from_mfu(0.5) == 6
+    with pytest.raises(ValueError, match="MFU"):
+        tau_from_mfu(1.2)
+
+
+@pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_sizes_to_measure(largest: int, sizes: list[int]) -> None:
+    assert list(powers_of_two(largest)) == sizes
+
+
+# ------------------------------------------------------------------------------------------------ formulas
+
+
+@given(histograms, st.integers(1, 5))
+def test_conventional_against_the_formula_step_by_step(histogram: dict[int, int], steps_per_round: int) -> None:
+    work = workload(histogram)
+    total = sum(histogram.values())
+    sequences = 8 * steps_per_round
+    tokens = time = 0.0
+    for step in range(1, max(histogram) + 1):
+        running = sequences * sum(count for length, count in histogram.items() if length >= step) / total
+        each = running / 6
+        time += each / float(work.utilisation(each))
+        tokens += running
+    found = conventional(work, steps_per_round)
+    assert found.generation_rate == pytest.approx(tokens / time)
+    assert found.training_rate == pytest.approx(6 / 5.0)
+    # A round: generate all tokens, then train on all of them.
+    assert found.rate == pytest.approx(tokens / (time + tokens * 5.0 / 6))
+    assert found.max_lag == steps_per_round - 1
+
+
+def test_a_pipeline_goes_at_the_pace_of_its_slower_side() -> None:
+    work = workload({10: 1, 30: 1})
+    few, many = pipeline(work, slots=4, generating=2), pipeline(work, slots=1000, generating=5)
+    assert few.rate == few.generation_rate == pytest.approx(2 * float(work.utilisation(4)))
+    assert few.training_rate == pytest.approx(4 / 5.0)
+    assert many.rate == many.training_rate == pytest.approx(1 / 5.0)
+    assert few.max_lag == math.ceil(4 * 2 * 30 / (20 * 8))
+
+
+@given(histograms, st.integers(1, 500))
+def test_lag_is_rounded_up_from_the_exact_quotient(histogram: dict[int, int], in_progress: int) -> None:
+    tokens = sum(length * count for length, count in histogram.items())
+    exact = -(-in_progress * max(histogram) * sum(histogram.values()) // (tokens * 8))
+    assert int(pipeline_max_lag(workload(histogram), in_progress)) == exact
+
+
+def test_lag_in_a_pipeline_that_is_stepped_token_by_token() -> None:
+    """Sequences of equal length, staggered evenly: H I / length end in a step, and B of those make an optimizer step."""
+    length, in_progress, batch = 20, 40, 8
+    left = [1 + i % length for i in range(in_progress)]
+    begun = [0] * in_progress
+    ended, version, lags = [], 0, []
+    for _ in range(40 * length):
+        for i in range(in_progress):
+            left[i] -= 1
+            if left[i] == 0:
+                ended.append(begun[i])
+                left[i], begun[i] = length, -1
+        while len(ended) >= batch:
+            lags += [version - start for start in ended[:batch]]
+            del ended[:batch]
+            version += 1
+        begun = [version if start < 0 else start for start in begun]
+    assert max(lags[200:]) == int(pipeline_max_lag(workload({length: 1}), in_progress)) == 5
+
+
+@pytest.mark.parametrize(("slots", "generating"), [(0, 1), (4, 0), (4, 6)])
+def test_what_is_no_pipeline(slots: int, generating: int) -> None:
+    with pytest.raises(ValueError, match="can't be a pipeline"):
+        pipeline(workload({5: 1}), slots, generating)
+
+
+@pytest.mark.parametrize(("accelerators", "batch", "tau"), [(0, 8, 1.0), (2, 0, 1.0), (2, 8, 0.0), (2, 8, math.inf)])
+def test_what_is_no_workload(accelerators: int, batch: int, tau: float) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Workload(accelerators, batch, LengthDistribution.uniform(4), roofline(H100), tau)
+
+
+# ------------------------------------------------------------------------------------------------ search
+
+
+@given(histograms, st.integers(0, 12))
+def test_the_search_against_trying_everything(histogram: dict[int, int], max_lag: int) -> None:
+    work = workload(histogram)
+    tried = [pipeline(work, h, i) for h in range(1, 41) for i in range(1, 6)]
+    allowed = [candidate for candidate in tried if candidate.max_lag <= max_lag]
+    found = PipelineGrid.of(work, most_slots=40).best(max_lag)
+    if not allowed:
+        assert found is None
+        return
+    fastest = max(candidate.rate for candidate in allowed)
+    equal = [candidate for candidate in allowed if candidate.rate >= fastest * (1 - 1e-9)]
+    assert found == min(equal, key=lambda candidate: (candidate.max_lag, candidate.slots, candidate.generating))
+
+
+def best_round(work: Workload, max_lag: int) -> Conventional:
+    return max((conventional(work, steps) for steps in range(1, max_lag + 2)), key=lambda round_: round_.rate)
+
+
+@given(histograms, st.lists(st.integers(0, 9), min_size=1, max_size=4))
+def test_comparisons_are_the_best_of_both_at_each_lag(histogram: dict[int, int], max_lags: list[int]) -> None:
+    work = workload(histogram)
+    grid = PipelineGrid.of(work, most_slots=30)
+    comparisons = compare(work, max_lags, most_slots=30)
+    assert [comparison.max_lag for comparison in comparisons] == sorted(max_lags)
+    for comparison in comparisons:
+        assert comparison.pipeline == grid.best(comparison.max_lag)
+        assert comparison.conventional.rate == pytest.approx(best_round(work, comparison.max_lag).rate)
+        assert comparison.conventional.max_lag <= comparison.max_lag
+
+
+def test_no_pipeline_is_free_of_lag() -> None:
+    assert compare(workload({3: 5, 30: 1}), [0])[0].speed_up is None
+
+
+def test_one_accelerator_can_not_be_a_pipeline() -> None:
+    assert PipelineGrid.of(workload({3: 1}, accelerators=1)).best() is None
+
+
+def test_a_baseline_with_costs_of_its_own() -> None:
+    work, baseline = workload({3: 5, 30: 1}), workload({3: 5, 30: 1}, accelerators=2)
+    (comparison,) = compare(work, [5], baseline=baseline)
+    assert comparison.conventional == best_round(baseline, 5)
+    assert comparison.pipeline == PipelineGrid.of(work).best(5)
+
+
+# ------------------------------------------------------------------------------------------------ the case study
+
+WITHIN = 0.02
+
+
+def test_the_fitted_curve_is_the_one_through_both_of_the_papers_figures() -> None:
+    """U(192) = 0.384 and the conventional r_gen = 18.3 at G = 134 are two linear equations in the two parameters."""
+    running = LengthDistribution.uniform(8192).survival() * 134
+    mean_running = running.sum() / 8192
+    step_at_192, mean_step = 192 / 0.384, running.sum() * 128 / 18.3 / 8192
+    slope = (step_at_192 - mean_step) / (192 - mean_running)
+    assert pytest.approx(slope, rel=0.01) == PAPER_SEQUENCE_FLASHES
+    assert pytest.approx(step_at_192 - 192 * slope, rel=0.001) == PAPER_STEP_FLASHES
+
+
+def test_utilisation_is_as_the_paper_describes_it() -> None:
+    curve = roofline(H100)
+    assert float(curve(192)) == pytest.approx(0.384, rel=0.005)
+    # Almost linear up to about 200, and not beyond.
+    assert float(curve(200)) / 200 == pytest.approx(float(curve(1)), rel=0.11)
+    assert float(curve(800)) / 800 < 0.4 * float(curve(1))
+    assert float(curve(4096)) == pytest.approx(COMPUTE_CEILING)
+
+
+def test_the_papers_configurations() -> None:
+    work = case_study()
+    ours, theirs = pipeline(work, slots=192, generating=44), conventional(work, steps_per_round=134)
+    assert ours.generation_rate == pytest.approx(16.9, rel=WITHIN)
+    assert ours.training_rate == pytest.approx(17.08, rel=WITHIN)
+    assert theirs.generation_rate == pytest.approx(18.3, rel=WITHIN)
+    assert theirs.training_rate == pytest.approx(26.02, rel=WITHIN)
+    assert theirs.rate == pytest.approx(10.7, rel=WITHIN)
+    assert ours.rate / theirs.rate == pytest.approx(1.57, rel=WITHIN)
+    assert ours.max_lag == pytest.approx(133, rel=WITHIN)
+    assert theirs.max_lag == 133
+
+
+def test_the_search_finds_the_papers_optimum() -> None:
+    (found,) = compare(case_study(), [133])
+    assert found.pipeline is not None
+    assert found.pipeline.slots == pytest.approx(192, rel=WITHIN)
+    assert found.pipeline.generating == 44
+    assert found.pipeline.rate == pytest.approx(16.9, rel=WITHIN)
+    assert found.conventional.steps_per_round == 134
+    assert found.conventional.rate == pytest.approx(10.7, rel=WITHIN)
+    assert found.speed_up == pytest.approx(1.57, rel=WITHIN)
+
+
+def test_gains_shrink_when_all_lengths_are_equal_and_with_abundant_compute() -> None:
+    uniform = compare(case_study(), [133])[0].speed_up
+    equal = Workload(128, 128, LengthDistribution.of_histogram({4096: 1}), roofline(H100), PAPER_TAU)
+    many = Workload(128 * 16, 128, LengthDistribution.uniform(8192), roofline(H100), PAPER_TAU)
+    assert uniform is not None
+    for work in (equal, many):
+        speed_up = compare(work, [133])[0].speed_up
+        assert speed_up is not None
+        assert speed_up < 0.95 * uniform

@@ -1,0 +1,135 @@
+"""Measuring: that what is measured is what it says, and that measurements become the right costs. No time is asserted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.config import RunConfig, load_config
+from pipelinerl.errors import UserError
+from pipelinerl.planner import measure_generation
+from pipelinerl.planner.calibrate import describe_machine, rollout_overhead_s
+from pipelinerl.planner.calibration import DecodeCost
+from pipelinerl.planner.lengths import LengthDistribution
+from pipelinerl.planner.measure_generation import decode_costs, prefill_costs, prompt_tokens_mean, update_pause_s
+from pipelinerl.planner.measure_training import Step, fit_steps, make_learner, prepare, take_steps, used_tokens
+from pipelinerl.planner.production import Generator, Production, load_generator, produce
+
+SLOTS = 6
+SMALL = ["--engine.slots", str(SLOTS), "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
+
+
+def config(*settings: str) -> RunConfig:
+    return load_config(None, [*SMALL, *settings])
+
+
+@pytest.fixture(scope="module")
+def side() -> Generator:
+    return load_generator(config())
+
+
+@pytest.fixture(scope="module")
+def production(side: Generator, tmp_path_factory: pytest.TempPathFactory) -> tuple[Production, Path]:
+    folder = tmp_path_factory.mktemp("production")
+    return asyncio.run(produce(side, folder, seconds=0, rollouts=24)), folder
+
+
+def test_an_actor_at_work_loses_no_long_completions(production: tuple[Production, Path]) -> None:
+    found, _ = production
+    assert [group.index for group in found.first] == list(range(len(found.first)))
+    assert sum(len(group.rollouts) for group in found.first) >= 24
+    assert found.rollouts <= sum(len(group.rollouts) for group in found.groups)
+    assert found.tokens > 0
+    assert max(found.active) <= SLOTS
+    assert np.mean(found.active) > SLOTS / 2
+    assert prompt_tokens_mean(found.first) == 6.0
+
+
+def test_decode_steps_are_those_of_all_sequences_and_nothing_else(side: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    step = side.engine.step
+
+    def watched() -> object:
+        before = side.engine.progress().tokens_generated
+        result = step()
+        steps.append(side.engine.progress().tokens_generated - before)
+        return result
+
+    monkeypatch.setattr(side.engine, "step", watched)
+    costs = decode_costs(side, LengthDistribution.of_histogram({4: 3, 60: 1}), 6, seconds=0.0)
+    assert [cost.active for cost in costs] == [1, 2, 4, SLOTS]
+    assert all(cost.steps == measure_generation.LEAST_ROUNDS * measure_generation.STEPS for cost in costs)
+    assert all(0 < cost.step_s_p25 <= cost.step_s <= cost.step_s_p75 for cost in costs)
+    timed = measure_generation.LEAST_ROUNDS * (measure_generation.STEPS + 1)
+    assert all(steps.count(cost.active) >= timed for cost in costs)
+    assert (side.engine.in_progress, side.engine.queued) == (0, 0)
+
+
+def test_the_rest_of_the_engine(side: Generator) -> None:
+    fixed_s, token_s = prefill_costs(side, 6)
+    assert fixed_s >= 0
+    assert token_s > 0
+    version = side.engine.version
+    assert update_pause_s(side, LengthDistribution.uniform(30), 6) > 0
+    assert (side.engine.version, side.engine.in_progress) == (version, 0)
+
+
+def test_a_slot_too_short_to_measure_in(side: Generator) -> None:
+    short = load_generator(config("--engine.max_length", "18", "--actor.max_tokens", "8"))
+    with pytest.raises(UserError, match=r"engine\.max_length 18"):
+        decode_costs(short, LengthDistribution.uniform(5), 6, seconds=0.0)
+
+
+def test_overhead_is_what_decode_steps_leave() -> None:
+    decode = [
+        DecodeCost(active=active, step_s=step_s, step_s_p25=step_s, step_s_p75=step_s, steps=1)
+        for active, step_s in ((1, 0.1), (4, 0.4))
+    ]
+    production = Production(groups=[], first=[], wall_s=2.0, tokens=9, rollouts=5, active=[0, 4, 4, 2, 1])
+    assert rollout_overhead_s(production, decode) == pytest.approx((2.0 - (0.4 + 0.4 + 0.2 + 0.1)) / 5)
+    fast = Production(groups=[], first=[], wall_s=0.5, tokens=9, rollouts=5, active=[4, 4])
+    assert rollout_overhead_s(fast, decode) == 0.0
+
+
+def test_steps_of_two_sizes_tell_fixed_from_token_costs() -> None:
+    steps = [Step(tokens, 0.05 + 0.001 * tokens) for tokens in (100, 400, 110, 390, 105, 410)]
+    assert fit_steps([*steps, Step(100, 9.0)]) == pytest.approx((0.05, 0.001), rel=0.2)  # one was disturbed
+    assert fit_steps(steps) == pytest.approx((0.05, 0.001))
+    assert fit_steps([Step(50, 1.0), Step(100, 3.0)]) == pytest.approx((0.0, 0.03))  # nothing fixed is below 0
+    assert fit_steps([Step(50, 1.0), Step(50, 1.0)]) == pytest.approx((0.0, 0.02))
+    with pytest.raises(ValueError, match="no step had tokens"):
+        fit_steps([Step(0, 1.0)])
+
+
+def test_training_steps_over_what_was_generated(
+    production: tuple[Production, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, folder = production
+    run = config()
+    prepared = prepare(run, folder / "stream")
+    assert len(prepared.samples) == sum(len(group.rollouts) for group in found.groups)
+    used = [sample for sample in prepared.samples if sample.advantage != 0]
+    assert used_tokens(run, prepared.samples) == sum(sample.length for sample in used)
+    keep = load_config(None, [*SMALL, "--preprocess.zero_advantage", "keep"])
+    assert used_tokens(keep, prepared.samples) == sum(sample.length for sample in prepared.samples)
+    learner = make_learner(run)
+    before = {name: value.clone() for name, value in learner.model.state_dict().items()}
+    steps = take_steps(run, learner, prepared.samples, lambda: True)
+    assert len(steps) == 6
+    assert capsys.readouterr().out.split() == ["ready", "enough"]
+    assert all(value.allclose(before[name], atol=1e-6) for name, value in learner.model.state_dict().items())
+
+
+def test_too_few_rollouts_to_train_on(tmp_path: Path, side: Generator) -> None:
+    asyncio.run(produce(side, tmp_path, seconds=0, rollouts=2))
+    with pytest.raises(UserError, match="a step takes 4096"):
+        prepare(config("--trainer.batch_size", "4096"), tmp_path / "stream")
+
+
+def test_as_many_accelerators_as_processes_fit_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.planner.calibrate.usable_cores", lambda: 6)
+    assert [describe_machine("cpu", threads).accelerators for threads in (1, 2, 4, 6, 8)] == [6, 3, 1, 1, 1]
+    assert describe_machine("cpu", 1).cores == 6

@@ -1,0 +1,257 @@
+"""Reading run directories for a report, what is wrong with them, and the page that comes of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipelinerl.config import EngineConfig, RunConfig, ScheduleConfig, config_to_yaml
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import JsonLines
+from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord
+from pipelinerl.metrics.sinks import JsonlSink
+from pipelinerl.metrics.summary import summarize
+from pipelinerl.report import html
+from pipelinerl.report.figures import DrawnRun, batch_sizes, drawn_run, learning, on_policyness, throughput
+from pipelinerl.report.run_records import read_run
+from pipelinerl.report.run_report import labels_of, name_of, report_page
+from pipelinerl.trainer.provenance import TrainedRecord, TrainedSample
+from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
+
+CONFIG = RunConfig(
+    engine=EngineConfig(slots=4, processes=2), schedule=ScheduleConfig(kind="conventional", steps_per_round=2)
+)
+
+
+def steps_of(count: int) -> list[StepRecord]:
+    return [
+        StepRecord(
+            version=n,
+            time_s=3.0 + n,
+            samples=2,
+            tokens_trained=8,
+            reward_mean=0.05 * n,
+            ess=1.0,
+            lag_mean=0.5,
+            lag_max=1,
+            completion_length_mean=4.0,
+            train_s=0.25,
+            wait_s=0.5,
+        )
+        for n in range(1, count + 1)
+    ]
+
+
+def rollout(name: str, *turns: tuple[VersionSpan, ...]) -> Rollout:
+    made = []
+    for number, spans in enumerate(turns):
+        count = spans[-1].end
+        completion = Completion(
+            request_id=f"{name}.t{number}",
+            token_ids=(1,) * count,
+            logprobs=(-1.0,) * count,
+            weight_versions=spans,
+            finish_reason="stop",
+        )
+        made.append(Turn(prompt_ids=(1, 2), completion=completion))
+    return Rollout(turns=tuple(made), reward=1.0, id=name)
+
+
+def trained(version: int, *names: str) -> TrainedRecord:
+    samples = tuple(TrainedSample(id=name, group_index=0, tokens=4, lag_min=0, lag_max=1) for name in names)
+    return TrainedRecord(version=version, samples=samples)
+
+
+def write_lines(path: Path, *records: object) -> None:
+    lines = JsonLines(path)
+    for record in records:
+        lines.write(record)
+    lines.close()
+
+
+def write_run(run_dir: Path, count: int = 12) -> Path:
+    """A run of `count` steps as its processes would have left it."""
+    (run_dir / "rollouts").mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(config_to_yaml(CONFIG))
+    sink = JsonlSink(run_dir)
+    for record in steps_of(count):
+        sink.write(record)
+    sink.close()
+    summary = summarize(CONFIG, steps_of(count), [], {}, wall_s=9.0, status="finished")
+    (run_dir / "summary.json").write_bytes(msgspec.json.encode(summary))
+    return run_dir
+
+
+def add_rollouts(run_dir: Path) -> None:
+    group = Group(
+        index=0,
+        problem=Problem(id="p", payload={}),
+        rollouts=(
+            rollout("a", (VersionSpan(0, 0, 2), VersionSpan(1, 2, 3)), (VersionSpan(1, 0, 1),)),
+            rollout("b", (VersionSpan(1, 0, 2),)),
+        ),
+        started=2,
+    )
+    write_lines(run_dir / "rollouts" / "rollouts.jsonl", group)
+    # The run was resumed from version 1: its first try at step 2 does not count.
+    write_lines(run_dir / "rollouts" / "trained.jsonl", trained(1), trained(2, "a", "b"), trained(2, "a"), trained(3, "b"))
+
+
+def add_timeline(run_dir: Path) -> None:
+    for worker in range(2):
+        looks = [
+            TimelineRecord(worker=worker, time_s=n / 4, in_progress=n % 5, queued=0, tokens_generated=n, version=0)
+            for n in range(10, 60)
+        ]
+        write_lines(run_dir / f"timeline-{worker}.jsonl", *looks)
+
+
+def test_lag_is_read_from_what_was_sampled_and_what_was_trained(tmp_path: Path) -> None:
+    add_rollouts(write_run(tmp_path / "run"))
+    lag = read_run(tmp_path / "run").lag
+    assert lag is not None
+    assert lag.position == [0, 1, 2, 3]
+    # a at version 1: lags 1 1 0 0; b at version 2: lags 1 1
+    assert lag.mean == [1.0, 1.0, 0.0, 0.0]
+    assert lag.tokens == [2, 2, 1, 1]
+
+
+def test_a_run_without_extras_is_read_and_drawn(tmp_path: Path) -> None:
+    records = read_run(write_run(tmp_path / "run", count=1))
+    assert records.lag is None
+    assert records.timeline == []
+    assert records.slots == 8
+    drawn = drawn_run(records, "one")
+    assert drawn.curves.time_s == [0.75]  # from 4 - 0.25 - 0.5
+    assert drawn.curves.reward == [0.05]
+    assert batch_sizes([drawn]) is None
+    for png in (learning([drawn], 0.5), on_policyness([drawn]), throughput([drawn])):
+        assert png.startswith(b"\x89PNG")
+
+
+def test_short_runs_show_every_reward_and_longer_ones_windows(tmp_path: Path) -> None:
+    short = drawn_run(read_run(write_run(tmp_path / "short", count=9)), "s")
+    assert short.curves.reward == pytest.approx([0.05 * n for n in range(1, 10)])
+    long = drawn_run(read_run(write_run(tmp_path / "long", count=12)), "l")
+    assert long.curves.reward[4:] == pytest.approx([0.05 * (n - 2) for n in range(5, 13)])
+
+
+def test_the_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    add_rollouts(run)
+    add_timeline(run)
+    page = report_page([run])
+    sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
+    assert len(sources) == 4
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert "http" not in page
+    assert "<script" not in page
+    assert "conventional:2" in page
+    assert "12 steps, 24 rollouts in 11.8 s" in page  # from 3.25 to 15
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that do not look at images: drawing them takes most of the time."""
+    monkeypatch.setattr("pipelinerl.report.figures.png_of", lambda figure: b"PNG")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_text_is_escaped(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "<b>&")
+    page = report_page([run])
+    assert "<b>" not in page
+    assert "&lt;b&gt;&amp;" in page
+    assert html.table(["<i>"], [['"&'], ["x"]], strong=["x"]).count("<i>") == 0
+    assert '<tr class="strong"><td>x</td></tr>' in html.table([], [["x"]], strong=["x"])
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_runs_are_compared_in_columns(tmp_path: Path) -> None:
+    page = report_page([write_run(tmp_path / "one"), write_run(tmp_path / "two")])
+    assert "<th>one</th><th>two</th>" in page
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    assert labels_of([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+    with pytest.raises(RunDirectoryError, match="named twice"):
+        labels_of([tmp_path / "a", tmp_path / "b" / ".." / "a"])
+
+
+def test_schedules_have_the_names_that_comparisons_use() -> None:
+    assert name_of(CONFIG) == "conventional:2"
+    assert name_of(RunConfig()) == "pipeline"
+
+
+def one_line(error: pytest.ExceptionInfo[RunDirectoryError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError) as error:
+        read_run(tmp_path / "nowhere")
+    assert "there is no such folder" in one_line(error)
+    with pytest.raises(RunDirectoryError) as error:
+        read_run(tmp_path)
+    assert "it has no config.yaml" in one_line(error)
+
+
+def test_a_run_without_a_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", count=0)
+    with pytest.raises(RunDirectoryError) as error:
+        report_page([run])
+    assert "holds no optimizer step" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", b"{"),
+        ("summary.json", b"[1]"),
+        ("summary.json", b'{"status": "finished"}'),
+        ("metrics.jsonl", b"{}\n"),
+        ("rollouts/rollouts.jsonl", b"\xff\n"),
+        ("rollouts/trained.jsonl", b'{"version": 1}\n'),
+        ("timeline-0.jsonl", b'{"worker": "x"}\n'),
+    ],
+)
+@pytest.mark.usefixtures("undrawn")
+def test_damage_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    run = write_run(tmp_path / "run")
+    add_rollouts(run)
+    (run / name).write_bytes(content)
+    with pytest.raises(RunDirectoryError) as error:
+        report_page([run])
+    assert name.rpartition("/")[2] in one_line(error)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_that_was_killed_is_still_drawn(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "summary.json").unlink()
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"version": 13, "ti')  # torn
+    assert "no summary" in report_page([run])
+
+
+def test_an_evaluation_before_training_is_not_training_time(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_lines(run / "evaluations.jsonl", EvaluationRecord(when="before", version=0, time_s=3.5, problems=4))
+    assert read_run(run).begin_s == 3.5
+
+
+def test_batch_sizes_have_a_panel_for_each_label(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    add_timeline(run)
+    drawn: list[DrawnRun] = [drawn_run(read_run(run), label) for label in ("a", "a", "b")]
+
+    def height(png: bytes | None) -> int:
+        assert png is not None
+        return int.from_bytes(png[20:24], "big")
+
+    assert height(batch_sizes(drawn)) == height(batch_sizes(drawn[1:])) > height(batch_sizes(drawn[:2]))

@@ -1,0 +1,257 @@
+"""What is known of several generation processes as if they were one: names, sums, threads, the timeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipelinerl.config.schema import EngineConfig, LaunchConfig, RunConfig, TrainerConfig
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.launch.outlet import Outlet
+from pipelinerl.launch.resources import Threads, plan_threads
+from pipelinerl.metrics.records import TimelineRecord
+from pipelinerl.metrics.screen import Trends, plain_line
+from pipelinerl.metrics.summary import summarize
+from pipelinerl.metrics.timeline import EVERY_S, TimelineWriter, read_timeline
+from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
+from pipelinerl.metrics.watchdog import find_circle, waits_on
+from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
+from pipelinerl.status import generation_stages
+from pipelinerl.stream import memory_stream
+from pipelinerl.types import (
+    ActorProgress,
+    EngineProgress,
+    Group,
+    Problem,
+    Progress,
+    StageState,
+    StageStatus,
+    TrainerProgress,
+)
+
+ENGINES = [
+    EngineProgress(
+        version=5,
+        slots=8,
+        in_progress=3,
+        queued=1,
+        tokens_generated=100,
+        decode_steps=30,
+        busy_s=9.0,
+        ready_s=10.0,
+        weight_updates=5,
+        pauses_s=(0.1, 0.4),
+    ),
+    EngineProgress(
+        version=4,
+        slots=8,
+        in_progress=8,
+        tokens_generated=50,
+        decode_steps=20,
+        busy_s=3.0,
+        ready_s=30.0,
+        weight_updates=4,
+        pauses_s=(0.2, 0.3),
+    ),
+]
+ACTORS = [
+    ActorProgress(
+        groups_started=5,
+        rollouts_started=20,
+        rollouts_handed_over=11,
+        rollouts_dropped={"timeout": 2, "raised": 1},
+        rollouts_in_progress=6,
+        oldest_version=4,
+        evaluations={"before": 0.5},
+        evaluated=9,
+    ),
+    ActorProgress(
+        groups_started=2,
+        rollouts_started=8,
+        rollouts_handed_over=3,
+        rollouts_dropped={"timeout": 1},
+        rollouts_in_progress=4,
+        recent_reward=0.25,
+    ),
+]
+TRAINER = TrainerProgress(version=6, trained=10, queued=1, steps_target=9)
+
+
+def status(stage: str, progress: Progress, detail: str = "", state: StageState = "working") -> StageStatus:
+    return StageStatus(stage=stage, pid=1, state=state, detail=detail, since_s=0, written_s=0, progress=progress)
+
+
+def statuses() -> dict[str, StageStatus]:
+    found: dict[str, StageStatus] = {}
+    for (engine, actor), engine_seen, actor_seen in zip(generation_stages(2), ENGINES, ACTORS, strict=True):
+        found |= {engine: status(engine, engine_seen), actor: status(actor, actor_seen)}
+    return found | {"trainer": status("trainer", TRAINER)}
+
+
+def test_names_have_numbers_only_if_there_are_several() -> None:
+    assert [tuple(stages) for stages in generation_stages(1)] == [("engine", "actor")]
+    assert [tuple(stages) for stages in generation_stages(2)] == [("engine-0", "actor-0"), ("engine-1", "actor-1")]
+
+
+def test_engines_add_up() -> None:
+    assert engine_total(statuses()) == EngineProgress(
+        version=4,
+        slots=16,
+        in_progress=11,
+        queued=1,
+        tokens_generated=150,
+        decode_steps=50,
+        busy_s=12.0,
+        ready_s=40.0,
+        weight_updates=5,
+        pauses_s=(0.2, 0.3, 0.1, 0.4),
+    )
+    assert engine_total({"engine": status("engine", ENGINES[0])}) is ENGINES[0]
+    assert engine_total({}) is None
+
+
+def test_actors_add_up() -> None:
+    total = actor_total(statuses())
+    assert total == ActorProgress(
+        groups_started=7,
+        rollouts_started=28,
+        rollouts_handed_over=14,
+        rollouts_dropped={"timeout": 3, "raised": 1},
+        rollouts_in_progress=10,
+        oldest_version=4,
+        recent_reward=0.25,
+        evaluations={"before": 0.5},
+        evaluated=9,
+    )
+    assert total is not None
+    parts = total.rollouts_handed_over + sum(total.rollouts_dropped.values()) + total.rollouts_in_progress
+    assert total.rollouts_started == parts
+    assert actor_total({}) is None
+    assert trainer_progress(statuses()) is TRAINER
+
+
+def test_the_summary_is_over_all_of_them() -> None:
+    summary = summarize(RunConfig(), [], [], statuses(), wall_s=50.0, status="finished", stream_rollouts=3)
+    assert summary["tokens_generated"] == 150
+    assert summary["tokens_per_s"] == 3.0
+    assert summary["engine_busy_fraction"] == 0.3
+    assert summary["weight_updates"] == 5
+    assert summary["update_pause_s_p50"] == pytest.approx(0.25)
+    assert summary["rollouts_started"] == 28
+    assert summary["rollouts_in_progress"] == 10
+    assert "conservation_error" not in summary
+
+
+def test_the_view_shows_the_rate_of_all_and_of_each() -> None:
+    trends = Trends()
+    for now in range(3):
+        grown = dict(statuses())
+        for stage, rate in (("engine-0", 30), ("engine-1", 20)):
+            progress = msgspec.structs.replace(ENGINES[0], tokens_generated=rate * now)
+            grown[stage] = status(stage, progress)
+        trends.observe(grown, float(now))
+    assert trends.generated.per_s == 50
+    assert {stage: rate.per_s for stage, rate in trends.generated_by.items()} == {"engine-0": 30, "engine-1": 20}
+    assert "50 tok/s" in plain_line(grown, 9, trends, 3.0)
+
+
+def test_the_watchdog_understands_numbered_stages() -> None:
+    found = {
+        "actor-0": status("actor-0", ACTORS[0], "the trainer (version 3): 8 are outstanding", "waiting"),
+        "actor-1": status("actor-1", ACTORS[1], "its next iteration", "waiting"),
+        "engine-1": status("engine-1", ENGINES[1], "requests from the actor-1", "waiting"),
+        "trainer": status("trainer", TRAINER, "samples from the actor: 3 of 64 are here", "waiting"),
+    }
+    assert waits_on(found["engine-1"], found) == ("actor-1",)
+    assert waits_on(found["trainer"], found) == ("actor-0", "actor-1")
+    assert waits_on(found["actor-1"], found) == ()
+    assert find_circle(found) == ("actor-0", "trainer")
+
+
+@pytest.mark.parametrize(
+    ("processes", "takes_turns", "cores", "expected"),
+    [
+        (1, False, 8, Threads(4, 4)),
+        (1, True, 8, Threads(8, 8)),
+        (2, True, 8, Threads(4, 8)),
+        (8, True, 8, Threads(1, 8)),
+        (16, True, 8, Threads(1, 8)),
+        (3, False, 8, Threads(1, 5)),
+        (8, False, 8, Threads(1, 1)),
+        (2, False, 1, Threads(1, 1)),
+    ],
+)
+def test_threads(processes: int, takes_turns: bool, cores: int, expected: Threads) -> None:
+    config = RunConfig(engine=EngineConfig(processes=processes), launch=LaunchConfig(kind="processes"))
+    schedule = ConventionalSchedule(8, 2) if takes_turns else PipelineSchedule(8)
+    assert plan_threads(config, schedule, cores) == expected
+    given = msgspec.structs.replace(
+        config, engine=EngineConfig(processes=processes, threads=3), trainer=TrainerConfig(threads=5)
+    )
+    assert plan_threads(given, schedule, cores) == Threads(3, 5)
+
+
+# ------------------------------------------------------------------------------------------------- the timeline
+
+
+def test_a_timeline_has_a_few_looks_a_second(tmp_path: Path) -> None:
+    now_s, asked = [100.0], []
+
+    def progress() -> EngineProgress:
+        asked.append(now_s[0])
+        return ENGINES[1]
+
+    writers = [TimelineWriter(tmp_path, worker, 90.0, clock=lambda: now_s[0]) for worker in (0, 1)]
+    for _ in range(100):
+        for writer in writers:
+            writer.note(progress)
+        now_s[0] += 0.01
+    for writer in writers:
+        writer.close()
+    records = read_timeline(tmp_path)
+    assert len(asked) == len(records) == 2 * 4
+    assert [record.worker for record in records] == [0, 1] * 4
+    assert [record.time_s for record in records[::2]] == pytest.approx([10 + EVERY_S * look for look in range(4)], abs=0.02)
+    assert records[0] == TimelineRecord(worker=0, time_s=10.0, in_progress=8, queued=0, tokens_generated=50, version=4)
+
+
+def test_a_resumed_timeline_goes_on_where_the_run_does(tmp_path: Path) -> None:
+    now_s = [0.0]
+    for begin_s, origin_s, looks in ((0.0, 0.0, 5), (100.0, 98.0, 2)):
+        now_s[0] = begin_s
+        writer = TimelineWriter(tmp_path, 0, origin_s, clock=lambda: now_s[0])
+        for _ in range(looks):
+            writer.note(lambda: ENGINES[0])
+            now_s[0] += 1.0
+        writer.close()
+    with (tmp_path / "timeline-0.jsonl").open("ab") as file:
+        file.write(b'{"worker":0,"time')
+    assert [record.time_s for record in read_timeline(tmp_path)] == [0.0, 1.0, 2.0, 3.0]
+    (tmp_path / "timeline-0.jsonl").write_text('{"worker":"x"}\n')
+    with pytest.raises(RunDirectoryError, match=r"timeline-0\.jsonl, line 1"):
+        read_timeline(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------- where groups go
+
+
+def group(index: int) -> Group:
+    return Group(index=index, problem=Problem(id=str(index), payload={}), rollouts=(), started=2)
+
+
+def test_a_group_goes_to_the_stream_and_to_the_readable_records(tmp_path: Path) -> None:
+    writer, reader = memory_stream(capacity=1)
+    path = tmp_path / "rollouts.jsonl"
+    one, other = Outlet(writer, path), Outlet(writer, path)
+    for outlet, made in ((one, group(0)), (other, group(1)), (one, group(2))):
+        assert outlet.try_write(made)
+        outlet.write(made)
+        assert not outlet.try_write(group(9))
+        assert [item for _, item in reader.read(9)] == [made]
+    assert [msgspec.json.decode(line, type=Group) for line in path.read_bytes().splitlines()] == [group(n) for n in range(3)]
+    with path.open("ab") as torn:
+        torn.write(b'{"index":3,"pro')
+    one.write(group(4))
+    assert [msgspec.json.decode(line, type=Group).index for line in path.read_bytes().splitlines()] == [0, 1, 2, 4]

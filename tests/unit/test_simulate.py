@@ -1,0 +1,377 @@
+"""The discrete-event simulation: against one that goes token by token, against formulas, and against itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.interfaces import Verdict
+from pipelinerl.planner import analytic
+from pipelinerl.planner.lengths import LengthDistribution
+from pipelinerl.planner.simulation import Costs, DrawnWorkload, GroupWork, ReplayedWorkload, Scenario, simulate
+from pipelinerl.planner.simulation.result import Timeline, first_fifth
+from pipelinerl.planner.utilisation import H100, PAPER_TAU, Utilisation, roofline
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
+
+from .slow_simulation import SlowSimulation
+
+TICK = 2.0**-10
+"""All costs are whole multiples of this in the comparisons with the slow simulation, so that sums of times are exact and
+events that coincide in the one coincide in the other."""
+
+
+def ticks(**costs):
+    return Costs(
+        decode_step_s=tuple((7 + h) * TICK for h in range(65)), **{name: count * TICK for name, count in costs.items()}
+    )
+
+
+BUSY = ticks(prompt_s=5, rollout_s=2, update_pause_s=3, train_step_s=100, train_token_s=2, prepare_s=1)
+
+
+def scenario(schedule, *, lengths=None, seed=0, used_share=1.0, longest=30, workload=None, **changes):
+    values = {"engines": 2, "slots": 12, "group_size": 4, "batch_size": 16, "steps": 30, "costs": BUSY, "capacity": 8}
+    values |= changes
+    lengths = lengths or LengthDistribution.uniform(longest)
+    drawn = DrawnWorkload(lengths, values["group_size"], seed=seed, used_share=used_share, prompt_tokens=3)
+    return Scenario(schedule=schedule, workload=workload or drawn, **values)
+
+
+# ------------------------------------------------------------------------------------------------ token by token
+
+
+class PartlyDropped:
+    """Every third attempt is dropped by the preprocessor, every second has no gradient."""
+
+    prompt_tokens = 2.0
+
+    def group(self, index):
+        return GroupWork(
+            lengths=tuple(1 + (7 * index + 5 * i) % 23 for i in range(4)),
+            used=tuple((index + i) % 2 == 0 for i in range(4)),
+            dropped=tuple((index + i) % 3 == 0 for i in range(4)),
+        )
+
+
+CASES = {
+    "pipeline": scenario(PipelineSchedule(16)),
+    "one engine": scenario(PipelineSchedule(16), engines=1, seed=1),
+    "lag bound": scenario(PipelineSchedule(16, 2), max_lag=2, seed=2),
+    "lag bound, more slots than it admits": scenario(PipelineSchedule(16, 1), max_lag=1, slots=64, seed=3),
+    "stale": scenario(PipelineSchedule(16), max_lag=1, slots=40, longest=90, seed=4),
+    "training bound, stream blocks": scenario(
+        PipelineSchedule(16), costs=ticks(train_step_s=3000, update_pause_s=9), engines=3, capacity=4, seed=5
+    ),
+    "training bound, stream drops": scenario(
+        PipelineSchedule(16), costs=ticks(train_step_s=3000, rollout_s=1), when_full="drop_oldest", capacity=5, seed=6
+    ),
+    "updates faster than tokens": scenario(
+        PipelineSchedule(4), batch_size=4, costs=ticks(train_step_s=1, update_pause_s=1), engines=5, longest=60, seed=7
+    ),
+    "groups larger than slots": scenario(PipelineSchedule(16), slots=3, seed=8),
+    "some without gradient": scenario(PipelineSchedule(16), used_share=0.4, seed=9),
+    "some dropped": scenario(PipelineSchedule(16), workload=PartlyDropped()),
+    "conventional": scenario(ConventionalSchedule(16, 4), capacity=32, seed=10),
+    "conventional, G = 1, engines idle": scenario(ConventionalSchedule(16, 1), engines=7, seed=11),
+    "async": scenario(AsyncSchedule(16, 2), capacity=16, seed=12),
+    "async, G = 1": scenario(AsyncSchedule(16, 1), engines=4, seed=13),
+}
+
+
+def assert_equal_to_the_slow_one(case):
+    fast, slow = simulate(case), SlowSimulation(case).run()
+    assert fast.step_end_s == slow.step_end_s
+    assert fast.rollouts_dropped == slow.dropped
+    assert fast.rollouts_started == slow.started
+    by_lag, by_position, lags = Counter(), Counter(), Counter()
+    for (position, lag), tokens in slow.lags.items():
+        by_lag[lag] += tokens
+        by_position[position] += tokens
+        lags[position] += lag * tokens
+    assert dict(enumerate(fast.lag_tokens)) == {lag: by_lag[lag] for lag in range(max(by_lag) + 1)}
+    for bin_ in fast.lag_by_position:
+        positions = range(bin_.start, bin_.end)
+        assert bin_.tokens == sum(by_position[p] for p in positions)
+        assert bin_.lag_mean == pytest.approx(sum(lags[p] for p in positions) / bin_.tokens, rel=1e-12)
+    # The slow one counts the steps that the end of the run cuts off.
+    longest_s = max(case.costs.decode_step_s) + case.slots * case.costs.prompt_s
+    assert fast.engine_busy_fraction * fast.engines * fast.time_s == pytest.approx(slow.busy_s, abs=case.engines * longest_s)
+    return fast
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_token_by_token(name):
+    assert_equal_to_the_slow_one(CASES[name])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(("pipeline", "bounded", "conventional", "async")),
+    K=st.sampled_from((1, 3, 4)),
+    groups=st.integers(1, 4),
+    G=st.integers(1, 3),
+    room=st.integers(1, 3),
+    seed=st.integers(0, 99),
+    max_lag=st.integers(0, 3),
+    engines=st.integers(1, 4),
+    slots=st.sampled_from((1, 3, 8, 30)),
+    longest=st.sampled_from((1, 5, 40)),
+    train_step=st.sampled_from((1, 40, 700)),
+    pause=st.sampled_from((0, 4)),
+    drops=st.booleans(),
+)
+def test_any_scenario(*, kind, K, groups, G, room, seed, max_lag, engines, slots, longest, train_step, pause, drops):
+    B, flows = K * groups, kind in ("pipeline", "bounded")
+    schedules = {
+        "pipeline": PipelineSchedule(B),
+        "bounded": PipelineSchedule(B, max_lag),
+        "conventional": ConventionalSchedule(B, G),
+        "async": AsyncSchedule(B, G),
+    }
+    assert_equal_to_the_slow_one(
+        scenario(
+            schedules[kind],
+            seed=seed,
+            engines=engines,
+            slots=slots,
+            group_size=K,
+            batch_size=B,
+            steps=8,
+            longest=longest,
+            max_lag=max_lag if flows and kind == "bounded" else None,
+            capacity=room * groups * (1 if flows else G),
+            when_full="drop_oldest" if drops and flows else "block",
+            costs=ticks(prompt_s=1, rollout_s=2, update_pause_s=pause, train_step_s=train_step, train_token_s=1),
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------------------ formulas
+
+
+U = Utilisation((1.0, 64.0), (1.0, 1.5), "s")
+
+
+def steady(schedule, *, engines, slots, batch_size, tau, lengths, steps=200, group_size=1):
+    """Nothing but decode steps and training; `tau` is the trainer's time per sampled token."""
+    return simulate(
+        Scenario(
+            schedule=schedule,
+            engines=engines,
+            slots=slots,
+            group_size=group_size,
+            batch_size=batch_size,
+            steps=steps,
+            costs=Costs(decode_step_s=tuple(U.step_time(range(slots + 1)).tolist()), train_token_s=tau),
+            workload=DrawnWorkload(lengths, group_size, seed=3),
+            capacity=1 << 20,
+        )
+    )
+
+
+@pytest.mark.parametrize("lengths", [LengthDistribution.of_lengths([40]), LengthDistribution.uniform(79)])
+@pytest.mark.parametrize("tau", [0.0, 0.005, 0.02])
+def test_pipeline_is_as_fast_as_its_slower_side(lengths, tau):
+    predicted = steady(PipelineSchedule(32), engines=3, slots=64, batch_size=32, tau=tau, lengths=lengths)
+    workload = analytic.Workload(accelerators=4, batch_size=32, lengths=lengths, utilisation=U, tau=max(tau, 1e-9))
+    expected = analytic.pipeline(workload, slots=64, generating=3)
+    assert predicted.trained_tokens_per_s_later == pytest.approx(expected.rate, rel=0.03)
+    if expected.generation_rate < expected.training_rate:
+        assert predicted.engine_busy_fraction > 0.999
+        assert predicted.slots_used == pytest.approx(1.0)
+        assert predicted.trainer_busy_fraction == pytest.approx(expected.rate * tau, rel=0.03)
+    else:
+        assert predicted.trainer_busy_fraction > 0.97
+
+
+def test_lag_of_a_pipeline():
+    """g_max = ceil(H I L / (Lbar B)), and a batch more while the last one is being made."""
+    lengths = LengthDistribution.uniform(100)
+    predicted = steady(PipelineSchedule(64), engines=4, slots=64, batch_size=64, tau=0.001, lengths=lengths)
+    workload = analytic.Workload(accelerators=5, batch_size=64, lengths=lengths, utilisation=U, tau=0.001)
+    assert 0 <= predicted.lag_max - analytic.pipeline(workload, slots=64, generating=4).max_lag <= 1
+    # Early tokens are older than late ones, steadily.
+    lags = [bin_.lag_mean for bin_ in predicted.lag_by_position]
+    assert all(earlier > later for earlier, later in pairwise(lags))
+    assert sum(predicted.lag_tokens) == sum(bin_.tokens for bin_ in predicted.lag_by_position)
+
+
+@pytest.mark.parametrize("G", [1, 4])
+def test_conventional_takes_generation_and_training_in_turn(G):
+    lengths, tau, engines = LengthDistribution.uniform(100), 0.01, 4
+    share = 64 * 4 * G // engines  # of a round, on each engine: all of it starts at once
+    predicted = steady(
+        ConventionalSchedule(256, G),
+        engines=engines,
+        slots=share,
+        batch_size=256,
+        tau=tau / engines,
+        lengths=lengths,
+        steps=40,
+    )
+    workload = analytic.Workload(accelerators=engines, batch_size=256, lengths=lengths, utilisation=U, tau=tau)
+    expected = analytic.conventional(workload, G)
+    assert predicted.trained_tokens_per_s_later == pytest.approx(expected.rate, rel=0.03)
+    assert predicted.lag_max == expected.max_lag
+    # The mean of 0 .. G - 1, nearly: the longest are in a round's last steps.
+    assert predicted.lag_mean >= (G - 1) / 2
+    generating = expected.rate / expected.generation_rate
+    assert predicted.engine_busy_fraction == pytest.approx(generating, rel=0.05)
+    assert predicted.trainer_busy_fraction == pytest.approx(1 - generating, rel=0.05)
+    assert min(active for _, active in predicted.in_progress) == 0
+    assert max(active for _, active in predicted.in_progress) == share
+
+
+def test_the_case_study_of_the_paper():
+    """N = 128, B = 128, H = 192, I = 44, and G = 134; a small L is quick, and rates and g_max do not depend on it."""
+    paper, tau, lengths = roofline(H100), PAPER_TAU, LengthDistribution.uniform(200)
+
+    def case(schedule, engines, slots, trainers, steps):
+        step_times = tuple(paper.step_time(range(slots + 1)).tolist())
+        return simulate(
+            Scenario(
+                schedule=schedule,
+                engines=engines,
+                slots=slots,
+                group_size=1,
+                batch_size=128,
+                steps=steps,
+                costs=Costs(decode_step_s=step_times, train_token_s=tau / trainers),
+                workload=DrawnWorkload(lengths, 1, seed=0),
+                capacity=1 << 20,
+            )
+        )
+
+    pipeline = case(PipelineSchedule(128), engines=44, slots=192, trainers=84, steps=250)
+    assert pipeline.tokens_per_s == pytest.approx(16.9, rel=0.01)
+    # The trainer keeps up, once the first sequences, which are the short ones, are through.
+    assert pipeline.trained_tokens_per_s_later == pytest.approx(16.9, rel=0.03)
+    # Both sides are nearly as fast, so some batches queue up at the trainer, which the formula does not see.
+    assert 133 <= pipeline.lag_max <= 1.1 * 133
+    conventional = case(ConventionalSchedule(128, 134), engines=128, slots=134, trainers=128, steps=134)
+    assert conventional.trained_tokens_per_s_later == pytest.approx(10.7, rel=0.02)
+    assert conventional.lag_max == 133
+
+
+def test_steady_rates_are_of_whole_rounds():
+    assert first_fifth(100, PipelineSchedule(8)) == 20
+    assert first_fifth(4, PipelineSchedule(8)) == 0
+    assert first_fifth(100, ConventionalSchedule(8, 8)) == 16
+    assert first_fifth(30, ConventionalSchedule(8, 8)) == 0
+
+
+def test_async_lag_is_below_two_rounds():
+    predicted = simulate(scenario(AsyncSchedule(16, 3), capacity=24, steps=60))
+    assert 3 <= predicted.lag_max <= 5
+
+
+def test_a_long_prompt_and_a_pause_cost_what_they_should():
+    lengths = LengthDistribution.of_lengths([10])
+    base = scenario(PipelineSchedule(16), lengths=lengths, engines=1, costs=ticks())
+    plain = simulate(base)
+    # 12 slots, 4 attempts, all of 10 tokens: 3 prompts and 12 ends in every 10 steps of 19 ticks.
+    assert plain.tokens_per_s == pytest.approx(120 / (190 * TICK), rel=1e-9)
+    dear = ticks(prompt_s=10, rollout_s=5)
+    costly = simulate(scenario(PipelineSchedule(16), lengths=lengths, engines=1, costs=dear))
+    assert costly.tokens_per_s == pytest.approx(120 / ((190 + 3 * 10 + 12 * 5) * TICK), rel=1e-3)
+    assert costly.engine_busy_fraction == pytest.approx((190 + 30) / 280, rel=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------ invariants
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rollout_is_somewhere(name):
+    predicted = simulate(CASES[name])
+    dropped = sum(predicted.rollouts_dropped.values())
+    assert predicted.rollouts_started == (
+        predicted.rollouts_trained + dropped + predicted.rollouts_queued + predicted.rollouts_in_progress
+    )
+    assert predicted.rollouts_trained == predicted.steps * CASES[name].batch_size
+    assert min(predicted.rollouts_queued, predicted.rollouts_in_progress) >= 0
+    assert 0 < predicted.engine_busy_fraction <= 1
+    assert 0 < predicted.slots_used <= 1
+    assert 0 <= predicted.starved_fraction <= 1
+    assert 0 < predicted.trainer_busy_fraction <= 1
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3, 6])
+def test_the_lag_bound_holds_without_dropping(max_lag):
+    predicted = simulate(scenario(PipelineSchedule(16, max_lag), max_lag=None, slots=64, longest=50, steps=60))
+    assert predicted.lag_max <= max_lag
+    loose = simulate(scenario(PipelineSchedule(16), slots=64, longest=50, steps=60))
+    assert loose.lag_max > 6
+    assert predicted.samples_per_s < loose.samples_per_s
+
+
+def test_deterministic_by_seed():
+    first, again, other = (simulate(scenario(PipelineSchedule(16), seed=seed)) for seed in (7, 7, 8))
+    assert msgspec.json.encode(first) == msgspec.json.encode(again)
+    assert first.step_end_s != other.step_end_s
+
+
+def test_a_run_that_never_ends_is_an_error():
+    class AllDropped(PartlyDropped):
+        def group(self, index):
+            return GroupWork(lengths=(3,) * 4, used=(True,) * 4, dropped=(True,) * 4)
+
+    with pytest.raises(ValueError, match=r"no optimizer step after version 0 .* dropped so far: {'preprocess'"):
+        simulate(scenario(PipelineSchedule(16), workload=AllDropped()))
+
+    class Stubborn(ConventionalSchedule):
+        def may_train(self, version, queued):
+            return Verdict(False, "a better day")
+
+    with pytest.raises(ValueError, match="nothing moves any more at version 0"):
+        simulate(scenario(Stubborn(16, 1)))
+
+
+@pytest.mark.parametrize("name", ["engines", "slots", "steps", "capacity"])
+def test_scenarios_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name} is at least 1"):
+        scenario(PipelineSchedule(16), **{name: 0})
+
+
+def test_step_times_are_checked():
+    with pytest.raises(ValueError, match="65 entries; 65 slots need 66"):
+        scenario(PipelineSchedule(16), slots=65)
+    with pytest.raises(ValueError, match="every decode step takes time"):
+        scenario(PipelineSchedule(16), costs=Costs(decode_step_s=(0.0,) * 20))
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def test_drawn_work_does_not_depend_on_the_order():
+    lengths = LengthDistribution.uniform(50)
+    one, two = (DrawnWorkload(lengths, 4, seed=5, used_share=0.5) for _ in range(2))
+    indices = [3000, 0, 5, 1023, 1024, 5]
+    assert [one.group(i) for i in indices] == [two.group(i) for i in reversed(indices)][::-1]
+    used = [one.group(i).used for i in range(2000)]
+    assert set(used) == {(True,) * 4, (False,) * 4}
+    assert sum(all(group) for group in used) / 2000 == pytest.approx(0.5, abs=0.05)
+
+
+def test_replayed_work():
+    recorded = {0: GroupWork((1, 2), (True, True)), 2: GroupWork((3, 4), (True, False))}
+    replayed = ReplayedWorkload(recorded, prompt_tokens=2.0)
+    assert [replayed.group(i) for i in (0, 2)] == list(recorded.values())
+    assert replayed.group(1) in recorded.values()
+    assert replayed.group(10**6) in recorded.values()
+    with pytest.raises(ValueError, match="no group to replay"):
+        ReplayedWorkload({}, 1.0)
+
+
+def test_timeline_is_the_function_at_even_times():
+    timeline = Timeline(points=64)
+    for time_s in range(1000):
+        timeline.add(float(time_s), float(time_s // 100))
+    assert 16 <= len(timeline.samples) <= 64
+    gaps = {round(b - a, 6) for (a, _), (b, _) in pairwise(timeline.samples)}
+    assert len(gaps) == 1
+    assert all(value == time_s // 100 for time_s, value in timeline.samples)

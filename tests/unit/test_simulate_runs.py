@@ -1,0 +1,272 @@
+"""Run directories and calibrations as the simulation sees them, and the command."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pipelinerl.cli import simulate as command
+from pipelinerl.cli.parser import Commands
+from pipelinerl.config import load_config, render
+from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.files import JsonLines
+from pipelinerl.metrics.records import EvaluationRecord, StepRecord
+from pipelinerl.planner.calibration import (
+    Calibration,
+    DecodeCost,
+    GenerationCost,
+    Machine,
+    TrainingCost,
+    write_calibration,
+)
+from pipelinerl.planner.simulation import simulate
+from pipelinerl.planner.simulation.calibrated import calibrated_costs, calibrated_workload, doubts, run_scenario
+from pipelinerl.planner.simulation.recorded import read_measured, read_workload
+from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
+
+SETTINGS = ["--engine.slots", "8", "--actor.group_size", "2", "--trainer.batch_size", "8", "--trainer.steps", "5"]
+
+
+def calibration():
+    decode = tuple(
+        DecodeCost(active=active, step_s=step_s, step_s_p25=step_s, step_s_p75=step_s, steps=10)
+        for active, step_s in ((1, 0.01), (2, 0.02), (4, 0.03), (8, 0.05))
+    )
+    return Calibration(
+        machine=Machine(date="2026-01-01T00:00:00+00:00", processor="p", cores=2, accelerators=2, torch="2"),
+        model="demo",
+        parameters=1000,
+        slots=8,
+        batch_size=8,
+        group_size=2,
+        processes=1,
+        side_by_side=True,
+        generation=GenerationCost(
+            threads=1,
+            decode=decode,
+            context_mean=20.0,
+            prefill_s=0.01,
+            prefill_s_per_token=0.001,
+            prompt_tokens_mean=6.0,
+            rollout_overhead_s=0.005,
+            tokens_per_s=160.0,
+            update_pause_s=0.002,
+        ),
+        training=TrainingCost(threads=1, step_s=0.1, token_s=0.0005, used_share=0.75, rollout_s=0.0001),
+        lengths={10: 3, 30: 1},
+        reward_mean=0.5,
+    )
+
+
+def rollout(number, length, reward, *, reason="stop", prompt=5):
+    completion = Completion(
+        request_id=f"r{number}",
+        token_ids=(1,) * length,
+        logprobs=(0.0,) * length,
+        weight_versions=(VersionSpan(0, 0, length),),
+        finish_reason=reason,
+    )
+    return Rollout(turns=(Turn(prompt_ids=(2,) * prompt, completion=completion),), reward=reward, id=f"r{number}")
+
+
+GROUPS = [
+    Group(index=0, problem=Problem("a", {}), rollouts=(rollout(0, 4, 1.0), rollout(1, 6, 0.0)), started=2),
+    Group(index=2, problem=Problem("c", {}), rollouts=(rollout(2, 9, 1.0), rollout(3, 5, 1.0, prompt=9)), started=2),
+    Group(index=1, problem=Problem("b", {}), rollouts=(rollout(4, 3, 1.0),), started=2, dropped={"timeout": 1}),
+    Group(index=3, problem=Problem("d", {}), rollouts=(rollout(5, 7, 0.0), rollout(6, 8, 1.0, reason="length")), started=2),
+]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    config = load_config(None, [*SETTINGS, "--run_dir", str(tmp_path)])
+    (tmp_path / "config.yaml").write_text(render(config))
+    (tmp_path / "rollouts").mkdir()
+    with JsonLines(tmp_path / "rollouts" / "rollouts.jsonl") as lines:
+        for group in GROUPS:
+            lines.write(group)
+    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+        for version in range(1, 11):
+            lines.write(
+                StepRecord(
+                    version=version,
+                    time_s=10.0 + 2.0 * version,  # ready at 10, evaluates until 11
+                    samples=8,
+                    tokens_trained=100 * version,
+                    completion_length_mean=20.0,
+                    lag_mean=float(version),
+                    lag_max=version % 4,
+                    train_s=0.5,
+                    wait_s=1.5,
+                )
+            )
+    with JsonLines(tmp_path / "evaluations.jsonl") as lines:
+        lines.write(EvaluationRecord(when="before", version=0, time_s=11.0, problems=4))
+    (tmp_path / "summary.json").write_text('{"engine_busy_fraction": 0.875}')
+    return tmp_path
+
+
+def test_what_a_run_measured(run_dir):
+    measured = read_measured(run_dir, load_config(run_dir / "config.yaml", []))
+    assert measured.steps == 10
+    assert measured.time_s == 30 - 11
+    assert measured.samples_per_s == pytest.approx(80 / 19)
+    assert measured.samples_per_s_later == pytest.approx(64 / 16)
+    assert measured.trained_tokens_per_s_later == pytest.approx(64 * 20 / 16)
+    assert measured.lag_mean == pytest.approx(sum(v * v for v in range(1, 11)) / 55)
+    assert measured.lag_max == 3
+    assert measured.engine_busy_fraction == 0.875
+    assert measured.trainer_busy_fraction == pytest.approx(1 - (10 * 1.5 - 1) / 19)
+
+
+def test_what_a_run_generated(run_dir):
+    config = load_config(run_dir / "config.yaml", [])
+    workload = read_workload(run_dir, config)
+    assert workload.group(0).lengths == (4, 6)
+    assert workload.group(0).used == (True, True)
+    assert workload.group(2).used == (False, False)  # equal rewards
+    assert workload.group(3).dropped == (False, False)
+    assert workload.group(1) in [workload.group(index) for index in (0, 2, 3)]  # its own lacks an attempt
+    assert workload.prompt_tokens == pytest.approx((5 * 5 + 9) / 6)
+
+    drops = load_config(run_dir / "config.yaml", ["--preprocess.zero_advantage", "drop", "--preprocess.overlong", "drop"])
+    assert read_workload(run_dir, drops).group(2).dropped == (True, True)
+    assert read_workload(run_dir, drops).group(3).dropped == (False, True)
+    keeps = load_config(run_dir / "config.yaml", ["--preprocess.zero_advantage", "keep"])
+    assert read_workload(run_dir, keeps).group(2).used == (True, True)
+
+
+def test_damaged_runs(run_dir, tmp_path_factory):
+    config, empty = load_config(run_dir / "config.yaml", []), tmp_path_factory.mktemp("empty")
+    with pytest.raises(RunDirectoryError, match="no record of an optimizer step"):
+        read_measured(empty, config)
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
+        read_workload(empty, config)
+    (run_dir / "rollouts" / "rollouts.jsonl").write_text('{"index": "one"}\n')
+    with pytest.raises(RunDirectoryError, match="line 1"):
+        read_workload(run_dir, config)
+    (run_dir / "rollouts" / "rollouts.jsonl").write_text("")
+    with pytest.raises(RunDirectoryError, match="no finished group of 2 attempts"):
+        read_workload(run_dir, config)
+    (run_dir / "summary.json").write_text("{")
+    with pytest.raises(RunDirectoryError, match=r"summary\.json"):
+        read_measured(run_dir, config)
+    (run_dir / "summary.json").unlink()
+    assert read_measured(run_dir, config).engine_busy_fraction is None
+
+
+def test_costs_of_a_calibration():
+    costs = calibrated_costs(calibration(), slots=16, group_size=2, trainers=5)
+    assert len(costs.decode_step_s) == 17
+    assert costs.decode_step_s[3] == pytest.approx(0.025)
+    assert costs.decode_step_s[16] == pytest.approx(0.1)  # twice as many as were measured take turns
+    assert costs.prompt_s == pytest.approx(0.006)
+    assert costs.prompt_s / 2 + costs.rollout_s == pytest.approx(0.005)  # nothing counts twice
+    assert costs.train_token_s == pytest.approx(0.0001)
+    assert costs.train_step_s == 0.1
+
+
+def test_work_of_a_calibration():
+    config = load_config(None, SETTINGS)
+    workload = calibrated_workload(calibration(), config, seed=0)
+    groups = [workload.group(index) for index in range(2000)]
+    assert {length for group in groups for length in group.lengths} == {10, 30}
+    assert sum(group.used[0] for group in groups) / 2000 == pytest.approx(0.75, abs=0.04)
+
+
+def test_a_scenario_is_the_run_file_s():
+    config = load_config(
+        None, [*SETTINGS, "--schedule.max_lag", "2", "--engine.processes", "3", "--stream.when_full", "drop_oldest"]
+    )
+    costs, workload = (
+        calibrated_costs(calibration(), slots=8, group_size=2),
+        calibrated_workload(calibration(), config, seed=0),
+    )
+    made = run_scenario(config, costs, workload, capacity=7)
+    assert (made.engines, made.slots, made.group_size, made.batch_size, made.steps) == (3, 8, 2, 8, 5)
+    assert (made.capacity, made.when_full, made.max_lag, made.schedule.max_lag) == (7, "drop_oldest", 2, 2)
+    assert simulate(made).lag_max <= 2
+    assert run_scenario(config, costs, workload, capacity=7, engines=2, steps=9).steps == 9
+
+
+def test_doubts():
+    config = load_config(None, SETTINGS)
+    assert doubts(config, calibration()) == []
+    other = load_config(None, ["--model.path", "m", "--engine.slots", "9", "--schedule.kind", "conventional"])
+    busy = msgspec.structs.replace(
+        calibration(), machine=msgspec.structs.replace(calibration().machine, load_average=3.5, cores=2)
+    )
+    model, slots, turns, load = doubts(other, busy)
+    assert "model demo, the run's is m" in model
+    assert "8 slots, fewer than the run's 9" in slots
+    assert "working at the same time; here they work in turn" in turns
+    assert "load average 3.5, 2 cores" in load
+    alone = msgspec.structs.replace(calibration(), side_by_side=False)
+    assert ["working in turn; here they work at the same time" in doubt for doubt in doubts(config, alone)] == [True]
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def calibration_file(tmp_path):
+    write_calibration(tmp_path / "cal.json", calibration())
+    return ["--calibration", str(tmp_path / "cal.json")]
+
+
+def invoke(*arguments):
+    commands = Commands()
+    command.add_to(commands)
+    own, given = commands.split(["simulate", *map(str, arguments)])
+    options = commands.root.parse_args(own)
+    return options.run(options, given)
+
+
+def test_predicts_a_run_file(calibration_file, tmp_path, capsys):
+    assert invoke(*calibration_file, *SETTINGS, "--engines", 2, "--json", tmp_path / "out.json") == 0
+    printed = capsys.readouterr().out
+    assert "pipeline, 2 engines of 8 slots, 5 steps" in printed
+    assert "of the untrained model, from the calibration" in printed
+    written = msgspec.json.decode((tmp_path / "out.json").read_bytes())
+    assert written["prediction"]["rollouts_trained"] == 40
+    assert written["measured"] is None
+    assert invoke(*calibration_file, *SETTINGS, "--engines", 2, "--trainers", 4, "--lengths", "uniform:50") == 0
+    assert "lengths: uniform:50" in capsys.readouterr().out
+
+
+def test_compares_with_a_run(calibration_file, run_dir, tmp_path, capsys):
+    assert invoke("--compare", run_dir, *calibration_file, "--json", tmp_path / "out.json") == 0
+    printed = capsys.readouterr().out
+    assert "predicted" in printed
+    assert "measured" in printed
+    written = msgspec.json.decode((tmp_path / "out.json").read_bytes())
+    predicted, measured = written["prediction"], written["measured"]
+    assert predicted["steps"] == measured["steps"] == 10  # as many as the run took
+    off = predicted["samples_per_s"] / measured["samples_per_s"] - 1
+    assert f"{off:+.1%}" in printed
+    assert "87.5%" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engines", "0"], "--engines 0: give at least 1"),
+        (["--trainers", "0"], "--trainers 0: give at least 1"),
+        (["--lengths", "nowhere"], "neither uniform:L"),
+        (["--calibration", "nowhere.json"], "pipelinerl calibrate"),
+        (["--compare", "nowhere"], "is not a run directory"),
+        (["--json", "nowhere/out.json"], "can't write nowhere/out.json"),
+    ],
+)
+def test_user_errors(arguments, message, calibration_file):
+    before = [] if "--calibration" in arguments else calibration_file
+    with pytest.raises(UserError, match=message):
+        invoke(*before, *SETTINGS, *arguments)
+
+
+def test_a_run_that_would_never_end(calibration_file, run_dir):
+    with JsonLines(run_dir / "rollouts" / "rollouts.jsonl") as lines:
+        lines.write(GROUPS[1])
+    (run_dir / "rollouts" / "rollouts.jsonl").write_bytes(msgspec.json.encode(GROUPS[1]) + b"\n")
+    with pytest.raises(UserError, match="this run would never end"):
+        invoke("--compare", run_dir, *calibration_file, "--preprocess.zero_advantage", "drop")

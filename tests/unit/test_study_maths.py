@@ -1,0 +1,178 @@
+"""The study's arithmetic: who samples which token, divergences, and intervals, against slow references."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.study.bootstrap import difference_interval, draw_counts, mean_interval
+from pipelinerl.study.divergence import TokenDivergences, equivalent_lag, exact_kl, joined, log_probabilities
+from pipelinerl.study.switching import Stretch, interval_edges, lagged_policy, mixed_policy, mixed_version
+
+# ------------------------------------------------------------------------------------------------ switching
+
+
+def slow_versions(first: int, lag: int, length: int) -> list[int]:
+    """A clock: a token takes g/L of an optimizer step; the update of a step arrives one step after it began to be made."""
+    versions = []
+    for token in range(length):
+        steps_done = 0
+        while (steps_done + 1) * length <= token * lag:  # in whole numbers: token >= (steps_done + 1) L / g
+            steps_done += 1
+        versions.append(first + max(0, steps_done - 1))
+    return versions
+
+
+@given(st.integers(0, 200), st.integers(1, 40), st.integers(0, 300))
+def test_stretches_are_those_of_a_clock(first: int, lag: int, more: int) -> None:
+    length = lag + more
+    stretches = mixed_policy(first, lag, length)
+    versions = [stretch.version for stretch in stretches for _ in range(stretch.start, stretch.end)]
+    assert versions == slow_versions(first, lag, length)
+    assert versions == [mixed_version(token, first, lag, length) for token in range(length)]
+    assert [stretch.start for stretch in stretches[1:]] == [stretch.end for stretch in stretches[:-1]]
+    assert versions[0] == first
+    assert first + lag - versions[-1] == min(lag, 2)
+
+
+def test_the_papers_setting() -> None:
+    """g_max = 32, L = 2048: every 64 tokens, first after 128."""
+    stretches = mixed_policy(100, 32, 2048)
+    assert stretches[0] == Stretch(0, 128, 100)
+    assert stretches[1] == Stretch(128, 192, 101)
+    assert stretches[-1] == Stretch(2048 - 64, 2048, 130)
+    assert len(stretches) == 31
+
+
+def test_intervals_cover_all_tokens() -> None:
+    assert interval_edges(4, 10) == (0, 3, 5, 8, 10)
+    assert lagged_policy(7, 10) == (Stretch(0, 10, 7),)
+    with pytest.raises(ValueError, match="a token at least"):
+        mixed_policy(0, 5, 4)
+
+
+# ------------------------------------------------------------------------------------------------ divergences
+
+
+def distributions(count: int, vocabulary: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+
+
+def test_exact_kl_is_its_formula() -> None:
+    mu, pi = distributions(6, 11, 1), distributions(6, 11, 2)
+    mu[2, 3] = -math.inf
+    expected = [
+        sum(math.exp(m) * (m - p) for m, p in zip(row, other, strict=True) if m > -math.inf)
+        for row, other in zip(mu.tolist(), pi.tolist(), strict=True)
+    ]
+    assert exact_kl(mu, pi).tolist() == pytest.approx(expected, rel=1e-9)
+    assert exact_kl(mu, mu).tolist() == [0.0] * 6
+    both = torch.tensor([[0.0, -math.inf]])
+    assert exact_kl(both, both).tolist() == [0.0]
+
+
+def test_temperature_divides_logits() -> None:
+    logits = torch.tensor([[1.0, 2.0, 4.0]])
+    expected = torch.tensor([[2.0, 4.0, 8.0]], dtype=torch.float64).log_softmax(-1)
+    assert torch.allclose(log_probabilities(logits, 0.5), expected)
+
+
+def tokens(log_ratios: list[float], problems: list[int] | None = None) -> TokenDivergences:
+    count = len(log_ratios)
+    return TokenDivergences(
+        problem_N=np.array(problems or [0] * count),
+        position_N=np.arange(count) % 3,
+        version_N=np.zeros(count, dtype=np.int64),
+        exact_N=np.arange(count, dtype=np.float64),
+        log_ratio_N=np.array(log_ratios),
+    )
+
+
+def test_the_expectation_of_both_estimators_is_the_exact_kl() -> None:
+    """Every token of the vocabulary once, weighted by its probability under mu."""
+    mu, pi = distributions(1, 13, 3).double(), distributions(1, 13, 4).double()
+    every = tokens((pi - mu)[0].tolist())
+    weights = mu[0].exp().numpy()
+    exact = float(exact_kl(mu, pi))
+    assert float(weights @ every.k1_N) == pytest.approx(exact)
+    assert float(weights @ every.k3_N) == pytest.approx(exact)
+    assert every.k3_N.min() >= 0
+
+
+def test_sums_by_problem_and_position() -> None:
+    both = joined([tokens([0.0] * 4, [0, 2, 2, 0]), tokens([0.0] * 2, [2, 0])])
+    sums, counts = both.sums(both.exact_N, 4)
+    assert sums.tolist() == [0 + 3 + 1, 0, 1 + 2 + 0, 0]
+    assert counts.tolist() == [3, 0, 3, 0]
+    sums, counts = both.sums(both.exact_N, 4, 1, 2)  # positions are 0 1 2 0, 0 1
+    assert sums.tolist() == [1, 0, 1, 0]
+    assert counts.tolist() == [1, 0, 1, 0]
+
+
+def test_equivalent_lag() -> None:
+    by_lag = [0.0, 1.0, 3.0, 2.0, 8.0]
+    assert equivalent_lag(0.5, by_lag) == pytest.approx(0.5)
+    assert equivalent_lag(2.0, by_lag) == pytest.approx(1.5)
+    assert equivalent_lag(5.0, by_lag) == pytest.approx(3.5)
+    assert equivalent_lag(9.0, by_lag) is None
+    assert equivalent_lag(0.0, by_lag) == 0.0
+    assert equivalent_lag(0.0, [0.0, 0.0]) == 0.0
+
+
+# ------------------------------------------------------------------------------------------------ intervals
+
+
+def slow_means(sums: list[float], counts: list[float], draws: np.ndarray) -> list[float]:
+    """Write every resample out, problem by problem."""
+    means = []
+    for row in draws.tolist():
+        drawn = [unit for unit, times in enumerate(row) for _ in range(times)]
+        total = sum(counts[unit] for unit in drawn)
+        means.append(sum(sums[unit] for unit in drawn) / total if total else math.nan)
+    return means
+
+
+def test_intervals_are_quantiles_of_resampled_means() -> None:
+    rng = np.random.default_rng(0)
+    sums, counts = rng.normal(3, 2, 12), rng.integers(0, 4, 12).astype(float)
+    other = rng.normal(1, 2, 12)
+    draws = draw_counts(12, 300, seed=5)
+    assert draws.shape == (300, 12)
+    assert (draws.sum(1) == 12).all()
+    found = mean_interval(sums, counts, draws, level=0.9)
+    slow = slow_means(sums.tolist(), counts.tolist(), draws)
+    assert found is not None
+    assert found.mean == pytest.approx(sums.sum() / counts.sum())
+    assert [found.low, found.high] == pytest.approx(list(np.nanquantile(slow, [0.05, 0.95])))
+    paired = difference_interval((sums, counts), (other, counts), draws, level=0.9)
+    gaps = np.array(slow) - np.array(slow_means(other.tolist(), counts.tolist(), draws))
+    assert paired is not None
+    assert [paired.low, paired.high] == pytest.approx(list(np.nanquantile(gaps, [0.05, 0.95])))
+
+
+def test_resamples_without_tokens_are_left_out() -> None:
+    draws = np.array([[2, 0], [1, 1], [0, 2]])
+    found = mean_interval(np.array([4.0, 0.0]), np.array([2.0, 0.0]), draws)
+    assert found is not None
+    assert (found.mean, found.low, found.high) == (2.0, 2.0, 2.0)
+    assert mean_interval(np.zeros(2), np.zeros(2), draws) is None
+    assert difference_interval((np.ones(2), np.ones(2)), (np.zeros(2), np.zeros(2)), draws) is None
+
+
+def test_width_is_that_of_a_normal_mean() -> None:
+    values = np.random.default_rng(1).normal(0, 1, 400)
+    found = mean_interval(values, np.ones(400), draw_counts(400, 4000, seed=2))
+    assert found is not None
+    assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
+
+
+def test_draws_are_seeded_and_need_units() -> None:
+    assert (draw_counts(5, 7, 3) == draw_counts(5, 7, 3)).all()
+    assert (draw_counts(5, 7, 3) != draw_counts(5, 7, 4)).any()
+    with pytest.raises(ValueError, match="0 units"):
+        draw_counts(0, 10, 0)

@@ -1,0 +1,94 @@
+"""What the study writes: JSON that reads back, a picture, a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.study.bootstrap import Interval
+from pipelinerl.study.figure import shown_lags
+from pipelinerl.study.files import make_folder, write_study
+from pipelinerl.study.result import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
+from pipelinerl.study.table import study_table
+
+
+def interval(mean: float) -> Interval:
+    return Interval(mean, 0.5 * mean, 2 * mean)
+
+
+def policy(kind: str, kl: float, lag: int | None = None) -> PolicyRecord:
+    positions = (
+        PositionRecord(start=0, end=5, tokens=50, kl=interval(kl)),
+        PositionRecord(start=5, end=9, tokens=0, kl=None),  # no completion came that far
+    )
+    return PolicyRecord(
+        kind=kind,  # type: ignore[arg-type]
+        lag=lag,
+        tokens=50,
+        lag_mean=1.5,
+        kl=interval(kl),
+        kl_k1=interval(2 * kl),
+        kl_k3=interval(3 * kl),
+        engine_gap=1e-6,
+        by_position=positions,
+    )
+
+
+def study(starts: int = 2) -> StudyRecord:
+    settings = StudySettings(
+        lag=2,
+        max_tokens=9,
+        switches=(),
+        problems=5,
+        attempts=2,
+        first_problem=7,
+        temperature=1.0,
+        seed=0,
+        resamples=100,
+        level=0.95,
+    )
+    start = StartRecord(
+        name="early",
+        version=3,
+        target=5,
+        stale=policy("stale", 1.25e-3),
+        recomputed=policy("recomputed", 1.125e-3),
+        lagged=tuple(policy("lagged", 1e-3 * lag, lag) for lag in range(3)),
+        stale_minus_recomputed=interval(1.25e-4),
+        stale_minus_oldest=interval(-7.5e-4),
+        equivalent_lag_stale=1.25,
+        equivalent_lag_recomputed=None,
+    )
+    return StudyRecord(model="demo", environment="gcd", run_seed=0, settings=settings, starts=(start,) * starts)
+
+
+def test_files(tmp_path: Path) -> None:
+    make_folder(tmp_path / "new" / "folder")
+    numbers, picture = write_study(study(), tmp_path / "new" / "folder")
+    assert msgspec.json.decode(numbers.read_bytes(), type=StudyRecord) == study()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "file").write_text("")
+    for attempt in (lambda: make_folder(tmp_path / "file"), lambda: write_study(study(), tmp_path / "file")):
+        with pytest.raises(RunDirectoryError, match="choose another --out"):
+            attempt()
+
+
+def test_table() -> None:
+    lines = study_table(study(1)).splitlines()
+    (stale,) = [line for line in lines if "stale KV" in line]
+    for shown in ("3 to 5", "1.50", "1.25e-03 (6.25e-04 to 2.50e-03)", "2.50e-03", "3.75e-03", " 1.2 "):
+        assert shown in stale
+    (recomputed,) = [line for line in lines if "recomputed KV" in line]
+    assert "more" in recomputed
+    assert any("stale - recomputed" in line and "1.25e-04" in line for line in lines)
+    assert any("stale - lag 2" in line and "-7.50e-04" in line for line in lines)
+    assert max(map(len, lines)) <= 118
+
+
+def test_lags_that_are_shown() -> None:
+    assert shown_lags(32) == [4, 8, 16, 32]
+    assert shown_lags(2) == [1, 2]
+    assert shown_lags(1) == [1]
