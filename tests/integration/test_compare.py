@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from pipelinerl import load_config, train
-from tests.integration.runs import command, flags, run, start, trained, wait
+from tests.integration.runs import command, flags, run, start, trained, until, wait
 
 SMALL = [
     *("--trainer.steps", "6", "--trainer.batch_size", "16", "--actor.group_size", "4", "--engine.slots", "16"),
@@ -44,26 +45,18 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_settings_are_tried_with_real_runs(tmp_path: Path) -> None:
+def test_stopped_it_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = [
-        "--schedules",
-        "pipeline",
-        "--seeds",
-        "1",
-        "--quick",
-        "--out",
-        str(out),
-        "--launch.watchdog_s",
-        "60",
-        *SMALL,
-    ]
-    ended = wait(start("compare", *arguments), timeout_s=280.0)
-    assert ended.status == 0, ended.error
-    trials = json.loads((out / "compare.json").read_text())["trials"]["pipeline"]
-    assert len(trials) >= 3
-    assert sum(one["used"] for one in trials) == 1
-    assert not list((out / "trials").rglob("rollouts"))
+    process = start(
+        "compare", "--schedules", "pipeline", "--no-tune", "--out", str(out), *SMALL, "--trainer.steps", "100000"
+    )
+    metrics = out / "runs" / "seed-0" / "pipeline" / "metrics.jsonl"
+    until(lambda: metrics.is_file() and metrics.stat().st_size > 0, process)
+    process.send_signal(signal.SIGINT)
+    ended = wait(process)
+    assert ended.status == 130
+    assert ended.error == f"stopped; the same command with --out {out} goes on from here\n"
+    assert not (out / "executions.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -90,8 +90,11 @@ def _most_values(action: argparse.Action | None) -> int:
 
 
 def _check_spelling(settings: Sequence[str], flags: Mapping[str, argparse.Action]) -> None:
+    keys = {f"--{name}" for name in RunConfig.__struct_fields__}
     for setting in settings:
         flag = setting.partition("=")[0]
+        if flag in keys:
+            continue
         near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.75) if flag.startswith("--") else []
         if near and "." not in flag:
             raise UserError(f"unknown flag {flag}; did you mean `{near[0]}`?")
