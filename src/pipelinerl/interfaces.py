@@ -257,6 +257,13 @@ class Schedule(Protocol):
         """Are the weights of `version` handed to the engines?"""
         ...
 
+    def trains_in_rounds(self) -> bool:
+        """True when the samples of several steps are there before the first: batches are then in order of problems.
+
+        In order of completion the first batch of each round would hold its short rollouts, and the last its long ones.
+        """
+        ...
+
     def takes_turns(self) -> bool:
         """True when generation and training never overlap, so that each phase may have the whole machine."""
         ...

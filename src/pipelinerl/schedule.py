@@ -45,6 +45,9 @@ class PipelineSchedule:
     def publishes(self, version: int) -> bool:
         return True
 
+    def trains_in_rounds(self) -> bool:
+        return False
+
     def takes_turns(self) -> bool:
         return False
 
@@ -75,6 +78,9 @@ class ConventionalSchedule:
 
     def publishes(self, version: int) -> bool:
         return version % self.steps_per_round == 0
+
+    def trains_in_rounds(self) -> bool:
+        return True
 
     def takes_turns(self) -> bool:
         return True
@@ -108,6 +114,9 @@ class AsyncSchedule:
 
     def publishes(self, version: int) -> bool:
         return version % self.steps_per_round == 0
+
+    def trains_in_rounds(self) -> bool:
+        return True
 
     def takes_turns(self) -> bool:
         return False

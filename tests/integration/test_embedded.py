@@ -12,6 +12,7 @@ from tests.integration.runs import (
     assert_conserved,
     assert_provenance,
     assert_trained_once,
+    groups,
     run,
     steps,
     summary,
@@ -68,6 +69,18 @@ def test_lag_in_rounds_is_what_the_method_says(kind: str, tmp_path: Path) -> Non
     lags = [{sample.lag_max for sample in record.samples} for record in trained(tmp_path / "r")]
     later = [{0}, {1}] if kind == "conventional" else [{2}, {3}]
     assert lags == [{0}, {1}, *later, *later]
+
+
+@pytest.mark.parametrize("kind", ["conventional", "async"])
+def test_batches_of_a_round_are_not_sorted_by_length(kind: str, tmp_path: Path) -> None:
+    """A round is complete before its first step: in order of completion its last batch would be the long rollouts."""
+    run(tmp_path / "r", schedule__kind=kind, schedule__steps_per_round=2, trainer__steps=4)
+    finished = [group.index for group in groups(tmp_path / "r")]
+    assert finished != sorted(finished), "if they end in order, this shows nothing"
+    records = trained(tmp_path / "r")
+    for round_of_two in (records[:2], records[2:]):
+        taken = [sample.group_index for record in round_of_two for sample in record.samples]
+        assert taken == sorted(taken)
 
 
 def test_streams_in_memory_and_in_files_give_the_same_run(tmp_path: Path) -> None:

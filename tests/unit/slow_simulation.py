@@ -166,6 +166,8 @@ class SlowSimulation:
                     self._settle(len(self._queue) - len(fresh), now_s)
                 self._queue = deque(fresh)
             if len(self._queue) >= scenario.batch_size:
+                if scenario.schedule.trains_in_rounds():
+                    self._queue = deque(sorted(self._queue, key=lambda attempt: attempt.group))
                 self._batch = [self._queue.popleft() for _ in range(scenario.batch_size)]
                 tokens = sum(a.length + scenario.workload.prompt_tokens for a in self._batch if a.used)
                 self._free_s = max(self._free_s, now_s) + costs.train_step_s + tokens * costs.train_token_s

@@ -44,12 +44,16 @@ class Setup:
     groups: Sequence[Group]
     max_lag: int | None = None
     config: PreprocessConfig = field(default_factory=PreprocessConfig)
+    by_index: bool = False
 
     def queue(self, position: QueuePosition | None = None, counts: QueueCounts | None = None) -> SampleQueue:
         writer, self.reader = memory_stream(capacity=1000)
         for group in self.groups:
             assert writer.try_write(group)
-        queue = SampleQueue(self.reader, Preprocessor(self.config), self.max_lag, position=position, counts=counts)
+        preprocessor = Preprocessor(self.config)
+        queue = SampleQueue(
+            self.reader, preprocessor, self.max_lag, by_index=self.by_index, position=position, counts=counts
+        )
         if position is not None:
             self.reader.read(position.offset)  # a resumed stream starts at its committed offset
         return queue
@@ -75,6 +79,15 @@ def test_batches_come_in_order_and_only_whole() -> None:
     assert not queue.pull()
     assert ids(queue.take(4, version=0)) == ["0/0", "0/1", "0/2", "1/0"]
     assert ids(queue.take(2, version=0)) == ["1/1", "1/2"]
+
+
+def test_by_index_the_order_of_completion_does_not_matter() -> None:
+    queue = Setup([make_group(2), make_group(0), make_group(3), make_group(1)], by_index=True).queue()
+    for _ in range(3):
+        queue.pull()
+    assert ids(queue.take(4, version=0)) == ["0/0", "0/1", "0/2", "2/0"]
+    queue.pull()
+    assert ids(queue.take(8, version=0)) == ["1/0", "1/1", "1/2", "2/1", "2/2", "3/0", "3/1", "3/2"]
 
 
 def test_it_reads_no_more_than_asked() -> None:
@@ -172,17 +185,18 @@ Action = st.one_of(
     flat=st.sets(st.integers(0, 11)),
     actions=st.lists(Action, max_size=40),
     max_lag=st.sampled_from([None, 0, 2]),
+    by_index=st.booleans(),
 )
 @settings(deadline=None, max_examples=200)
-def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(
-    sizes: list[int], ages: list[int], flat: set[int], actions: list[tuple[str, int]], max_lag: int | None
+def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(  # noqa: PLR0917 - hypothesis names them
+    sizes: list[int], ages: list[int], flat: set[int], actions: list[tuple[str, int]], max_lag: int | None, by_index: bool
 ) -> None:
     """Trains, refuses and resumes at random; then checks what became of each rollout, and that the counts agree."""
     groups = [
         make_group(i, size, versions=(ages[i], ages[i]), rewards=[1.0] * size if i in flat else None)
-        for i, size in enumerate(sizes)
+        for i, size in reversed(list(enumerate(sizes)))
     ]
-    setup = Setup(groups, max_lag, PreprocessConfig(zero_advantage="drop"))
+    setup = Setup(groups, max_lag, PreprocessConfig(zero_advantage="drop"), by_index)
     queue, version = setup.queue(), 6
     trained: list[str] = []
     for action, count in actions:

@@ -64,6 +64,7 @@ def build_trainer(
         reader,
         Preprocessor(config.preprocess, _reference(config)),
         config.schedule.max_lag,
+        by_index=session.schedule.trains_in_rounds(),
         position=state.position,
         counts=state.counters.queue,
     )

@@ -65,7 +65,9 @@ class _OpenGroup:
 
 
 class SampleQueue:
-    """First in, first out. `max_lag`: no sample with an older token is handed out; None: no bound.
+    """First in, first out; with `by_index`, of those at hand the lowest group index first.
+
+    `max_lag`: no sample with an older token is handed out; None: no bound.
 
     Reads a group only when asked to (`pull`): what the trainer does not need yet stays in the stream, whose bound then
     holds the actor back or replaces old groups by fresh ones.
@@ -77,6 +79,7 @@ class SampleQueue:
         preprocessor: GroupPreprocessor,
         max_lag: int | None = None,
         *,
+        by_index: bool = False,
         position: QueuePosition | None = None,
         counts: QueueCounts | None = None,
     ) -> None:
@@ -85,6 +88,7 @@ class SampleQueue:
         self._reader = reader
         self._preprocessor = preprocessor
         self._max_lag = max_lag
+        self._by_index = by_index
         self._samples: deque[TrainingSample] = deque()
         self._groups: dict[int, _OpenGroup] = {}
         self._next_offset = position.offset
@@ -138,7 +142,7 @@ class SampleQueue:
         return bool(items)
 
     def take(self, count: int, version: int) -> list[TrainingSample] | None:
-        """The `count` oldest samples, to be trained on by the weights of `version`, or None if there are fewer.
+        """The first `count` samples, to be trained on by the weights of `version`, or None if there are fewer.
 
         Samples with a token of lag > `max_lag` are dropped first (reason `stale`). The caller settles what it took by
         `mark_trained` or `drop`.
@@ -147,6 +151,8 @@ class SampleQueue:
             self.drop_older_than(version - self._max_lag, "stale")
         if len(self._samples) < count:
             return None
+        if self._by_index:
+            self._samples = deque(sorted(self._samples, key=lambda sample: sample.group_index))
         return [self._samples.popleft() for _ in range(count)]
 
     def drop_older_than(self, version: int, reason: str) -> None:

@@ -119,7 +119,7 @@ class SimulatedTrainer:
         self.busy_s += prepare_s
 
     def _take_batch(self) -> bool:
-        """B rollouts of the queue, oldest first; what is too old is dropped before. False if there are fewer."""
+        """B rollouts of the queue, in the real one's order; what is too old is dropped before. False if there are fewer."""
         max_lag, batch_size = self._scenario.max_lag, self._scenario.batch_size
         if max_lag is not None:
             stale = [rollout for rollout in self._queue if rollout.oldest_version < self.version - max_lag]
@@ -129,6 +129,8 @@ class SimulatedTrainer:
                 self._settle(len(stale))
         if len(self._queue) < batch_size:
             return False
+        if self._scenario.schedule.trains_in_rounds():
+            self._queue = deque(sorted(self._queue, key=lambda rollout: rollout.group.index))
         self._batch = [self._queue.popleft() for _ in range(batch_size)]
         return True
 
