@@ -63,6 +63,10 @@ class AppendFile:
     def closed(self) -> bool:
         return self._fd < 0
 
+    def alone(self) -> bool:
+        """Whether the file is as this writer left it."""
+        return os.fstat(self._fd).st_size == self._size
+
     def append(self, data: bytes) -> None:
         """Raises OSError (disk full, file too large); the file is then as it was before."""
         try:
@@ -102,6 +106,10 @@ class JsonLines:
     def write(self, record: Any) -> None:
         """Raises OSError when the record can't be written; no part of it is in the file then."""
         self._file.append(self._encoder.encode(record) + b"\n")
+
+    def alone(self) -> bool:
+        """Whether nobody else has written since; whoever has must be told apart from a torn line by opening it again."""
+        return self._file.alone()
 
     def close(self) -> None:
         self._file.close()
@@ -154,6 +162,7 @@ class SharedRecord:
     """
 
     _HEADER = struct.Struct("=QII")  # sequence (0 = never written), payload bytes, CRC-32 of sequence and payload
+    _SEQUENCE = struct.Struct("=Q")
     _ATTEMPTS = 16
 
     def __init__(self, memory: mmap.mmap, offset: int, size: int) -> None:
@@ -164,8 +173,9 @@ class SharedRecord:
 
     def sequence(self) -> int:
         """How many times the record was written. About a microsecond; may run ahead of `read` during a write."""
-        first, second = (self._HEADER.unpack_from(self._memory, slot)[0] for slot in self._slots)
-        return int(max(first, second))
+        (first,) = self._SEQUENCE.unpack_from(self._memory, self._slots[0])
+        (second,) = self._SEQUENCE.unpack_from(self._memory, self._slots[1])
+        return int(first if first > second else second)
 
     def read(self) -> tuple[int, bytes] | None:
         """Sequence number and payload, or None if there is none (or writes came too fast to catch one whole)."""

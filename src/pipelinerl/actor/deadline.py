@@ -70,8 +70,8 @@ class CodeAlarm:
         if not self._installed:
             self._previous = signal.signal(signal.SIGALRM, self._ring) or signal.SIG_DFL
             self._installed = True
-        started = time.monotonic()
         outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, self._seconds, REPEAT_S)
+        started = time.monotonic() if outer_s else 0.0
         try:
             try:
                 self._armed = True

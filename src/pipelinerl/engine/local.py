@@ -144,12 +144,17 @@ class LocalEngine:
 
     # ---------------------------------------------------------------------------------------------- one step
 
-    @torch.inference_mode()
     def step(self) -> StepOutput:
         """One token boundary (cancellations, admissions), then one token for every sequence that has its prompt."""
         if not self._known:
             return StepOutput((), ())
         started_s = time.perf_counter()
+        with torch.inference_mode():
+            output = self._step()
+        self._busy_s += time.perf_counter() - started_s
+        return output
+
+    def _step(self) -> StepOutput:
         finished = self._take_cancelled()
         fresh = self._admit()
         if fresh or self._rearrange or self._table.outgrown():
@@ -161,7 +166,6 @@ class LocalEngine:
         if self._table.decoding or chunks:
             logits_PV = self._run(chunks)
             tokens = self._sample(logits_PV, [prefill for prefill, _ in chunks], finished)
-        self._busy_s += time.perf_counter() - started_s
         return StepOutput(tokens, finished)
 
     def _take_cancelled(self) -> list[Completion]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from pipelinerl.environments import gcd_task
 from pipelinerl.environments.single_turn import SingleTurn
@@ -30,7 +29,7 @@ class Gcd(SingleTurn):
 
 
 def _problem(name: str, task: gcd_task.GcdProblem) -> Problem:
-    return Problem(id=name, payload=asdict(task))
+    return Problem(id=name, payload=dict(vars(task)))
 
 
 def _task(problem: Problem) -> gcd_task.GcdProblem:

@@ -112,9 +112,10 @@ async def generate(side: Generation, *, stop: Callable[[], bool], between: Calla
     session = side.session
     with (
         closing(_admission(side)) as admission,
+        closing(Outlet(side.writer, session.run.rollouts / "rollouts.jsonl")) as outlet,
         closing(TimelineWriter(session.run.root, side.index, session.records_from_s)) as timeline,
     ):
-        actor = _make_actor(side, admission, timeline)
+        actor = _make_actor(side, admission, outlet, timeline)
         side.drops.listener = lambda group: actor.stream_dropped(session.plan.rollouts_left([group]))
         try:
             if side.index == 0:
@@ -144,8 +145,7 @@ def _admission(side: Generation) -> Admission:
     )
 
 
-def _make_actor(side: Generation, admission: Admission, timeline: TimelineWriter) -> Actor:
-    outlet = Outlet(side.writer, side.session.run.rollouts / "rollouts.jsonl")
+def _make_actor(side: Generation, admission: Admission, outlet: Outlet, timeline: TimelineWriter) -> Actor:
     return Actor(
         environment=side.environment,
         engine=side.engine,

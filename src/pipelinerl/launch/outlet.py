@@ -20,20 +20,28 @@ class Outlet:
         self._encoder = msgspec.json.Encoder()
         self._group: Group | None = None
         self._json = b""
+        self._lines: JsonLines | None = None
 
     def try_write(self, item: Group, encoded: bytes | None = None) -> bool:
         return self._stream.try_write(item, encoded or self._encoded(item))
 
     def write(self, record: Group) -> None:
-        """Append to `rollouts.jsonl`. Opened anew each time: that cuts off what another actor has torn in its death."""
-        with JsonLines(self._rollouts) as lines:
-            lines.write(msgspec.Raw(self._encoded(record)))
+        """Append to `rollouts.jsonl`. If another actor has written to it, it is opened anew: what that one has torn in its
+        death is cut off.
+        """
+        if self._lines is not None and not self._lines.alone():
+            self._lines.close()
+            self._lines = None
+        self._lines = self._lines or JsonLines(self._rollouts)
+        self._lines.write(msgspec.Raw(self._encoded(record)))
 
     def stats(self) -> StreamStats:
         return self._stream.stats()
 
     def close(self) -> None:
-        self._stream.close()
+        """Close the record. The stream is its owner's."""
+        if self._lines is not None:
+            self._lines.close()
 
     def _encoded(self, group: Group) -> bytes:
         if group is not self._group:

@@ -40,6 +40,8 @@ from pipelinerl.launch.supervisor import LastWords, WorkerResult, worker_files
 from pipelinerl.stream import FileStreamReader, FileStreamWriter
 from pipelinerl.types import Group
 
+YOUNG_OBJECTS = 50_000
+"""More objects than the rollouts in progress have, and few enough to be walked over in milliseconds."""
 
 def main(arguments: list[str]) -> int:
     role, run_dir, weights_fd, lifeline_fd, records_from_s = arguments
@@ -83,6 +85,8 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
         # What is loaded stays: without this every collection walks over the model's and the libraries' objects again.
         gc.collect()
         gc.freeze()
+        # Rollouts come and go by their reference counts. At the usual 700 they alone set a collection off 10 times a second.
+        gc.set_threshold(YOUNG_OBJECTS)
         asyncio.run(generate(side, stop=_heed_sigterm(threading.Event())))
 
 
