@@ -8,6 +8,7 @@ from collections import defaultdict
 from itertools import pairwise
 from statistics import fmean
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from pipelinerl.report.series import (
     rate_after,
     reached,
     slots_in_use,
+    tokens_rate_after,
     windowed,
 )
 
@@ -69,6 +71,13 @@ def test_a_rate_after_the_fill() -> None:
     assert rate_after(STEPS, 10) is None
     assert rate_after(STEPS[:1], 1) is None
     assert rate_after(STEPS, 0) is None
+
+
+def test_tokens_after_the_fill_count_every_sample_by_its_length() -> None:
+    uneven = [msgspec.structs.replace(one, completion_length_mean=float(number)) for number, one in enumerate(STEPS)]
+    tokens = sum(one.samples * number for number, one in enumerate(uneven) if number >= 4)
+    assert tokens_rate_after(uneven, 4) == pytest.approx(tokens / 12.0)
+    assert tokens_rate_after(uneven, 10) is None
 
 
 def test_rewards_are_averaged_over_whole_windows() -> None:

@@ -22,7 +22,7 @@ from pipelinerl.compare.settings import Settings, axes, search, settings_of
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunInterruptedError
 from pipelinerl.metrics.records import METRICS_FILE, StepRecord, read_records
-from pipelinerl.report.series import rate_after
+from pipelinerl.report.series import tokens_rate_after
 
 
 def compare(
@@ -108,7 +108,7 @@ class _Session:
         return execution
 
     def _rate(self, contender: Contender, settings: Settings) -> float | None:
-        """Samples/s of a short run, which is made unless it is done."""
+        """Sampled tokens/s of a short run, which is made unless it is done."""
         request, name = self.request, f"trials/{_folder_name(contender)}/{settings.folder}"
         path = self.folder.path(name)
         length, fill = trial_length(request.trial_steps, contender)
@@ -118,8 +118,8 @@ class _Session:
             self.folder.execute(name, config)
             forget_bulk(path)
         steps = read_records(path / METRICS_FILE, StepRecord)
-        rate = rate_after(steps, fill) if steps else None
-        self.say(f"tried {contender.label}: {settings.label}: {'-' if rate is None else f'{rate:.0f}'} samples/s")
+        rate = tokens_rate_after(steps, fill) if steps else None
+        self.say(f"tried {contender.label}: {settings.label}: {'-' if rate is None else f'{rate:.0f}'} tokens/s")
         return rate
 
 

@@ -70,7 +70,7 @@ def document(request: Request, results: Results, drawn: Sequence[DrawnRun]) -> d
         "schedules": [{**builtins(row), "settings": row.settings._asdict()} for row in results.rows],
         "trials": {
             schedule: [
-                {**trial.settings._asdict(), "samples_per_s": trial.samples_per_s, "used": trial.settings == tried.used}
+                {**trial.settings._asdict(), "tokens_per_s": trial.tokens_per_s, "used": trial.settings == tried.used}
                 for trial in tried.trials
             ]
             for schedule, tried in results.trials.items()

@@ -141,14 +141,14 @@ def _tried(request: Request, trials: Trials) -> list[str]:
     if not request.tune:
         return [html.paragraph("Nothing was tried: the run file's settings were used.", "note")]
     rows = [
-        [schedule, trial.settings.label, _number(trial.samples_per_s, ".1f"), "used" if trial.settings == tried.used else ""]
+        [schedule, trial.settings.label, _number(trial.tokens_per_s, ".0f"), "used" if trial.settings == tried.used else ""]
         for schedule, tried in trials.items()
         for trial in tried.trials
     ]
     return [
-        html.table(("schedule", "settings", "samples/s", ""), rows),
+        html.table(("schedule", "settings", "tokens/s", ""), rows),
         html.paragraph(
-            f"Each is a run of about {request.trial_steps} steps; samples/s after its first third. A setting is changed "
+            f"Each is a run of about {request.trial_steps} steps; tokens/s after its first third. A setting is changed "
             "only for one that is more than 2% faster.",
             "note",
         ),

@@ -30,7 +30,7 @@ class Effort(NamedTuple):
     slot_factors: tuple[int, ...]
 
 
-FULL = Effort("pipeline,conventional:2,conventional:4,conventional:8", 2, None, 24, (1, 2, 4))
+FULL = Effort("pipeline,conventional:2,conventional:4,conventional:8", 2, None, 16, (1, 2))
 QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 12, (1, 2))
 
 

@@ -49,10 +49,10 @@ Axis = Callable[[Settings], Sequence[Settings]]
 
 
 class Trial(NamedTuple):
-    """Settings that were tried; `samples_per_s` is None if the run was too short to say."""
+    """Settings that were tried; `tokens_per_s` is None if the run was too short to say."""
 
     settings: Settings
-    samples_per_s: float | None
+    tokens_per_s: float | None
 
 
 def axes(config: RunConfig, *, cores: int, most_in_progress: int | None, slot_factors: Sequence[int]) -> list[Axis]:

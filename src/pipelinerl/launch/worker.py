@@ -43,6 +43,7 @@ from pipelinerl.types import Group
 YOUNG_OBJECTS = 50_000
 """More objects than the rollouts in progress have, and few enough to be walked over in milliseconds."""
 
+
 def main(arguments: list[str]) -> int:
     role, run_dir, weights_fd, lifeline_fd, records_from_s = arguments
     run = RunDirectory(Path(run_dir))

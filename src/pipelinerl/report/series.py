@@ -95,7 +95,7 @@ def measure(steps: Sequence[StepRecord], begin: float) -> Measured:
     """Rates of a run of at least one step that began at `begin`."""
     training_s = steps[-1].time_s - begin
     samples = sum(step.samples for step in steps)
-    tokens = sum(step.samples * (step.completion_length_mean or 0.0) for step in steps)
+    tokens = _tokens(steps)
     return Measured(
         begin_s=begin,
         training_s=training_s,
@@ -111,8 +111,16 @@ def measure(steps: Sequence[StepRecord], begin: float) -> Measured:
 
 def rate_after(steps: Sequence[StepRecord], fill: int) -> float | None:
     """Samples per second after the first `fill` steps (at least one); None if no time passes after them."""
-    later_s = steps[-1].time_s - steps[fill - 1].time_s if 0 < fill < len(steps) else 0.0
+    later_s = _later_s(steps, fill)
     return sum(step.samples for step in steps[fill:]) / later_s if later_s > 0 else None
+
+
+def tokens_rate_after(steps: Sequence[StepRecord], fill: int) -> float | None:
+    """Sampled tokens per second, of the samples of those steps. The short completions that a pipeline fills with weigh
+    what they cost, which makes this the fairer rate of a short run.
+    """
+    later_s = _later_s(steps, fill)
+    return _tokens(steps[fill:]) / later_s if later_s > 0 else None
 
 
 def windowed(rewards: Sequence[float | None]) -> list[float]:
@@ -192,6 +200,14 @@ def slots_in_use(batch: BatchSize, slots: int, until_s: float) -> float | None:
     ]
     generating_s = math.fsum(length_s for length_s, _ in spans)
     return math.fsum(length_s * size for length_s, size in spans) / (generating_s * slots) if generating_s > 0 else None
+
+
+def _later_s(steps: Sequence[StepRecord], fill: int) -> float:
+    return steps[-1].time_s - steps[fill - 1].time_s if 0 < fill < len(steps) else 0.0
+
+
+def _tokens(steps: Sequence[StepRecord]) -> float:
+    return sum(step.samples * (step.completion_length_mean or 0.0) for step in steps)
 
 
 def _per(amount: float, of: float) -> float:
