@@ -125,6 +125,8 @@ def test_settings_are_tried_and_the_fastest_is_used(tmp_path: Path) -> None:
     for schedule, trials in contents["trials"].items():
         used = [one for one in trials if one["used"]]
         assert len(used) == 1
+        assert used[0]["full_length"]
+        assert sorted(one["processes"] for one in trials if one["full_length"]) == [1, 2], schedule
         assert used[0]["tokens_per_s"] == max(one["tokens_per_s"] for one in trials), schedule
         assert used[0]["processes"] == 2
     assert all(one["settings"]["processes"] == 2 for one in contents["runs"])

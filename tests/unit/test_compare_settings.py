@@ -11,7 +11,16 @@ from pipelinerl.compare.compare import start_settings, trial_length
 from pipelinerl.compare.contenders import Contender, parse_contenders, run_config, whole_rounds
 from pipelinerl.compare.machine import Machine
 from pipelinerl.compare.request import FULL, QUICK, Request, differing, make_request
-from pipelinerl.compare.settings import Settings, axes, engine_layouts, search, settings_of
+from pipelinerl.compare.settings import (
+    Settings,
+    Trial,
+    axes,
+    decide,
+    engine_layouts,
+    finalists,
+    search,
+    settings_of,
+)
 from pipelinerl.config import EngineConfig, RunConfig, ScheduleConfig, TrainerConfig, load_config
 from pipelinerl.errors import ConfigError
 
@@ -122,7 +131,7 @@ def test_the_search_follows_what_is_faster_and_measures_nothing_twice() -> None:
     assert best == Settings(processes=2, engine_threads=1, slots=16, trainer_threads=1)
     assert len(asked) == len(set(asked)) == len(trials)
     assert trials[0].settings == START
-    assert dict(trials)[best] == 216.5
+    assert [trial.tokens_per_s for trial in trials if trial.settings == best] == [216.5]
 
 
 def test_equal_rates_change_nothing_and_failures_lose() -> None:
@@ -140,6 +149,23 @@ def test_trials_are_whole_rounds_with_something_after_the_fill(rounds: int, step
     assert 0 < fill < length
     assert fill >= steps / 3
     assert length >= steps
+
+
+def test_the_final_is_between_one_engine_process_and_several_with_as_many_slots() -> None:
+    one, wide = START, START._replace(slots=16)
+    two = START._replace(processes=2, slots=4)
+    tried = [Trial(one, 3.0), Trial(one._replace(engine_threads=2), 1.0), Trial(two, 2.0), Trial(wide, 4.0)]
+    assert finalists(wide, tried) == [wide, START._replace(processes=2, slots=8)]
+    assert finalists(wide, tried[:2]) == [wide]
+    assert finalists(two._replace(slots=8), tried) == [two._replace(slots=8), wide]
+
+
+def test_the_final_goes_to_the_clearly_faster() -> None:
+    one, two = START, START._replace(processes=2, slots=4)
+    assert decide([Trial(one, 100.0, full=True), Trial(two, 101.0, full=True)]) == one
+    assert decide([Trial(one, 100.0, full=True), Trial(two, 103.0, full=True)]) == two
+    assert decide([Trial(one, None, full=True), Trial(two, 1.0, full=True)]) == two
+    assert decide([Trial(one, 1.0, full=True), Trial(two, None, full=True)]) == one
 
 
 def test_differences_are_named() -> None:

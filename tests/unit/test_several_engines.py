@@ -9,8 +9,9 @@ import pytest
 
 from pipelinerl.config.schema import EngineConfig, LaunchConfig, RunConfig, TrainerConfig
 from pipelinerl.errors import RunDirectoryError
+from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.outlet import Outlet
-from pipelinerl.launch.resources import Threads, plan_threads
+from pipelinerl.launch.resources import Threads, plan_threads, trainer_goes_first
 from pipelinerl.metrics.records import TimelineRecord
 from pipelinerl.metrics.screen import Trends, plain_line
 from pipelinerl.metrics.summary import summarize
@@ -191,6 +192,17 @@ def test_threads(processes: int, takes_turns: bool, cores: int, expected: Thread
         config, engine=EngineConfig(processes=processes, threads=3), trainer=TrainerConfig(threads=5)
     )
     assert plan_threads(given, schedule, cores) == Threads(3, 5)
+
+
+def test_engines_yield_to_the_trainer_where_they_share_its_cores() -> None:
+    def first(processes: int, cores: int, schedule: Schedule, device: str = "cpu") -> bool:
+        return trainer_goes_first(RunConfig(engine=EngineConfig(processes=processes, device=device)), schedule, cores)
+
+    assert first(2, 2, PipelineSchedule(8))
+    assert first(1, 1, PipelineSchedule(8))
+    assert not first(1, 2, PipelineSchedule(8))
+    assert not first(2, 2, ConventionalSchedule(8, 2)), "it sleeps while the trainer computes"
+    assert not first(2, 2, PipelineSchedule(8), "cuda")
 
 
 # ------------------------------------------------------------------------------------------------- the timeline

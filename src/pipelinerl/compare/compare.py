@@ -18,7 +18,7 @@ from pipelinerl.compare.folder import Execution, Folder, forget_bulk
 from pipelinerl.compare.output import Planned, write_results
 from pipelinerl.compare.page import Tried
 from pipelinerl.compare.request import Request, claim_folder
-from pipelinerl.compare.settings import Settings, axes, search, settings_of
+from pipelinerl.compare.settings import Settings, Trial, axes, decide, finalists, search, settings_of
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunInterruptedError
 from pipelinerl.metrics.records import METRICS_FILE, StepRecord, read_records
@@ -89,7 +89,16 @@ class _Session:
         bound = None if contender.kind == PIPELINE else request.config.trainer.batch_size * contender.steps_per_round
         cores, factors = request.machine.cores, request.slot_factors
         ways = axes(request.config, cores=cores, most_in_progress=bound, slot_factors=factors)
-        return Tried(*search(start, ways, lambda settings: self._rate(contender, settings)))
+        length, fill = trial_length(request.trial_steps, contender)
+        best, tried = search(start, ways, lambda settings: self._rate(contender, settings, length, fill))
+        candidates = finalists(best, tried) if request.finals else []
+        if len(candidates) > 1:
+            finals = [
+                Trial(one, self._rate(contender, one, request.steps, request.steps // 5, "full-"), full=True)
+                for one in candidates
+            ]
+            best, tried = decide(finals), [*tried, *finals]
+        return Tried(best, tried)
 
     def run(self, planned: Planned, settings: Settings, progress: str) -> Execution:
         """One run of the comparison proper, unless it is done."""
@@ -107,11 +116,10 @@ class _Session:
         self.say(f"{progress} {planned.contender.label}, seed {planned.seed}: {execution.status}, {came_to}")
         return execution
 
-    def _rate(self, contender: Contender, settings: Settings) -> float | None:
-        """Sampled tokens/s of a short run, which is made unless it is done."""
-        request, name = self.request, f"trials/{_folder_name(contender)}/{settings.folder}"
+    def _rate(self, contender: Contender, settings: Settings, length: int, fill: int, kind: str = "") -> float | None:
+        """Sampled tokens/s of a run of `length` steps after the first `fill`. The run is made unless it is done."""
+        request, name = self.request, f"trials/{_folder_name(contender)}/{kind}{settings.folder}"
         path = self.folder.path(name)
-        length, fill = trial_length(request.trial_steps, contender)
         if self.folder.done(name) is None:
             seed = request.config.seed
             config = run_config(request.config, contender, settings, seed=seed, steps=length, run_dir=path)
@@ -119,7 +127,8 @@ class _Session:
             forget_bulk(path)
         steps = read_records(path / METRICS_FILE, StepRecord)
         rate = tokens_rate_after(steps, fill) if steps else None
-        self.say(f"tried {contender.label}: {settings.label}: {'-' if rate is None else f'{rate:.0f}'} tokens/s")
+        came_to = "-" if rate is None else f"{rate:.0f}"
+        self.say(f"tried {contender.label}: {settings.label}, {length} steps: {came_to} tokens/s")
         return rate
 
 

@@ -70,7 +70,12 @@ def document(request: Request, results: Results, drawn: Sequence[DrawnRun]) -> d
         "schedules": [{**builtins(row), "settings": row.settings._asdict()} for row in results.rows],
         "trials": {
             schedule: [
-                {**trial.settings._asdict(), "tokens_per_s": trial.tokens_per_s, "used": trial.settings == tried.used}
+                {
+                    **trial.settings._asdict(),
+                    "tokens_per_s": trial.tokens_per_s,
+                    "full_length": trial.full,
+                    "used": tried.decided_by(trial),
+                }
                 for trial in tried.trials
             ]
             for schedule, tried in results.trials.items()

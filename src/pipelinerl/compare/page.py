@@ -20,6 +20,10 @@ class Tried(NamedTuple):
     used: Settings
     trials: Sequence[Trial]
 
+    def decided_by(self, trial: Trial) -> bool:
+        """Whether this is the trial for which the settings are used: the longest that they had."""
+        return trial.settings == self.used and trial.full == any(one.full for one in self.trials)
+
 
 Trials = Mapping[str, Tried]
 """By schedule."""
@@ -141,15 +145,21 @@ def _tried(request: Request, trials: Trials) -> list[str]:
     if not request.tune:
         return [html.paragraph("Nothing was tried: the run file's settings were used.", "note")]
     rows = [
-        [schedule, trial.settings.label, _number(trial.tokens_per_s, ".0f"), "used" if trial.settings == tried.used else ""]
+        [
+            schedule,
+            trial.settings.label,
+            "full length" if trial.full else "short",
+            _number(trial.tokens_per_s, ".0f"),
+            "used" if tried.decided_by(trial) else "",
+        ]
         for schedule, tried in trials.items()
         for trial in tried.trials
     ]
     return [
-        html.table(("schedule", "settings", "tokens/s", ""), rows),
+        html.table(("schedule", "settings", "run", "tokens/s", ""), rows),
         html.paragraph(
-            f"Each is a run of about {request.trial_steps} steps; tokens/s after its first third. A setting is changed "
-            "only for one that is more than 2% faster.",
+            f"A short run has about {request.trial_steps} steps; tokens/s after its first third, of a full one after the "
+            "first fifth. A setting is changed only for one that is more than 2% faster.",
             "note",
         ),
     ]

@@ -20,7 +20,8 @@ REQUEST_FILE = "request.json"
 class Effort(NamedTuple):
     """How much is measured: the defaults of what a user can set, and the length of a trial of settings.
 
-    `most_steps` bounds the run file's steps; `trial_steps` is rounded up to whole rounds.
+    `most_steps` bounds the run file's steps; `trial_steps` is rounded up to whole rounds. `finals`: the best way to spread
+    engines over processes is decided by runs of full length.
     """
 
     schedules: str
@@ -28,10 +29,11 @@ class Effort(NamedTuple):
     most_steps: int | None
     trial_steps: int
     slot_factors: tuple[int, ...]
+    finals: bool
 
 
-FULL = Effort("pipeline,conventional:2,conventional:4,conventional:8", 2, None, 16, (1, 2))
-QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 12, (1, 2))
+FULL = Effort("pipeline,conventional:4,conventional:8", 2, None, 16, (1, 2), finals=True)
+QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 12, (1, 2), finals=False)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tune: bool
     trial_steps: int
     slot_factors: tuple[int, ...]
+    finals: bool
     machine: Machine
 
     @property
@@ -72,6 +75,7 @@ def make_request(
         tune=tune,
         trial_steps=effort.trial_steps,
         slot_factors=effort.slot_factors,
+        finals=effort.finals,
         machine=machine,
     )
 

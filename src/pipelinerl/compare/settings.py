@@ -49,10 +49,11 @@ Axis = Callable[[Settings], Sequence[Settings]]
 
 
 class Trial(NamedTuple):
-    """Settings that were tried; `tokens_per_s` is None if the run was too short to say."""
+    """Settings that were tried; `tokens_per_s` is None if the run was too short to say. `full`: at a run's full length."""
 
     settings: Settings
     tokens_per_s: float | None
+    full: bool = False
 
 
 def axes(config: RunConfig, *, cores: int, most_in_progress: int | None, slot_factors: Sequence[int]) -> list[Axis]:
@@ -104,6 +105,25 @@ def search(
                 tried[candidate] = measure(candidate)
         best = _fastest(best, list(alternatives(best)), tried)
     return best, [Trial(settings, rate) for settings, rate in tried.items()]
+
+
+def finalists(best: Settings, tried: Sequence[Trial]) -> list[Settings]:
+    """`best`, and the same slots in all laid out over another number of engine processes, if any other was tried.
+
+    What short runs can't tell between these two is how the work shifts as the model learns: less and less of it is the
+    trainer's, once most groups are solved by all of their attempts.
+    """
+    others = [trial for trial in tried if trial.settings.processes != best.processes]
+    if not others:
+        return [best]
+    other = max(others, key=lambda trial: trial.tokens_per_s or 0.0).settings
+    return [best, _laid_out(best, other.processes, other.engine_threads)]
+
+
+def decide(finals: Sequence[Trial]) -> Settings:
+    """The fastest, where the first stays unless another is faster by MARGIN."""
+    rates = {trial.settings: trial.tokens_per_s for trial in finals}
+    return _fastest(finals[0].settings, list(rates), rates)
 
 
 def _fastest(now: Settings, candidates: Sequence[Settings], rates: Mapping[Settings, float | None]) -> Settings:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Schedule
 
+GENERATION_NICENESS = 10
+"""Of generation processes that share cores with the trainer. Engines that outrun it only fill the stream with older data."""
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
@@ -40,6 +42,11 @@ def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
     else:
         generation, training = 1, cores - processes
     return Threads(config.engine.threads or max(1, generation), config.trainer.threads or max(1, training))
+
+
+def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int) -> bool:
+    """Whether generation processes are to yield to the trainer: they run at the same time, and on the same cores."""
+    return config.engine.device == "cpu" and not schedule.takes_turns() and config.engine.processes + 1 > cores
 
 
 def thread_environment(threads: int) -> dict[str, str]:

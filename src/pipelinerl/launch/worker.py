@@ -32,7 +32,14 @@ from pipelinerl.errors import PipelineRLError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.capacity import stream_capacity
 from pipelinerl.launch.drops import DropRelay
-from pipelinerl.launch.resources import LOG_FORMAT, peak_memory_bytes, plan_threads, usable_cores
+from pipelinerl.launch.resources import (
+    GENERATION_NICENESS,
+    LOG_FORMAT,
+    peak_memory_bytes,
+    plan_threads,
+    trainer_goes_first,
+    usable_cores,
+)
 from pipelinerl.launch.roles import TRAINING, generation_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Session, read_session
@@ -77,6 +84,8 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
 
     config, stream, drops = session.config, session.run.stream, DropRelay()
     torch.set_num_threads(plan_threads(config, session.schedule, usable_cores()).generation)
+    if trainer_goes_first(config, session.schedule, usable_cores()):
+        os.nice(GENERATION_NICENESS)
     capacity, when_full = stream_capacity(config), config.stream.when_full
     with (
         closing(FileStreamWriter(stream, Group, capacity=capacity, when_full=when_full, on_drop=drops)) as writer,
