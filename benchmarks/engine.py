@@ -21,7 +21,7 @@ import torch
 from benchmarks import common
 from benchmarks.common import Record
 from benchmarks.systems import SYSTEMS, make_jobs, requests, timed
-from pipelinerl.engine import LocalEngine, local
+from pipelinerl.engine import LocalEngine
 
 
 def compare(options: argparse.Namespace, slots: int, lengths: str) -> list[Record]:
@@ -48,48 +48,40 @@ def compare(options: argparse.Namespace, slots: int, lengths: str) -> list[Recor
 def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
     """How much of a decode step is not spent computing, with all slots decoding and nothing arriving or leaving.
 
-    `share` counts all that is outside ModelRunner.forward and LocalEngine._draw, `strict_share` all that is outside the
-    Hugging Face model's own forward and `sample`.
+    `share` counts all that is outside ModelRunner.forward and LocalEngine._draw.
     """
     engine = LocalEngine(common.fresh_model(options.model), slots=slots, max_length=options.prompt_tokens + options.longest)
-    inside = dict.fromkeys(("forward", "draw", "model", "sample"), 0.0)
+    inside = dict.fromkeys(("forward", "draw"), 0.0)
     runner: Any = engine._runner
     runner.forward = _timer(runner.forward, "forward", inside)
-    runner.model.forward = _timer(runner.model.forward, "model", inside)
     engine._draw = _timer(engine._draw, "draw", inside)  # type: ignore[method-assign]
-    untimed = local.sample
-    local.sample = _timer(untimed, "sample", inside)
-    try:
-        for request in requests(make_jobs([options.longest] * slots, options.prompt_tokens, engine._runner.vocabulary)):
-            engine.submit(request)
-        while engine.queued or engine._prefills:
+    for request in requests(make_jobs([options.longest] * slots, options.prompt_tokens, engine._runner.vocabulary)):
+        engine.submit(request)
+    while engine.queued or engine._prefills:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    records = []
+    steps = (options.longest - 8) // options.repetitions
+    for repetition in range(options.repetitions):
+        inside.update(dict.fromkeys(inside, 0.0))
+        begin_s = time.perf_counter()
+        for _ in range(steps):
             engine.step()
-        for _ in range(3):
-            engine.step()
-        records = []
-        steps = (options.longest - 8) // options.repetitions
-        for repetition in range(options.repetitions):
-            inside.update(dict.fromkeys(inside, 0.0))
-            begin_s = time.perf_counter()
-            for _ in range(steps):
-                engine.step()
-            wall_s = time.perf_counter() - begin_s
-            records.append(
-                {
-                    "model": common.model_label(options.model),
-                    "slots": slots,
-                    "lengths": "own_share",
-                    "system": "pipelinerl",
-                    "repetition": repetition,
-                    "step_ms": 1e3 * wall_s / steps,
-                    "share": 1 - (inside["forward"] + inside["draw"]) / wall_s,
-                    "strict_share": 1 - (inside["model"] + inside["sample"]) / wall_s,
-                    **{f"{part}_ms": 1e3 * part_s / steps for part, part_s in inside.items()},
-                }
-            )
-        return records
-    finally:
-        local.sample = untimed
+        wall_s = time.perf_counter() - begin_s
+        records.append(
+            {
+                "model": common.model_label(options.model),
+                "slots": slots,
+                "lengths": "own_share",
+                "system": "pipelinerl",
+                "repetition": repetition,
+                "step_ms": 1e3 * wall_s / steps,
+                "share": 1 - (inside["forward"] + inside["draw"]) / wall_s,
+                **{f"{part}_ms": 1e3 * part_s / steps for part, part_s in inside.items()},
+            }
+        )
+    return records
 
 
 def _timer(call: Callable[..., Any], part: str, inside: dict[str, float]) -> Callable[..., Any]:
@@ -109,7 +101,7 @@ def table_of(records: Sequence[Record]) -> list[Record]:
         chosen = [r for r in records if (r["slots"], r["lengths"]) == (slots, lengths)]
         row: Record = {"model": chosen[0]["model"], "H": slots, "lengths": lengths}
         if lengths == "own_share":
-            row |= {name: statistics.median(r[name] for r in chosen) for name in ("step_ms", "share", "strict_share")}
+            row |= {name: statistics.median(r[name] for r in chosen) for name in ("step_ms", "share")}
         else:
             rates = common.medians(chosen, "tokens_per_s")
             row |= {f"{name} tok/s": rate for name, rate in rates.items()}

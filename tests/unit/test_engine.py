@@ -275,7 +275,7 @@ def test_a_model_that_can_not_be_flattened_runs_as_it_is(caplog: pytest.LogCaptu
 
 def test_uniform_numbers_drawn_ahead_are_those_of_each_step() -> None:
     keys, counts = np.array([3, 2**63, 17], dtype=np.uint64), np.array([0, 5, 11])
-    ahead = StepUniforms(keys, counts, steps=4)
-    for step in range(11):
+    ahead = StepUniforms(keys, counts)
+    for step in range(200):
         assert ahead.next().tolist() == uniforms(keys, counts + step).tolist()
     assert counts.tolist() == [0, 5, 11]

@@ -33,7 +33,7 @@ class Effort(NamedTuple):
 
 
 FULL = Effort("pipeline,conventional:4,conventional:8", 2, None, 16, (1, 2), finals=True)
-QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 12, (1, 2), finals=False)
+QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 8, (1, 2), finals=False)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

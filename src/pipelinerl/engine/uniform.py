@@ -35,8 +35,8 @@ class StepUniforms:
     Good for as long as the same rows decode: one token each a step.
     """
 
-    def __init__(self, keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64], steps: int = 8) -> None:
-        self._steps = steps
+    def __init__(self, keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64]) -> None:
+        self._steps = max(8, 256 // max(1, len(keys_R)))  # few rows rarely change, and many would make it dear
         self._keys_R = keys_R.copy()
         self._positions_R = positions_R.copy()
         self._drawn: list[torch.Tensor] = []
