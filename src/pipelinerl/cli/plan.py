@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, load, write
-from pipelinerl.errors import UserError
 
 _FLAGS = (
     "accelerators",
@@ -57,10 +56,10 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load(options.run_file, settings) if options.run_file or settings else None
-    from pipelinerl.files import write_atomically  # noqa: PLC0415 (numpy and rich, which a mistake above needs not wait for)
-    from pipelinerl.planner.plan import make_plan, plan_json  # noqa: PLC0415 (as above)
+    from pipelinerl.planner.plan import make_plan, plan_json  # noqa: PLC0415 (numpy, which a mistake above needs not wait for)
     from pipelinerl.planner.question import Flags, ask  # noqa: PLC0415 (as above)
     from pipelinerl.planner.table import plan_text  # noqa: PLC0415 (as above)
+    from pipelinerl.report.files import write_file  # noqa: PLC0415 (as above)
 
     plan = make_plan(ask(config, Flags(**{name: getattr(options, name) for name in _FLAGS})))
     if options.figure:
@@ -68,10 +67,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
         draw_plan(plan, options.figure)
     if options.json:
-        try:
-            write_atomically(options.json, plan_json(plan) + b"\n")
-        except OSError as error:
-            raise UserError(f"can't write {options.json}: {error.strerror}") from error
+        write_file(options.json, plan_json(plan) + b"\n")
     return write(plan_text(plan, config))
 
 

@@ -113,9 +113,6 @@ def _workload(options: argparse.Namespace, config: RunConfig, calibration: Calib
 def _write_json(path: Path, value: object) -> None:
     import msgspec  # noqa: PLC0415 (with the others)
 
-    from pipelinerl.files import write_atomically  # noqa: PLC0415 (as above)
+    from pipelinerl.report.files import write_file  # noqa: PLC0415 (as above)
 
-    try:
-        write_atomically(path, msgspec.json.encode(value) + b"\n")
-    except OSError as error:
-        raise UserError(f"can't write {path}: {error.strerror}") from error
+    write_file(path, msgspec.json.encode(value) + b"\n")

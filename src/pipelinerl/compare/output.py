@@ -15,8 +15,8 @@ from pipelinerl.compare.page import Results, Trials, comparison_page
 from pipelinerl.compare.request import Request
 from pipelinerl.compare.results import row, target_reward
 from pipelinerl.report import figures
-from pipelinerl.report.drawing import write_file
 from pipelinerl.report.figures import DrawnRun
+from pipelinerl.report.files import write_file
 from pipelinerl.report.run_records import read_run
 
 

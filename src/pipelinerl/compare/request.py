@@ -12,7 +12,7 @@ from pipelinerl.compare.contenders import Contender, parse_contenders, whole_rou
 from pipelinerl.compare.machine import Machine
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError
-from pipelinerl.report.drawing import write_file
+from pipelinerl.report.files import write_file
 
 REQUEST_FILE = "request.json"
 

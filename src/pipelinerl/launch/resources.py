@@ -27,6 +27,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def side_by_side(config: RunConfig, schedule: Schedule) -> bool:
+    """Whether generation and training compute at the same time. Else each has the whole machine in its turn."""
+    return not schedule.takes_turns() and config.launch.kind == "processes"
+
+
 def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
     """Threads of each process: what the run file says, else shares of the cores, never more threads than cores.
 
@@ -35,7 +40,7 @@ def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
     several, each has one (that is what they are for), and the trainer what they leave.
     """
     processes = config.engine.processes
-    if schedule.takes_turns() or config.launch.kind == "embedded":
+    if not side_by_side(config, schedule):
         generation, training = cores // processes, cores
     elif processes == 1:
         generation, training = cores // 2, cores - cores // 2

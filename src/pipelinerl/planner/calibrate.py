@@ -32,7 +32,7 @@ import torch
 from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
-from pipelinerl.launch.resources import plan_threads, thread_environment, usable_cores
+from pipelinerl.launch.resources import plan_threads, side_by_side, thread_environment, usable_cores
 from pipelinerl.planner.calibration import Calibration, DecodeCost, GenerationCost, Machine, TrainingCost
 from pipelinerl.planner.lengths import LengthDistribution
 from pipelinerl.planner.measure_generation import decode_costs, prefill_costs, prompt_tokens_mean, update_pause_s
@@ -53,7 +53,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
     """
     schedule = make_schedule(config)
     threads = plan_threads(config, schedule, usable_cores())
-    side_by_side = not schedule.takes_turns() and config.launch.kind == "processes"
+    together = side_by_side(config, schedule)
     machine = describe_machine(config.engine.device, max(threads))
     torch.set_num_threads(threads.generation)
     report("loading the model")
@@ -62,15 +62,15 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         folder = Path(name)
         report(f"generating {config.trainer.batch_size} rollouts")
         sampled = asyncio.run(produce(side, folder / "first", seconds=0, rollouts=config.trainer.batch_size)).first
-        report("starting to train beside generation" if side_by_side else "measuring training")
+        report("starting to train beside generation" if together else "measuring training")
         with TrainingProcess(config, folder / "first" / "stream", folder, threads.training) as training:
             training.wait(READY)
-            if not side_by_side:
+            if not together:
                 training.wait(ENOUGH)
                 training_cost = training.result()
             report("measuring generation")
-            generation_cost = measure(side, sampled, folder / "second", lambda: side_by_side and not training.said(ENOUGH))
-            if side_by_side:
+            generation_cost = measure(side, sampled, folder / "second", lambda: together and not training.said(ENOUGH))
+            if together:
                 training_cost = training.result()
     return Calibration(
         machine=machine,
@@ -80,7 +80,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         batch_size=config.trainer.batch_size,
         group_size=config.actor.group_size,
         processes=config.engine.processes,
-        side_by_side=side_by_side,
+        side_by_side=together,
         generation=msgspec.structs.replace(generation_cost, threads=threads.generation),
         training=training_cost,
         lengths=dict(sorted(Counter(_lengths(sampled)).items())),

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import UserError
-from pipelinerl.files import write_atomically
 from pipelinerl.planner.lengths import LengthDistribution
 from pipelinerl.planner.utilisation import Utilisation
+from pipelinerl.report.files import write_file
 
 FORMAT = 1
 
@@ -114,11 +114,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Atomically. Raises UserError if the file can't be written."""
-    try:
-        write_atomically(path, msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n")
-    except OSError as error:
-        raise UserError(f"can't write {path}: {error.strerror}") from error
+    """Atomically. Raises RunDirectoryError if the file can't be written."""
+    write_file(path, msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n")
 
 
 def read_calibration(path: Path) -> Calibration:

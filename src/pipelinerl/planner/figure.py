@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pipelinerl.errors import UserError
-from pipelinerl.files import write_atomically
 from pipelinerl.planner.plan import Plan
+from pipelinerl.report.drawing import png_of
+from pipelinerl.report.files import write_file
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw a PNG at `path`. Raises UserError if it can't be written."""
-    png = io.BytesIO()
-    FigureCanvasAgg(_draw(plan)).print_png(png)
-    try:
-        write_atomically(path, png.getvalue())
-    except OSError as error:
-        raise UserError(f"can't write {path}: {error.strerror}") from error
+    """Draw a PNG at `path`. Raises RunDirectoryError if it can't be written."""
+    write_file(path, png_of(_draw(plan)))
 
 
 def _draw(plan: Plan) -> Figure:

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
-from pipelinerl.report.drawing import finish_axes, line, new_figure, png_of, write_file
+from pipelinerl.report.drawing import finish_axes, line, new_figure, png_of
+from pipelinerl.report.files import write_file
 
 
 class Mark(NamedTuple):

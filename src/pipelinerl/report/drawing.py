@@ -5,14 +5,10 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import write_atomically
 
 MANY_POINTS = 40
 """Above this, lines are drawn without a mark at each point."""
@@ -27,14 +23,6 @@ def png_of(figure: Figure) -> bytes:
     png = io.BytesIO()
     FigureCanvasAgg(figure).print_png(png)
     return png.getvalue()
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a result, whole or not at all. Raises RunDirectoryError if `path` can't be written."""
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise RunDirectoryError(f"can't write {path}: {error.strerror}") from error
 
 
 def line(axes: Any, x: Sequence[float], y: Sequence[float], label: str | None = None, **style: Any) -> None:

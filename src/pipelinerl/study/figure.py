@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from pipelinerl.report.drawing import png_of
 from pipelinerl.study.result import PolicyRecord, StartRecord, StudyRecord
 
 _STALE, _RECOMPUTED, _LAGGED = "tab:orange", "tab:blue", "0.45"
@@ -27,9 +26,7 @@ def draw_study(study: StudyRecord) -> bytes:
     for (by_position, by_lag), start in zip(figure.subplots(rows, 2, squeeze=False), study.starts, strict=True):
         _draw_positions(by_position, start)
         _draw_lags(by_lag, start)
-    png = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(png)
-    return png.getvalue()
+    return png_of(figure)
 
 
 def shown_lags(lag: int) -> Sequence[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.launch.resources import side_by_side
 from pipelinerl.planner.calibration import Calibration
 from pipelinerl.planner.simulation.scenario import Costs, Scenario, Workload
 from pipelinerl.planner.simulation.workload import DrawnWorkload, Lengths
@@ -76,7 +77,7 @@ def doubts(config: RunConfig, calibration: Calibration) -> list[str]:
         found.append(f"the calibration is of model {calibration.model}, the run's is {config.model.path}")
     if calibration.slots < config.engine.slots:
         found.append(f"it was made with {calibration.slots} slots, fewer than the run's {config.engine.slots}")
-    together = not make_schedule(config).takes_turns() and config.launch.kind == "processes"
+    together = side_by_side(config, make_schedule(config))
     if calibration.side_by_side != together:
         made, is_now = ("at the same time", "in turn") if calibration.side_by_side else ("in turn", "at the same time")
         found.append(f"it was made with generation and training working {made}; here they work {is_now}")
