@@ -1,0 +1,1 @@
+"""The embedded engine behind HTTP: OpenAI's endpoints, and our own lossless ones."""

@@ -1,0 +1,1 @@
+"""vLLM as an engine: its servers started, driven and given new weights in flight."""

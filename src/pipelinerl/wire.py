@@ -1,0 +1,79 @@
+"""What engine servers and their clients say to each other over HTTP, as JSON.
+
+    GET  /info                    ServerInfo
+    POST /generate                GenerationRequest -> Completion; with `stream`, lines: TokenLine ... CompletionLine
+    POST /cancel                  CancelRequest -> {}; the request itself then ends with reason "cancelled"
+    POST /request_weight_update   WeightUpdateRequest -> UpdateReceipt
+    any error                     ErrorBody, with the status that `ErrorCode` is listed with
+
+`/generate` is idempotent by request id: sent again while it runs, or soon after it ended, it gives the same completion.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipelinerl.types import Completion, TokenEvent
+
+ErrorCode = Literal[
+    "bad_request",  # 400: can never be served as it is
+    "prompt_too_long",  # 400: the same, with the numbers
+    "unauthorized",  # 401
+    "not_found",  # 404
+    "stale_version",  # 409: weight versions must rise
+    "bad_weights",  # 422: checksum, names or shapes differ; the old weights stay
+    "overloaded",  # 429, with Retry-After
+    "unavailable",  # 503, with Retry-After: starts, stops, or the engine has failed
+    "not_supported",  # 501
+]
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is and holds. `instance` differs after a restart, when everything it was told is forgotten."""
+
+    instance: str
+    name: str
+    model: str
+    slots: int
+    max_length: int
+    vocabulary: int
+    stop_token_ids: tuple[int, ...]
+    version: int
+    checksum: str
+    in_progress: int
+    queued: int
+
+
+class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: str
+
+
+class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Take the weights in the safetensors file at `path` (within the directory that the server allows)."""
+
+    version: int
+    checksum: str
+    path: str
+
+
+class TokenLine(msgspec.Struct, frozen=True, tag="token"):
+    token: TokenEvent
+
+
+class CompletionLine(msgspec.Struct, frozen=True, tag="completion"):
+    completion: Completion
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    code: ErrorCode
+    param: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of OpenAI's API."""
+
+    error: ErrorDetail
