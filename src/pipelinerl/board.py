@@ -37,6 +37,7 @@ class MemoryBoard:
 
 
 class _Seen(NamedTuple):
+    record: SharedRecord
     sequence: int
     status: StageStatus | None
 
@@ -72,18 +73,20 @@ class MmapBoard:
 
     def read(self, stage: str) -> StageStatus | None:
         """What the stage published last, or None if it never did. A status that was read before is not decoded again."""
-        record = self._record(stage, create=False)
-        if record is None:
-            return None
-        seen = self._seen.get(stage, _Seen(0, None))
-        if record.sequence() == seen.sequence:
+        seen = self._seen.get(stage)
+        if seen is None:
+            record = self._record(stage, create=False)
+            if record is None:
+                return None
+            seen = _Seen(record, 0, None)
+        if seen.record.sequence() == seen.sequence:
             return seen.status
-        newest = record.read()
+        newest = seen.record.read()
         if newest is None:  # Written faster than it can be read: the last whole one still tells the truth of a moment ago.
             return seen.status
         sequence, payload = newest
         status = self._decoder.decode(payload)
-        self._seen[stage] = _Seen(sequence, status)
+        self._seen[stage] = _Seen(seen.record, sequence, status)
         return status
 
     def stages(self) -> Sequence[str]:

@@ -41,15 +41,19 @@ class StatusReporter:
         self._since_s = 0.0
         self._written_s = 0.0
 
+    def due(self, state: StageState) -> bool:
+        """Whether a report of `state` would be published: what it says need not be put into words otherwise."""
+        return state != self._state or self._clock() - self._written_s >= REFRESH_S
+
     def report(
         self, state: StageState, detail: str, progress: Callable[[], Progress | None] = lambda: None, *, now: bool = False
     ) -> None:
         """Publish if the state changed, the last time is long enough ago, or `now`; `progress` is asked for only then."""
+        if not (now or self.due(state)):
+            return
         time_s = self._clock()
         if state != self._state:
             self._state, self._since_s = state, time_s
-        elif not now and time_s - self._written_s < REFRESH_S:
-            return
         self._written_s = time_s
         self._board.publish(
             StageStatus(

@@ -6,16 +6,19 @@ import asyncio
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.rollouts import check_rollout
 from pipelinerl.config import load_config
+from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import SingleTurn, make_environment
 from pipelinerl.environments.gcd_task import GcdProblem, subtract_once
 from pipelinerl.environments.guess_number import GuessNumber, guess_in
-from pipelinerl.environments.prompts import encode_prompt, encode_reply
+from pipelinerl.environments.prompts import encode_prompt, encode_reply, text_decoder
 from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.types import Problem, SamplingParams
 
 from .scripted_engine import STOP, CharTokenizer, ScriptedEngine
@@ -148,6 +151,20 @@ def test_prompts_of_text_and_of_messages():
         encode_prompt(TOKENIZER, [{"role": "user", "content": "hi"}])
 
 
+def test_text_is_decoded_as_the_tokenizer_says():
+    tokenizer = load_tokenizer(ModelConfig())
+    ids = [int(i) for i in np.random.default_rng(0).integers(len(tokenizer), size=200)]
+    assert text_decoder(tokenizer)(ids) == tokenizer.decode(ids, skip_special_tokens=True) != tokenizer.decode(ids)
+
+    class Shouting(type(tokenizer)):
+        def _decode(self, *args, **options):
+            return super()._decode(*args, **options) + "!"
+
+    tokenizer.__class__ = Shouting
+    assert text_decoder(tokenizer)(ids).endswith("!")
+    assert text_decoder(TOKENIZER)(TOKENIZER.encode("as it is")) == "as it is"
+
+
 def test_a_reply_continues_a_chat():
     tokenizer = ChatTokenizer()
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why"}]
@@ -162,6 +179,7 @@ def test_a_reply_continues_a_chat():
 OWN = """
 from dataclasses import dataclass
 from pipelinerl.config import load_config
+from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import SingleTurn
 from pipelinerl.types import Problem
 

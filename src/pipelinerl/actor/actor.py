@@ -221,6 +221,7 @@ class Actor:
 
         def report(done: int) -> None:
             self._evaluated = done
+            self._note_timeline()
             self._publish(f"evaluates, {when} training: {done} of {len(problems)} held-out problems")
 
         evaluation = await evaluate(
@@ -252,6 +253,9 @@ class Actor:
         self._actor_status.report("done", "", self._actor_progress, now=True)
 
     def _report(self, admission: Verdict, stepped: bool) -> None:
+        self._note_timeline()
+        if not (self._actor_status.due("working" if stepped else "waiting") or self._engine_status.due(self._engine_state)):
+            return
         if stepped:
             limit = "" if admission.allowed else f"; starts no more, waiting for {admission.waiting_for}"
             self._publish(f"{self._groups.running} rollouts running{limit}")
@@ -263,10 +267,15 @@ class Actor:
     def _publish(self, doing: str, waiting_for: str = "") -> None:
         state: StageState = "waiting" if waiting_for else "working"
         self._actor_status.report(state, waiting_for or doing, self._actor_progress)
-        if self._engine.in_progress:
-            self._engine_status.report("working", f"{self._engine.in_progress} sequences in progress", self._engine_progress)
-        else:
-            self._engine_status.report("waiting", f"requests from the {self._stages.actor}", self._engine_progress)
+        in_progress = self._engine.in_progress
+        detail = f"{in_progress} sequences in progress" if in_progress else f"requests from the {self._stages.actor}"
+        self._engine_status.report(self._engine_state, detail, self._engine_progress)
+
+    @property
+    def _engine_state(self) -> StageState:
+        return "working" if self._engine.in_progress else "waiting"
+
+    def _note_timeline(self) -> None:
         if self._timeline is not None:
             self._timeline.note(self._engine.progress)
 

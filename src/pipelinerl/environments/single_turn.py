@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from pipelinerl.environments.prompts import Message, encode_prompt
+from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
@@ -24,6 +24,7 @@ class SingleTurn(ABC):
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self.tokenizer = tokenizer
         self.seed = seed
+        self._decode = text_decoder(tokenizer)
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
@@ -45,7 +46,7 @@ class SingleTurn(ABC):
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         prompt_ids = self._encoded(self.prompt(problem))
         completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
-        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        text = self._decode(completion.token_ids)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
         return Rollout(turns=(turn,), reward=self.reward(problem, text))
 
