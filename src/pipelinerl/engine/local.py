@@ -64,6 +64,7 @@ class LocalEngine:
         self._cancelled: set[str] = set()
         self._rearrange = False
         self._uniforms: StepUniforms | None = None
+        self._inference = torch.inference_mode()
         self._last_R = self._positions_R = torch.empty(0, dtype=torch.long)
         self._tokens_generated = 0
         self._decode_steps = 0
@@ -149,19 +150,20 @@ class LocalEngine:
         if not self._known:
             return StepOutput((), ())
         started_s = time.perf_counter()
-        with torch.inference_mode():
+        with self._inference:
             output = self._step()
         self._busy_s += time.perf_counter() - started_s
         return output
 
     def _step(self) -> StepOutput:
-        finished = self._take_cancelled()
-        fresh = self._admit()
+        # Most steps have nothing of all this, and a small model's step is short: what isn't called costs nothing.
+        finished = self._take_cancelled() if self._cancelled else []
+        fresh = self._admit() if self._waiting else []
         if fresh or self._rearrange or self._table.outgrown():
             self._runner.kv.move(self._table.arrange(fresh))
             self._rearrange = False
             self._uniforms = None
-        chunks = self._next_chunks()
+        chunks = self._next_chunks() if self._prefills else []
         tokens: list[TokenEvent] = []
         if self._table.decoding or chunks:
             logits_PV = self._run(chunks)
@@ -170,8 +172,6 @@ class LocalEngine:
 
     def _take_cancelled(self) -> list[Completion]:
         ended: list[Completion] = []
-        if not self._cancelled:
-            return ended
         for request_id in self._cancelled & self._known.keys():
             sequence = self._known[request_id]
             ended.append(self._end(sequence, "cancelled"))
@@ -195,10 +195,7 @@ class LocalEngine:
 
     def _admit(self) -> list[Sequence]:
         """Take waiting requests for which there is a row; those with the same prompt are prefilled together."""
-        free = self._table.free
-        if not free or not self._waiting:
-            return []
-        fresh = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        fresh = [self._waiting.popleft() for _ in range(min(self._table.free, len(self._waiting)))]
         by_prompt: dict[tuple[int, ...], Prefill] = {}
         for sequence in fresh:
             prompt_ids = sequence.request.prompt_ids
@@ -208,8 +205,6 @@ class LocalEngine:
 
     def _next_chunks(self) -> list[tuple[Prefill, int]]:
         """Prompt tokens to process in this step, oldest prompts first, within the budget."""
-        if not self._prefills:
-            return []
         chunks: list[tuple[Prefill, int]] = []
         budget = self._prefill_tokens
         for prefill in self._prefills:
@@ -272,7 +267,7 @@ class LocalEngine:
             ids_R, logprobs_R = self._draw(logits_PV, slice(0, rows), self._uniforms.next())
             self._last_R = ids_R
             self._tokens_generated += rows
-            if table.note(ids_R.cpu().numpy(), logprobs_R.cpu().numpy()):
+            if table.note(ids_R, logprobs_R):
                 self._end_rows(np.arange(rows), finished)
             return []
         row_n: list[int] = list(range(rows))
@@ -288,7 +283,7 @@ class LocalEngine:
         table.settle()
         rows_n = np.array(row_n)
         uniforms_n = torch.from_numpy(uniforms(table.keys[rows_n], table.counts[rows_n]))
-        ids_n, logprobs_n = (x.cpu().numpy() for x in self._draw(logits_PV, rows_n, uniforms_n))
+        ids_n, logprobs_n = (x.numpy(force=True) for x in self._draw(logits_PV, rows_n, uniforms_n))
         table.record(rows_n, ids_n, logprobs_n)
         self._uniforms = None
         self._tokens_generated += len(row_n)

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from pipelinerl.engine.attention import RowClass
 from pipelinerl.engine.kv_cache import Move
@@ -26,6 +28,7 @@ Reals = npt.NDArray[np.float32]
 # Attention lengths are rounded up to this, so that shapes repeat from step to step.
 _ROUND = 16
 _FREE, _PREFILLING, _DECODING = 0, 1, 2
+_NONE: Ints = np.arange(0)
 
 
 def class_limits(max_length: int, smallest: int = 48) -> tuple[int, ...]:
@@ -78,7 +81,7 @@ class RowTable:
         self._kinds: Ints = np.zeros(rows, dtype=np.int64)
         self._owners: list[Sequence | None] = [None] * rows
         self._row_starts: Ints = np.arange(rows) * max_length
-        self._unsettled: list[tuple[Ints, Reals]] = []
+        self._unsettled: list[tuple[Tensor, Tensor]] = []
         self._regions: list[_Region] = []
         self._age = 0  # steps since the rows were arranged
         self._outgrown_at = self._ends_at = 0
@@ -126,14 +129,17 @@ class RowTable:
         self.decoding = int(sizes[:last_region].sum())
         sizes[last_region] += len(fresh)
         starts = np.concatenate(([0], np.cumsum(sizes)))
-        sources: list[Ints] = []
-        targets: list[Ints] = []
+        sources: list[Ints] = [_NONE]
+        targets: list[Ints] = [_NONE]
         self._regions = []
-        vacant: Ints = np.arange(0)
+        vacant = _NONE
         for region in range(last_region + 1):
             start, end = int(starts[region]), int(starts[region + 1])
+            if start == end:
+                vacant = _NONE
+                continue
             rows = alive[regions == region]
-            if region < last_region and end > start:
+            if region < last_region:
                 held = self.positions[rows] + 1
                 limit = int(self._limits[last_region - 1 - region])
                 self._regions.append(_Region(start, end, limit, longest=int(held.max()), shortest=int(held.min())))
@@ -167,9 +173,9 @@ class RowTable:
 
     def classes(self) -> tuple[RowClass, ...]:
         """The decoding rows by class, each with the attention length that this step needs."""
-        return tuple(region.after(self._age) for region in self._regions)
+        return tuple([region.after(self._age) for region in self._regions])
 
-    def note(self, ids_R: Ints, logprobs_R: Reals) -> bool:
+    def note(self, ids_R: Tensor, logprobs_R: Tensor) -> bool:
         """Take one token for each decoding row, after a step of these alone. Returns whether a row may have ended."""
         self._unsettled.append((ids_R, logprobs_R))
         self._age += 1
@@ -184,13 +190,13 @@ class RowTable:
         """Bring the arrays up to date with what was noted."""
         if not self._unsettled:
             return
-        ids, logprobs = zip(*self._unsettled, strict=True)
+        ids_SR, logprobs_SR = (torch.stack(noted).numpy(force=True) for noted in zip(*self._unsettled, strict=True))
         self._unsettled.clear()
-        rows, steps = slice(0, self.decoding), len(ids)
+        rows, steps = slice(0, self.decoding), len(ids_SR)
         places_SR = self._row_starts[rows] + self.counts[rows] + np.arange(steps)[:, None]
-        self.tokens.reshape(-1)[places_SR] = ids
-        self.logprobs.reshape(-1)[places_SR] = logprobs
-        self.last[rows] = ids[-1]
+        self.tokens.reshape(-1)[places_SR] = ids_SR
+        self.logprobs.reshape(-1)[places_SR] = logprobs_SR
+        self.last[rows] = ids_SR[-1]
         self.counts[rows] += steps
         self.positions[rows] += steps
 

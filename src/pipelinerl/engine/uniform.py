@@ -10,6 +10,7 @@ import xxhash
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_MOST_AHEAD = 1024
 
 
 def request_key(request_id: str, seed: int | None) -> int:
@@ -32,11 +33,12 @@ def uniforms(keys_n: npt.NDArray[np.uint64], positions_n: npt.NDArray[np.int64])
 class StepUniforms:
     """The uniform numbers of the next steps, drawn for several steps at once, since drawing few costs as much as many.
 
-    Good for as long as the same rows decode: one token each a step.
+    Good for as long as the same rows decode: one token each a step. The longer that lasts, the more steps are drawn ahead.
     """
 
     def __init__(self, keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64]) -> None:
-        self._steps = max(8, 256 // max(1, len(keys_R)))  # few rows rarely change, and many would make it dear
+        self._steps = 8
+        self._most_steps = max(8, _MOST_AHEAD // max(1, len(keys_R)))
         self._keys_R = keys_R.copy()
         self._positions_R = positions_R.copy()
         self._drawn: list[torch.Tensor] = []
@@ -47,6 +49,7 @@ class StepUniforms:
             positions_SR = self._positions_R + np.arange(self._steps)[:, None]
             self._drawn = list(torch.from_numpy(uniforms(self._keys_R, positions_SR)))[::-1]
             self._positions_R += self._steps
+            self._steps = min(2 * self._steps, self._most_steps)
         return self._drawn.pop()
 
 
