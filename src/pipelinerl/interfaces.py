@@ -98,6 +98,11 @@ class Engine(Protocol):
     @property
     def queued(self) -> int: ...
 
+    @property
+    def copies(self) -> int:
+        """Copies of the model, each with weights of its own to be updated."""
+        ...
+
     def progress(self) -> EngineProgress:
         """Counts since the engine was made."""
         ...

@@ -72,12 +72,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is asked for. With `stream`, every step also reports the request's new token."""
+    """What an engine is asked for. With `stream`, every step also reports the request's new token.
+
+    `copy` says which of the engine's copies of the model is to answer; None: any.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stream: bool = False
+    copy: int | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
@@ -193,6 +197,15 @@ class UpdateReceipt(msgspec.Struct, frozen=True, kw_only=True):
 StageState = Literal["starting", "working", "waiting", "done", "failed"]
 
 
+class ProbeReading(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine computed for the trainer's fixed prompt with the weights of `version`: one token's log-prob."""
+
+    engine: str
+    version: int
+    token_id: int
+    logprob: float
+
+
 class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     """`busy_s` of the `ready_s` seconds since the engine was ready were spent in steps; `pauses_s` of the latest updates."""
 
@@ -206,6 +219,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     ready_s: float = 0.0
     weight_updates: int = 0
     pauses_s: tuple[float, ...] = ()
+    probes: tuple[ProbeReading, ...] = ()
 
 
 class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
@@ -226,6 +240,8 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
 class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     """Counts of rollouts over the whole run, resumed parts included. Those in the stream are nobody's yet.
 
+    `probe_ids` is the prompt of the weight probe: see `ProbeReading`.
+
     `queued` are with the trainer, `dropped` (by reason) were dropped there: the actor's own drops are not among them.
     """
 
@@ -240,6 +256,7 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     ready_s: float = 0.0
     published_version: int = -1
     goal_reached: bool = False
+    probe_ids: tuple[int, ...] = ()
     latest: dict[str, float] = {}
 
 

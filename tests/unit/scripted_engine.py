@@ -54,6 +54,8 @@ class _Sequence:
 class ScriptedEngine:
     """`script(request)` gives the tokens of a completion; the log-probability of token i is -(i + 1) / 8."""
 
+    copies = 1
+
     def __init__(
         self,
         script: Callable[[GenerationRequest], Sequence[int]],

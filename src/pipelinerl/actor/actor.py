@@ -28,12 +28,13 @@ from pipelinerl.actor.deadline import CodeAlarm, deadlines_work
 from pipelinerl.actor.evaluation import Evaluation, RecordSink, evaluate, held_out_problems, write_record
 from pipelinerl.actor.failures import FailureLog
 from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import TimeLimits
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.interfaces import Board, Engine, Environment, StreamWriter, Tokenizer, Verdict, WeightReceiver
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.status import ALONE, GenerationStages, StatusReporter
-from pipelinerl.types import ActorProgress, EngineProgress, Group, SamplingParams, StageState
+from pipelinerl.types import ActorProgress, EngineProgress, Group, SamplingParams, StageState, TrainerProgress
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Actor:
         self._engine = engine
         self._tokenizer = tokenizer
         self._admission = admission
+        self._board = board
         self._writer = writer
         self._receiver = receiver
         self._records = records
@@ -94,6 +96,7 @@ class Actor:
         )
 
         self._client = EngineClient(engine)
+        self._probe = WeightProbe(engine, self._client, stages.engine)
         self._failures = FailureLog(config.max_failure_fraction, config.failure_window)
         self._groups = GroupRunner(
             environment,
@@ -106,6 +109,7 @@ class Actor:
             failures=self._failures,
         )
         self._stopping = False
+        self._known_probe_ids: tuple[int, ...] = ()
 
         self._rollouts_handed_over = 0
         self._rollouts_dropped_by_stream = 0
@@ -139,6 +143,7 @@ class Actor:
             self._ready_since_s = self._clock()  # another engine is being evaluated: this one has had nothing to do yet
         self._hand_over()
         self._take_weights()
+        self._probe.ask(self._probe_ids)
         started = self._groups.groups_started
         admission = self._start_groups()
         if self._groups.groups_started > started:
@@ -162,6 +167,15 @@ class Actor:
         update = self._receiver.poll()
         if update is not None:
             self._receiver.acknowledge(self._engine.update_weights(update))
+
+    @property
+    def _probe_ids(self) -> Sequence[int]:
+        """What the trainer wants to know the engine's answer to."""
+        if not self._known_probe_ids:
+            trainer = self._board.read("trainer")
+            if trainer is not None and isinstance(trainer.progress, TrainerProgress):
+                self._known_probe_ids = trainer.progress.probe_ids
+        return self._known_probe_ids
 
     def _start_groups(self) -> Verdict:
         """Start groups while the engine has room. Returns the last verdict: allowed, or why no more were started."""
@@ -245,6 +259,7 @@ class Actor:
         """Start nothing any more and cancel what is running: it stays counted as in progress."""
         self._stopping = True
         self._groups.cancel()
+        self._probe.cancel()
         await let_rollouts_run()  # they cancel their requests
         await self._client.step()  # the engine lets go of them
         self._hand_over()
@@ -281,7 +296,8 @@ class Actor:
 
     def _engine_progress(self) -> EngineProgress:
         ready_s = self._clock() - self._ready_since_s
-        return msgspec.structs.replace(self._engine.progress(), slots=self._slots, ready_s=ready_s)
+        progress = self._engine.progress()
+        return msgspec.structs.replace(progress, slots=self._slots, ready_s=ready_s, probes=tuple(self._probe.readings))
 
     def _actor_progress(self) -> ActorProgress:
         dropped = self._failures.counts

@@ -84,6 +84,10 @@ class LocalEngine:
     def queued(self) -> int:
         return len(self._waiting)
 
+    @property
+    def copies(self) -> int:
+        return 1
+
     def progress(self) -> EngineProgress:
         """Counts since the engine was made."""
         return EngineProgress(

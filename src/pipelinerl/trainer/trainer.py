@@ -29,11 +29,12 @@ from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.totals import engine_total
 from pipelinerl.models.state import named_weights
 from pipelinerl.status import ALONE, StatusReporter
+from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.provenance import trained_record
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.trainer.step_record import EngineWatch, step_record
-from pipelinerl.types import StageState, TrainerProgress, TrainingSample
+from pipelinerl.types import EngineProgress, StageState, TrainerProgress, TrainingSample
 
 POLL_S = 0.002
 
@@ -108,6 +109,7 @@ class Trainer:
         self._queue = queue
         self._schedule = schedule
         self._sender = sender
+        self._probe = ProbeCheck(learner.model)
         self._board = board
         self._sink = sink
         self._trained_log = trained_log
@@ -156,6 +158,7 @@ class Trainer:
         CheckpointError, and what reading and preparing groups raises.
         """
         self._sender.receipts()
+        self._check_probes()
         if self.goal_reached:
             return False
         begin_s = self._clock()
@@ -252,8 +255,15 @@ class Trainer:
             )
 
     def _publish(self) -> None:
+        self._probe.expect(self._version)
         self._sender.send(self._version, named_weights(self._learner.model))
         self._published_version = self._version
+
+    def _check_probes(self) -> None:
+        for stage in self._engines:
+            status = self._board.read(stage)
+            if status is not None and isinstance(status.progress, EngineProgress):
+                self._probe.check(status.progress.probes)
 
     def _record(self, samples: list[TrainingSample], result: StepResult, begin_s: float) -> None:
         now_s = self._clock()
@@ -295,5 +305,6 @@ class Trainer:
             ready_s=self._clock() - self._ready_s,
             published_version=self._published_version,
             goal_reached=self.goal_reached,
+            probe_ids=self._probe.prompt_ids,
             latest=self._latest,
         )

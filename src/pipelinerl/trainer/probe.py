@@ -1,0 +1,77 @@
+"""Do engines compute with the weights that they say they took? Their log-prob of a token is compared with the trainer's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.models.packed import sampled_logits
+from pipelinerl.models.packed_row import PackedRow
+from pipelinerl.types import ProbeReading, Segment
+
+PROMPT_TOKENS = 16
+VERSIONS_KEPT = 32
+TOLERANCE = {torch.float32: 2e-3}
+"""Largest difference of log-probabilities by dtype of the model. Two implementations differ by 1e-5 to 1e-4 in float32."""
+COARSE_TOLERANCE = 0.3
+
+
+class ProbeCheck:
+    """Keeps the trainer's own answer for each of the latest versions that it published.
+
+    The answer is the whole distribution [V] of the token after `prompt_ids`, so that engines may draw any. `model` is the
+    trainer's, ready for packed rows.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        draw = random.Random(0)
+        self.prompt_ids = tuple(draw.randrange(vocabulary) for _ in range(PROMPT_TOKENS))
+        parameter = next(model.parameters())
+        self._device, self._tolerance = parameter.device, TOLERANCE.get(parameter.dtype, COARSE_TOLERANCE)
+        self._expected: dict[int, Tensor] = {}
+        self._checked: dict[str, int] = {}
+
+    @torch.no_grad()
+    def expect(self, version: int) -> None:
+        """The model holds the weights of `version` now: note what an engine that has them computes."""
+        segment = Segment(token_ids=(*self.prompt_ids, 0), sampled=((PROMPT_TOKENS, PROMPT_TOKENS + 1),))
+        logits_1V = sampled_logits(self._model, PackedRow.of([segment], self._device))
+        self._expected[version] = logits_1V[0].float().log_softmax(-1).cpu()
+        while len(self._expected) > VERSIONS_KEPT:
+            del self._expected[min(self._expected)]
+
+    def check(self, readings: Iterable[ProbeReading]) -> None:
+        """Raises WeightUpdateError for a reading that is not what its version computes. Each is looked at once."""
+        for reading in readings:
+            expected_V = self._expected.get(reading.version)
+            if expected_V is None or reading.version <= self._checked.get(reading.engine, -1):
+                continue
+            self._checked[reading.engine] = reading.version
+            ours = float(expected_V[reading.token_id])
+            if not abs(reading.logprob - ours) <= self._tolerance:
+                raise WeightUpdateError(self._complaint(reading, ours))
+
+    def _complaint(self, reading: ProbeReading, ours: float) -> str:
+        others = {
+            version: abs(reading.logprob - float(expected_V[reading.token_id]))
+            for version, expected_V in self._expected.items()
+            if version != reading.version
+        }
+        nearest = min(others, key=others.__getitem__, default=None)
+        hint = (
+            f"; version {nearest} would compute that"
+            if nearest is not None and others[nearest] <= self._tolerance
+            else "; check that both run the same model and dtype"
+        )
+        return (
+            f"engine {reading.engine!r} says that it took weights of version {reading.version}, but does not compute with "
+            f"them: its log-prob of token {reading.token_id} after a fixed prompt is {reading.logprob:.5f}, the trainer's "
+            f"{ours:.5f} (bound: {self._tolerance:g}){hint}"
+        )

@@ -1,0 +1,85 @@
+"""An update that reports success and changes nothing is caught by what the engine computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.engine import LocalEngine
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.loading import load_model
+from pipelinerl.models.packed import use_packed_attention
+from pipelinerl.models.state import checksum, load_weights, named_weights
+from pipelinerl.trainer.probe import ProbeCheck
+from pipelinerl.types import GenerationRequest, ProbeReading, SamplingParams, UpdateReceipt
+from tests.integration.runs import run, summary
+
+UpdateWeights = Callable[[LocalEngine, WeightUpdate], UpdateReceipt]
+
+
+def test_a_run_compares_what_engine_and_trainer_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[ProbeReading] = []
+    check = ProbeCheck.check
+
+    def noted(self: ProbeCheck, readings: Any) -> None:
+        known = dict(self._checked)
+        check(self, readings)
+        compared.extend(r for r in readings if self._checked.get(r.engine, -1) == r.version != known.get(r.engine))
+
+    monkeypatch.setattr(ProbeCheck, "check", noted)
+    run(tmp_path / "r", trainer__steps=4)
+    assert [reading.version for reading in compared] == [0, 1, 2, 3], "all but the last, after which nobody trains"
+
+
+@pytest.mark.parametrize("cheat", ["nothing", "all but the head"])
+def test_an_update_without_effect_ends_the_run(cheat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update_weights: UpdateWeights = LocalEngine.update_weights
+
+    def lie(self: LocalEngine, update: WeightUpdate) -> UpdateReceipt:
+        kept = {name: tensor.clone() for name, tensor in self._weights.items()}
+        receipt = update_weights(self, update)
+        if update.version >= 2:
+            stale = kept if cheat == "nothing" else {name: kept[name] for name in kept if "lm_head" in name}
+            with torch.no_grad():
+                for name, tensor in stale.items():
+                    self._weights[name].copy_(tensor)
+        return receipt
+
+    monkeypatch.setattr(LocalEngine, "update_weights", lie)
+    with pytest.raises(WeightUpdateError, match=r"took weights of version [2-4], but does not compute with them"):
+        run(tmp_path / "r", trainer__steps=20, trainer__learning_rate=0.01)
+    assert summary(tmp_path / "r")["optimizer_steps"] <= 5, "at once, or nearly"
+
+
+def test_a_stale_engine_is_told_from_a_true_one() -> None:
+    model = load_model(ModelConfig(), "cpu")
+    use_packed_attention(model)
+    check = ProbeCheck(model)
+    check.expect(0)
+    engine = LocalEngine(load_model(ModelConfig(), "cpu"), slots=1, max_length=32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+    check.expect(1)
+
+    def reading(version: int) -> ProbeReading:
+        request = GenerationRequest(id="p", prompt_ids=check.prompt_ids, sampling=SamplingParams(max_tokens=1))
+        (completion,) = engine.generate([request])
+        return ProbeReading(
+            engine="engine", version=version, token_id=completion.token_ids[0], logprob=completion.logprobs[0]
+        )
+
+    check.check([reading(0)])
+    with pytest.raises(WeightUpdateError, match="version 0 would compute that"):
+        check.check([reading(1)])
+    weights = named_weights(model)
+    load_weights(engine._runner.model, weights)
+    assert checksum(engine._weights) == checksum(weights)
+    check.check([msgspec.structs.replace(reading(1), engine="another")])
