@@ -1,16 +1,22 @@
-"""What handing new weights to an engine in another process costs: the trainer's side, and the engine's pause.
+"""What handing new weights to engines in other processes costs: the trainer's side, and the engines' pause.
 
     OMP_NUM_THREADS=1 python -m benchmarks.weights --models demo 135m
 
-The trainer's side (`send`) copies the weights into shared memory and takes their checksum. The engine's side checks what
-arrived (`poll`) and then, while nothing is decoded, takes it: a copy into the model's parameters and the checksum of what it
-holds now (`pause`). `copy` is the floor: the same bytes from one set of tensors into another, within a process.
+The trainer's side (`send`) copies the weights and takes their checksum. The engine's side takes what arrived from the
+transport (`poll`) and then, while nothing is decoded, into the model's parameters, with the checksum of what it holds now
+(`pause`). `copy` is the floor: the same bytes from one set of tensors into another, within a process.
+
+With shared memory the engine checks what arrived in `poll`. With the collective (gloo, on loopback) threads of both sides
+send, receive and check, while the trainer trains and the engine decodes: `until_answered` has all of it. Of several engines
+the slowest counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,11 +31,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl.engine import LocalEngine
+from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.models.state import first_names, named_weights
+from pipelinerl.weights.collective import CollectiveWeightReceiver, CollectiveWeightSender
+from pipelinerl.weights.collective_control import listen
 from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
 from pipelinerl.weights.shared_file import create_shared_file
 
 IDLE_S = 0.0005
+SHARED, COLLECTIVE = "shared memory", "collective"
+SENT = [(SHARED, 1), (SHARED, 2), (COLLECTIVE, 1), (COLLECTIVE, 2)]
 
 
 def make_model(name: str) -> Any:
@@ -50,10 +61,16 @@ def make_model(name: str) -> Any:
     return LlamaForCausalLM(config).float().eval()
 
 
-def receive(name: str, fd: int, updates: int) -> None:
-    """The engine's process: take every update, then print a JSON line with the times of each."""
+def receive(name: str, system: str, fd: int, index: int, updates: int) -> None:
+    """An engine's process: take every update, then print a JSON line with the times of each."""
     engine = LocalEngine(make_model(name), slots=1, max_length=64)
-    receiver = SharedWeightReceiver(fd, 0)
+    receiver: WeightReceiver
+    if system == SHARED:
+        receiver = SharedWeightReceiver(fd, index)
+    else:
+        with socket.socket(fileno=fd) as listener:
+            host, port = listener.getsockname()[:2]
+        receiver = CollectiveWeightReceiver(host, port, index)
     print("ready", flush=True)
     times: list[Record] = []
     while len(times) < updates:
@@ -67,46 +84,74 @@ def receive(name: str, fd: int, updates: int) -> None:
         receiver.acknowledge(receipt)
         times.append({"poll_s": polled_s - begin_s, "pause_s": receipt.pause_s})
     print(json.dumps(times), flush=True)
+    receiver.close()
 
 
-def hand_over(name: str, repetitions: int, threads: int) -> list[Record]:
-    """Send the weights of one model again and again to an engine in another process; the first time is not kept."""
+def hand_over(name: str, system: str, engines: int, repetitions: int, threads: int) -> list[Record]:
+    """Send the weights of one model again and again to engines in other processes; the first time is not kept."""
     tensors = named_weights(make_model(name))
-    fd = create_shared_file()
-    command = [sys.executable, "-m", "benchmarks.weights", "--receive", name, str(fd), str(repetitions + 1)]
-    command += ["--threads", str(threads)]
-    copies_s, sends_s, answers_s = [], [], []
     target = {key: torch.empty_like(tensors[key]) for key in dict.fromkeys(first_names(tensors).values())}
-    with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE, text=True) as engine:
-        assert engine.stdout is not None
-        if engine.stdout.readline() != "ready\n":
-            raise SystemExit("the engine's process did not start")
-        sender = SharedWeightSender(fd, 1)
+    copies_s, sends_s, answers_s = [], [], []
+    fd = create_shared_file() if system == SHARED else listen().detach()
+    processes = [
+        _engine(fd, name, system, str(fd), str(index), str(repetitions + 1), "--threads", str(threads))
+        for index in range(engines)
+    ]
+    sender = _sender(system, fd, engines)
+    try:
+        if [_line(process) for process in processes] != ["ready\n"] * engines:
+            raise SystemExit("an engine's process did not start")
         for version in range(repetitions + 1):
             copies_s.append(_copy_s(tensors, target))
             begin_s = time.perf_counter()
             sender.send(version, tensors)
             sends_s.append(time.perf_counter() - begin_s)
             while sender.unanswered():
+                if any(process.poll() is not None for process in processes):
+                    raise SystemExit("an engine's process ended early")
                 time.sleep(IDLE_S)
             answers_s.append(time.perf_counter() - begin_s)
             sender.receipts()
-        received: list[Record] = json.loads(engine.stdout.readline())
+        received: list[list[Record]] = [json.loads(_line(process)) for process in processes]
+    finally:
         sender.close()
+        for process in processes:
+            process.kill()
+            process.wait()
+        if system == SHARED:
+            os.close(fd)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in target.values())
     return [
         {
             "model": common.model_label(name),
-            "system": "shared memory",
+            "system": system,
+            "engines": engines,
             "repetition": i,
             "weight_bytes": weight_bytes,
             "copy_s": copies_s[i + 1],
             "send_s": sends_s[i + 1],
-            **received[i + 1],
+            "poll_s": max(times[i + 1]["poll_s"] for times in received),
+            "pause_s": max(times[i + 1]["pause_s"] for times in received),
             "until_answered_s": answers_s[i + 1],
         }
         for i in range(repetitions)
     ]
+
+
+def _sender(system: str, fd: int, engines: int) -> SharedWeightSender | CollectiveWeightSender:
+    if system == SHARED:
+        return SharedWeightSender(fd, engines)
+    return CollectiveWeightSender(socket.socket(fileno=fd), engines)
+
+
+def _engine(fd: int, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.weights", "--receive", *arguments]
+    return subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE, text=True)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def _copy_s(tensors: dict[str, Tensor], target: dict[str, Tensor]) -> float:
@@ -117,11 +162,12 @@ def _copy_s(tensors: dict[str, Tensor], target: dict[str, Tensor]) -> float:
 
 
 def table_of(records: list[Record]) -> list[Record]:
-    """A row for each model: medians in milliseconds, and the longest pause."""
+    """A row for each model, transport and number of engines: medians in milliseconds, and the longest pause."""
     rows = []
-    for model in dict.fromkeys(r["model"] for r in records):
-        chosen = [r for r in records if r["model"] == model]
-        row: Record = {"model": model, "MB": chosen[0]["weight_bytes"] / 1e6}
+    for case in dict.fromkeys((r["model"], r["system"], r["engines"]) for r in records):
+        chosen = [r for r in records if (r["model"], r["system"], r["engines"]) == case]
+        model, system, engines = case
+        row: Record = {"model": model, "MB": chosen[0]["weight_bytes"] / 1e6, "transport": system, "engines": engines}
         for part in ("copy", "send", "poll", "pause", "until_answered"):
             row[f"{part} ms"] = 1e3 * statistics.median(r[f"{part}_s"] for r in chosen)
         row["longest pause ms"] = 1e3 * max(r["pause_s"] for r in chosen)
@@ -135,15 +181,20 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--results", type=Path, default=common.RESULTS)
-    parser.add_argument("--receive", nargs=3, metavar=("MODEL", "FD", "UPDATES"), help=argparse.SUPPRESS)
+    parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.receive:
-        name, fd, updates = options.receive
-        receive(name, int(fd), int(updates))
+        name, system, *numbers = options.receive
+        receive(name, system, *map(int, numbers))
         return
     begun = common.machine()
-    records = [record for name in options.models for record in hand_over(name, options.repetitions, options.threads)]
+    records = [
+        record
+        for name in options.models
+        for system, engines in SENT
+        for record in hand_over(name, system, engines, options.repetitions, options.threads)
+    ]
     common.write_results(
         "weights",
         settings=common.settings_of(options),

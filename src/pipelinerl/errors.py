@@ -64,7 +64,7 @@ class WeightUpdateError(PipelineRLError):
 
 
 class StreamError(PipelineRLError):
-    """A stream's files are damaged beyond a torn last record, or were written by something else."""
+    """A stream's files are damaged beyond a torn last record, or its Redis server is gone or has lost what was in it."""
 
 
 class PolicyMismatchError(PipelineRLError):
