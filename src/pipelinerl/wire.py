@@ -31,7 +31,10 @@ ErrorCode = Literal[
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server is and holds. `instance` differs after a restart, when everything it was told is forgotten."""
+    """What a server is and holds. `instance` differs after a restart, when everything it was told is forgotten.
+
+    `decode_steps` counts since the start, 0 from a server that does not count.
+    """
 
     instance: str
     name: str
@@ -44,6 +47,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str
     in_progress: int
     queued: int
+    decode_steps: int = 0
 
 
 class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,85 @@
+"""How a server is to be started. Imports nothing heavy, so that a mistake costs no start-up time."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.errors import UserError
+
+LONGEST_SLOT = 2048
+"""Slots are no longer than this unless `max_length` says so: KV memory grows with it."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where trainers put weights, under names of their own
+
+
+class Address(NamedTuple):
+    """Where to listen; port 0 is any that is free."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """`name` is the model's in OpenAI's API and the engine's in receipts; `updates` an address for weight updates alone.
+
+    `drain_s` is how long requests in progress may take to finish when the server is told to stop; `lifeline_fd` a pipe whose
+    other end's closing says so too.
+    """
+
+    model: ModelConfig
+    name: str
+    listen: Address
+    updates: Address | None = None
+    api_key: str | None = field(default=None, repr=False)
+    slots: int = 32
+    max_length: int | None = None
+    max_queue: int = 256
+    prefill_tokens: int = 2048
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    device: str = "cpu"
+    threads: int | None = None
+    weight_directories: Sequence[Path] = (SHARED_MEMORY,)
+    drain_s: float = 30.0
+    ready_file: Path | None = None
+    lifeline_fd: int | None = None
+
+    def check(self) -> None:
+        """Raises UserError for numbers that make no sense, and for an address that others reach without a key."""
+        for flag, value, least in (
+            ("slots", self.slots, 1),
+            ("max-queue", self.max_queue, 0),
+            ("prefill-tokens", self.prefill_tokens, 1),
+            ("max-length", self.max_length, 2),
+            ("threads", self.threads, 1),
+            ("drain-s", self.drain_s, 0),
+        ):
+            if value is not None and value < least:
+                raise UserError(f"--{flag} {value:g}: give at least {least}")
+        for flag, address in (("", self.listen), ("update-", self.updates)):
+            if address is None:
+                continue
+            if not 0 <= address.port <= 65535:
+                raise UserError(f"--{flag}port {address.port}: give 0 (any) to 65535")
+            if self.api_key is None and not is_loopback(address.host):
+                raise UserError(
+                    f"--{flag}host {address.host} can be reached by others: name an environment variable with a key that "
+                    "clients must send (--api-key-env NAME), or listen on 127.0.0.1"
+                )
+        for directory in self.weight_directories:
+            if not directory.is_dir() and directory != SHARED_MEMORY:
+                raise UserError(f"--weights-dir {directory} is not a directory")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`. Raises UserError for a name that leads nowhere."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"can't listen on {host!r}: {error}") from error
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)

@@ -1,0 +1,143 @@
+"""What the endpoints reach for, once the model is loaded."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pipelinerl.engine import LocalEngine
+from pipelinerl.interfaces import Tokenizer
+from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.server.engine_thread import EngineThread
+from pipelinerl.server.exchange import Exchange
+from pipelinerl.server.once import OncePerId
+from pipelinerl.server.options import LONGEST_SLOT, ServeOptions
+from pipelinerl.server.prompts import Prompts
+from pipelinerl.server.refusal import unavailable
+from pipelinerl.server.weight_updates import WeightUpdates
+from pipelinerl.wire import ServerInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model in an engine, whose thread is not started yet. `weights` are the engine's own tensors by name."""
+
+    engine: EngineThread
+    tokenizer: Tokenizer
+    weights: Mapping[str, torch.Tensor]
+    slots: int
+    max_length: int
+    vocabulary: int
+    stop_token_ids: tuple[int, ...]
+
+
+def load(options: ServeOptions) -> Loaded:
+    """Load the model and make its engine: seconds to minutes. Raises ModelLoadError and UnsupportedModelError."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    tokenizer = load_tokenizer(options.model)
+    return loaded_from(load_model(options.model, options.device), tokenizer, options)
+
+
+def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: bool = True) -> Loaded:
+    """As `load` does it, from a model and its tokenizer; `flatten` as in `LocalEngine`."""
+    max_length = options.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
+    engine = LocalEngine(
+        model,
+        slots=options.slots,
+        max_length=max_length,
+        prefill_tokens=options.prefill_tokens,
+        kv_on_update=options.kv_on_update,
+        name=options.name,
+        flatten=flatten,
+    )
+    weights = named_weights(model)
+    thread = EngineThread(
+        engine,
+        name=options.name,
+        slots=options.slots,
+        max_queue=options.max_queue,
+        held=lambda: checksum(weights),
+    )
+    return Loaded(
+        engine=thread,
+        tokenizer=tokenizer,
+        weights=weights,
+        slots=options.slots,
+        max_length=max_length,
+        vocabulary=model.get_input_embeddings().weight.shape[0],
+        stop_token_ids=stop_token_ids(model, tokenizer),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Belongs to the event loop that it was made in."""
+
+    name: str
+    model: str
+    loaded: Loaded
+    exchange: Exchange
+    once: OncePerId
+    prompts: Prompts
+    updates: WeightUpdates
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def engine(self) -> EngineThread:
+        return self.loaded.engine
+
+    def info(self) -> ServerInfo:
+        progress, holding = self.engine.progress(), self.engine.holding
+        return ServerInfo(
+            instance=self.instance,
+            name=self.name,
+            model=self.model,
+            slots=self.loaded.slots,
+            max_length=self.loaded.max_length,
+            vocabulary=self.loaded.vocabulary,
+            stop_token_ids=self.loaded.stop_token_ids,
+            version=holding.version,
+            checksum=holding.checksum,
+            in_progress=progress.in_progress,
+            queued=max(0, self.engine.open_requests - progress.in_progress),
+            decode_steps=progress.decode_steps,
+        )
+
+
+def make_service(loaded: Loaded, options: ServeOptions) -> Service:
+    """Start the engine's thread; to be called in the event loop that answers requests."""
+    exchange = Exchange(loaded.engine)
+    return Service(
+        name=options.name,
+        model=options.model.path,
+        loaded=loaded,
+        exchange=exchange,
+        once=OncePerId(exchange),
+        prompts=Prompts(loaded.tokenizer, loaded.max_length),
+        updates=WeightUpdates(loaded.engine, loaded.weights, options.weight_directories),
+    )
+
+
+class Front:
+    """The service, or why there is none yet."""
+
+    def __init__(self) -> None:
+        self._service: Service | None = None
+
+    def open(self, service: Service) -> None:
+        self._service = service
+
+    @property
+    def service(self) -> Service:
+        """Raises RefusedError while the model is being loaded."""
+        if self._service is None:
+            raise unavailable("the server starts: it loads the model")
+        return self._service

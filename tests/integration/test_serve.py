@@ -1,0 +1,455 @@
+"""`pipelinerl serve` as a real process: OpenAI's own client unchanged, updates in flight, clients that leave, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.models.loading import load_model
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.types import (
+    Completion,
+    GenerationRequest,
+    SamplingParams,
+    UpdateReceipt,
+    VersionSpan,
+    versions_from_spans,
+)
+from pipelinerl.wire import ServerInfo, WeightUpdateRequest
+from tests.integration.runs import Ended, until, wait
+from tests.parity.test_engine import full_forward_logprobs, mixed_cache_logprobs
+
+pytestmark = pytest.mark.slow
+PROMPT = "12,18:"
+TOLERANCE = 1e-4
+STREAMED = 480
+
+
+class Server:
+    """A server process that is ready."""
+
+    def __init__(self, process: subprocess.Popen[str], ready: dict[str, Any], weights_dir: Path) -> None:
+        self.process = process
+        self.url: str = ready["url"]
+        self.update_url: str = ready["update_url"]
+        self.weights_dir = weights_dir
+        assert ready["pid"] == process.pid
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def info(self) -> ServerInfo:
+        return msgspec.json.decode(self.get("/info").content, type=ServerInfo)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
+
+    def stop(self) -> Ended:
+        self.process.send_signal(signal.SIGTERM)
+        return wait(self.process, 30)
+
+
+def launch(*arguments: str, prepare: str = "", fds: Sequence[int] = (), **variables: str) -> subprocess.Popen[str]:
+    """`pipelinerl serve ARGUMENTS` as a process of its own; `prepare` is code that runs in it before."""
+    code = f"import sys\n{prepare}\nfrom pipelinerl.cli import main\nsys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "serve", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=fds,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+
+
+@contextmanager
+def serving(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
+    weights_dir, ready_file = folder / "weights", folder / "ready.json"
+    weights_dir.mkdir()
+    files = ("--ready-file", str(ready_file), "--weights-dir", str(weights_dir))
+    process = launch("demo", "--port", "0", "--threads", "1", *files, *flags, **options)
+    try:
+        until(ready_file.exists, process, 90)
+        yield Server(process, msgspec.json.decode(ready_file.read_bytes()), weights_dir)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("serve"), "--slots", "16", "--max-queue", "8") as server:
+        yield server
+        assert server.stop().status == 0
+
+
+def demo() -> Any:
+    return load_model(ModelConfig(path="demo"))
+
+
+def changed(model: Any, seed: int) -> Any:
+    """The model with every weight changed, so that it says something else."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def saved(directory: Path, model: Any, version: int) -> WeightUpdateRequest:
+    """A file as a trainer writes it; names that are tied have the same data."""
+    tensors = {name: tensor.clone() for name, tensor in named_weights(model).items()}
+    path = directory / f"{version}.safetensors"
+    save_file(tensors, path)
+    return WeightUpdateRequest(version=version, checksum=checksum(tensors), path=str(path))
+
+
+# ---------------------------------------------------------------------------------------------- OpenAI's client
+
+
+def test_completions_and_models(server: Server) -> None:
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["demo"]
+    whole = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20, seed=3, logprobs=0)
+    choice = whole.choices[0]
+    assert whole.usage is not None
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.finish_reason in ("stop", "length")
+    assert whole.usage.completion_tokens == len(choice.logprobs.token_logprobs)
+    same = client.completions.create(model="demo", prompt=[3, 4, 12, 3, 10, 14], max_tokens=20, seed=3)
+    assert same.choices[0].text == choice.text
+    options = {"include_usage": True}
+    stream = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=20, seed=3, logprobs=0, stream=True, stream_options=options
+    )
+    chunks = list(stream)
+    assert "".join(part.choices[0].text for part in chunks if part.choices) == choice.text
+    assert chunks[-1].usage == whole.usage
+    parts = [part.choices[0].logprobs for part in chunks if part.choices and part.choices[0].logprobs]
+    said = [logprob for part in parts for logprob in part.token_logprobs]
+    assert said == choice.logprobs.token_logprobs
+    stopped = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20, seed=3, stop=choice.text[2:4])
+    assert stopped.choices[0].text == choice.text[: choice.text.index(choice.text[2:4])]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_errors_are_those_that_the_client_knows(server: Server) -> None:
+    client = server.client()
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": PROMPT}])
+    with pytest.raises(openai.BadRequestError, match="n: this server does not support it"):
+        client.completions.create(model="demo", prompt=PROMPT, n=2)
+    with pytest.raises(openai.BadRequestError, match=r"6 prompt tokens \+ 1000 new tokens > 512"):
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=1000)
+    with pytest.raises(openai.BadRequestError, match="can't encode"):
+        client.completions.create(model="demo", prompt="words", stream=True)
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.completions.create(model="other", prompt=PROMPT)
+
+
+def test_overload_is_refused_with_a_hint_and_passes(server: Server) -> None:
+    async def scenario() -> None:
+        client = server.async_client()
+
+        async def ask(tokens: int) -> str:
+            try:
+                body = {"ignore_eos": True}
+                await client.completions.create(model="demo", prompt=PROMPT, max_tokens=tokens, extra_body=body)
+            except openai.RateLimitError as error:
+                return f"again after {error.response.headers['retry-after']} s"
+            return "served"
+
+        answers = await asyncio.gather(*(ask(500) for _ in range(40)))
+        assert answers.count("served") >= 24
+        assert answers.count("again after 1 s") == 40 - answers.count("served") >= 1
+        assert await ask(5) == "served"
+
+    asyncio.run(scenario())
+    assert server.info().in_progress == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot(server: Server, stream: bool) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": stream}
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            before = generated(server)
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            while generated(server) == before:
+                await asyncio.sleep(0.002)
+            asking.cancel()
+            await asyncio.wait({asking})
+        until(lambda: server.info().in_progress == 0, server.process, 5)
+        assert 0 < generated(server) - before < 500
+
+    asyncio.run(scenario())
+
+
+def generated(server: Server) -> int:
+    lines = server.get("/metrics").text.splitlines()
+    (value,) = [line.split()[1] for line in lines if line.startswith("pipelinerl_tokens_generated_total ")]
+    return int(float(value))
+
+
+def test_a_rollout_whose_connection_broke_can_be_asked_for_again(server: Server) -> None:
+    request = GenerationRequest(id="again", prompt_ids=(3, 4, 14), sampling=SamplingParams(max_tokens=500, seed=5))
+    data = msgspec.json.encode(request)
+    before = generated(server)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/generate", content=data, timeout=httpx.Timeout(30, read=0.02))
+    first, second = (httpx.post(f"{server.url}/generate", content=data, timeout=60) for _ in range(2))
+    done = msgspec.json.decode(first.content, type=Completion)
+    assert first.content == second.content
+    assert len(done.token_ids) == 500
+    assert generated(server) - before == 500
+
+
+# ---------------------------------------------------------------------------------------------- updates in flight
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    generator = random.Random(number)
+    return tuple(generator.randrange(2, 12) for _ in range(generator.randint(2, 9)))
+
+
+async def stream_one(server: Server, client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -> Completion:
+    """A streamed completion put together from its chunks; what they say of versions must agree with the last one."""
+    prompt = list(prompt_of(number))
+    stream = await client.completions.create(
+        model="demo",
+        prompt=prompt,
+        max_tokens=STREAMED,
+        seed=number,
+        logprobs=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "return_weight_versions": True},
+    )
+    ids: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    last: dict[str, Any] = {}
+    async for chunk in stream:
+        last = chunk.choices[0].model_dump()
+        if last["finish_reason"] is None:
+            begun.set()
+            spans = msgspec.convert(last["weight_versions"], tuple[VersionSpan, ...])
+            for span in spans:
+                assert span.start == len(versions)
+                versions += [span.version] * (span.end - span.start)
+            ids += last["token_ids"]
+            logprobs += last["logprobs"]["token_logprobs"]
+    spans = msgspec.convert(last["weight_versions"], tuple[VersionSpan, ...])
+    assert versions_from_spans(spans, STREAMED) == versions
+    assert last["prompt_token_ids"] == prompt
+    return Completion(
+        request_id=str(number),
+        token_ids=tuple(ids),
+        logprobs=tuple(logprobs),
+        weight_versions=spans,
+        finish_reason=last["finish_reason"],
+        prompt_versions=msgspec.convert(last["prompt_versions"], tuple[VersionSpan, ...]),
+    )
+
+
+async def streams_with_an_update(server: Server, wanted: WeightUpdateRequest) -> tuple[list[Completion], UpdateReceipt]:
+    """16 streams; when all have begun, an update."""
+    client = server.async_client()
+    begun = [asyncio.Event() for _ in range(16)]
+    async with httpx.AsyncClient(base_url=server.update_url, timeout=60) as updates:
+        await updates.get("/health")  # the connection is there when it is needed
+        streams = [asyncio.create_task(stream_one(server, client, i, event)) for i, event in enumerate(begun)]
+        for event in begun:
+            await asyncio.wait_for(event.wait(), 30)
+        response = await updates.post("/request_weight_update", content=msgspec.json.encode(wanted))
+    assert response.status_code == 200, response.text
+    receipt = msgspec.json.decode(response.content, type=UpdateReceipt)
+    return await asyncio.gather(*streams), receipt
+
+
+def check_streams(done: list[Completion], receipt: UpdateReceipt, wanted: WeightUpdateRequest) -> None:
+    assert (receipt.version, receipt.checksum) == (wanted.version, wanted.checksum)
+    assert receipt.sequences_in_flight == 16
+    assert receipt.error is None
+    for completion in done:
+        assert completion.finish_reason == "length"
+        assert [span.version for span in completion.weight_versions] == [wanted.version - 1, wanted.version]
+
+
+def test_an_update_in_the_middle_of_16_streams_with_kept_entries(server: Server) -> None:
+    models = {0: demo(), 1: changed(demo(), 1)}
+    wanted = saved(server.weights_dir, models[1], 1)
+    done, receipt = asyncio.run(streams_with_an_update(server, wanted))
+    check_streams(done, receipt, wanted)
+    for number, completion in enumerate(done[:3]):  # token by token takes its time
+        request = GenerationRequest(id="x", prompt_ids=prompt_of(number), sampling=SamplingParams(max_tokens=STREAMED))
+        expected = mixed_cache_logprobs(models, request, completion)
+        assert max(abs(a - b) for a, b in zip(expected, completion.logprobs, strict=True)) < TOLERANCE
+    info = server.info()
+    assert (info.version, info.checksum) == (1, wanted.checksum)
+
+
+def test_weights_that_are_wrong_leave_the_old_ones(server: Server) -> None:
+    before = server.info()
+    model = changed(demo(), 2)
+    good = saved(server.weights_dir, model, before.version + 1)
+    short = saved(server.weights_dir, model.model, before.version + 2)
+    old = msgspec.structs.replace(good, version=-1)
+    wrong = msgspec.structs.replace(good, checksum="0" * 32)
+    outside = msgspec.structs.replace(good, path="/etc/hostname")
+    for request, status, code in (
+        (wrong, 422, "bad_weights"),
+        (short, 422, "bad_weights"),
+        (old, 409, "stale_version"),
+        (outside, 400, "bad_request"),
+    ):
+        response = httpx.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(request), timeout=30)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    after = server.info()
+    assert (after.version, after.checksum) == (before.version, before.checksum)
+    assert server.client().completions.create(model="demo", prompt=PROMPT).choices[0].text
+
+
+def test_an_update_with_recomputed_entries_on_an_address_of_its_own(tmp_path: Path) -> None:
+    flags = ("--slots", "16", "--kv-on-update", "recompute", "--update-port", "0")
+    with serving(tmp_path, *flags) as server:
+        assert server.update_url != server.url
+        models = {0: demo(), 1: changed(demo(), 1)}
+        wanted = saved(server.weights_dir, models[1], 1)
+        there = httpx.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(wanted))
+        assert there.status_code == 404
+        assert httpx.post(f"{server.update_url}/v1/completions", json={"prompt": PROMPT}).status_code == 404
+        done, receipt = asyncio.run(streams_with_an_update(server, wanted))
+        check_streams(done, receipt, wanted)
+        for number, completion in enumerate(done):
+            prompt = prompt_of(number)
+            for span in completion.weight_versions:
+                rows = full_forward_logprobs(models[span.version], prompt, completion.token_ids)[len(prompt) - 1 :]
+                for i in range(span.start, span.end):
+                    assert abs(float(rows[i, completion.token_ids[i]]) - completion.logprobs[i]) < TOLERANCE
+
+
+# ---------------------------------------------------------------------------------------------- beginning and ending
+
+
+def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(tmp_path: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}
+
+    async def scenario(server: Server) -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(12)]
+            while (await client.get("/info")).json()["in_progress"] < 4:
+                await asyncio.sleep(0.002)
+            server.process.send_signal(signal.SIGTERM)
+            while (health := await client.get("/health")).status_code == 200:
+                pass
+            late = await client.post("/v1/completions", json=body)
+            assert late.status_code == health.status_code == 503
+            assert late.json()["error"]["message"] == "the server stops"
+            assert "retry-after" in late.headers
+            for answer in await asyncio.gather(*asking):
+                assert answer.json()["usage"]["completion_tokens"] == 500
+
+    with serving(tmp_path, "--slots", "4") as server:
+        asyncio.run(scenario(server))
+        ended = wait(server.process, 30)
+    assert ended.status == 0, ended
+    assert "Traceback" not in ended.error
+
+
+def test_what_does_not_finish_within_the_bound_is_ended(tmp_path: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}
+
+    async def scenario(server: Server) -> None:
+        headers = {"Authorization": "Bearer open sesame"}
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=headers) as client:
+            asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(12)]
+            while (await client.get("/info")).json()["in_progress"] < 2:
+                await asyncio.sleep(0.002)
+            server.process.send_signal(signal.SIGTERM)
+            answers = [answer.json() for answer in await asyncio.gather(*asking)]
+        assert {answer["error"]["code"] for answer in answers if "error" in answer} == {"unavailable"}
+
+    flags = ("--slots", "2", "--drain-s", "0", "--host", ANYWHERE, "--api-key-env", "THE_KEY")
+    with serving(tmp_path, *flags, THE_KEY="open sesame") as server:
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 401
+        asyncio.run(scenario(server))
+        assert wait(server.process, 30).status == 0
+
+
+def test_it_ends_with_whoever_holds_the_lifeline(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    with serving(tmp_path, "--lifeline-fd", str(ours), fds=(ours,)) as server:
+        os.close(ours)
+        assert server.info().name == "demo"
+        os.close(theirs)
+        assert wait(server.process, 30).status == 0
+
+
+def test_while_it_loads_it_says_so_and_can_be_stopped() -> None:
+    slow = "import time, pipelinerl.models.loading as loading; loading.load_tokenizer = lambda *_: time.sleep(100)"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = launch("demo", "--port", str(port), prepare=slow)
+
+    def answer() -> int:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code
+        return 0
+
+    until(lambda: answer() == 503, process)
+    process.send_signal(signal.SIGTERM)
+    assert wait(process, 30).status == 0
+
+
+ANYWHERE = "0.0.0.0"  # noqa: S104 - with a key, or refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo", "--host", ANYWHERE], "--host 0.0.0.0 can be reached by others"),
+        (["demo", "--update-host", ANYWHERE, "--update-port", "0"], "--update-host 0.0.0.0 can be reached by others"),
+        (["demo", "--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE: this environment variable is not set"),
+        (["demo", "--slots", "0"], "--slots 0: give at least 1"),
+        (["demo", "--port", "70000"], "--port 70000"),
+        (["demo", "--host", "no.such.host.invalid"], "can't listen on"),
+        (["demo", "--slotz", "3"], "did you mean `--slots`?"),
+        (["demo", "--weights-dir", "/no/such/place"], "/no/such/place is not a directory"),
+        (["/no/such/model", "--port", "0"], "does not exist"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str) -> None:
+    ended = wait(launch(*arguments))
+    assert ended.status == 2, ended
+    assert words in ended.error
+    assert len(ended.error.strip().splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_said_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = wait(launch("demo", "--port", str(taken.getsockname()[1])))
+    assert ended.status == 2
+    assert "Address already in use; choose another port" in ended.error

@@ -1,0 +1,82 @@
+"""What tests of the server share: a tokenizer of bytes, a small model that speaks it, and the application over both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from starlette.types import ASGIApp
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.server.app import make_apps
+from pipelinerl.server.options import Address, ServeOptions
+from pipelinerl.server.service import Front, Service, loaded_from, make_service
+from tests.parity.models import CONFIGS
+
+EOS = 2
+MAX_LENGTH = 96
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'clown' %}{{ raise_exception('no clowns') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
+    """Token 3 + i is byte number i of the byte-level alphabet."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    special = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def byte_model(seed: int = 0) -> Any:
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.vocab_size = 259
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def options_of(directory: Path, **changes: Any) -> ServeOptions:
+    values = {"slots": 4, "max_queue": 8, "max_length": MAX_LENGTH, "weight_directories": (directory,)} | changes
+    return ServeOptions(model=ModelConfig(path="bytes"), name="bytes", listen=Address("127.0.0.1", 0), **values)
+
+
+@asynccontextmanager
+async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> AsyncIterator[tuple[Service, ASGIApp]]:
+    """A service with its engine's thread, and the application over it."""
+    options = options_of(directory, **changes)
+    parts = loaded_from(byte_model(), tokenizer or byte_tokenizer(), options, flatten=False)
+    service = make_service(parts, options)
+    front = Front()
+    front.open(service)
+    app, _ = make_apps(front, api_key=options.api_key, apart=False)
+    try:
+        yield service, app
+    finally:
+        assert service.engine.close()
+
+
+def client_of(app: ASGIApp, **options: Any) -> httpx.AsyncClient:
+    """Speaks to the application without a network; streams come whole."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30, **options)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    import asyncio
+
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)

@@ -1,0 +1,483 @@
+"""The endpoints over a small model, without a network: what they answer, and what they refuse in which words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from pipelinerl.server.app import Guard
+from pipelinerl.server.exchange import token_events
+from pipelinerl.server.limits import MAX_BODY_BYTES
+from pipelinerl.server.service import Service
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams
+from pipelinerl.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine
+from tests.unit.server_parts import EOS, MAX_LENGTH, byte_tokenizer, client_of, running, until
+
+TOKENIZER = byte_tokenizer()
+PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 12, "seed": 1, "temperature": 1.0}
+CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 1}
+
+
+def served(directory: Path, scenario: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **changes: Any) -> None:
+    """Run `scenario` with a client of a service of its own."""
+
+    async def run() -> None:
+        async with running(directory, **changes) as (service, app), client_of(app) as client:
+            await scenario(client, service)
+
+    asyncio.run(run())
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *lines, done = [line for line in response.text.split("\n\n") if line]
+    assert done == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def error_of(response: httpx.Response) -> ErrorBody:
+    return msgspec.json.decode(response.content, type=ErrorBody)
+
+
+def native(name: str, tokens: int = 10, *, stream: bool = False, **sampling: Any) -> GenerationRequest:
+    prompt = tuple(TOKENIZER.encode("hello"))
+    params = SamplingParams(max_tokens=tokens, **sampling)
+    return GenerationRequest(id=name, prompt_ids=prompt, sampling=params, stream=stream)
+
+
+async def generate(client: httpx.AsyncClient, request: GenerationRequest) -> Completion:
+    response = await client.post("/generate", content=msgspec.json.encode(request))
+    assert response.status_code == 200, response.text
+    return msgspec.json.decode(response.content, type=Completion)
+
+
+# ---------------------------------------------------------------------------------------------- OpenAI's
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)])
+def test_a_stream_is_the_whole_answer_in_parts(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    chat = "chat" in path
+    wants = {"logprobs": True if chat else 0, "return_token_ids": True, "return_weight_versions": True}
+
+    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+        whole = (await client.post(path, json=body | wants)).json()
+        streamed = body | wants | {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last, usage = events(await client.post(path, json=streamed))
+        (choice,) = whole["choices"]
+        assert choice["finish_reason"] == last["choices"][0]["finish_reason"] == "length"
+        assert (
+            whole["usage"]
+            == usage["usage"]
+            == {"prompt_tokens": 10 if chat else 5, "completion_tokens": 12} | {"total_tokens": 22 if chat else 17}
+        )
+        assert usage["choices"] == []
+        assert all(chunk["usage"] is None for chunk in (*chunks, last))
+        deltas = [chunk["choices"][0] for chunk in (*chunks, last)]
+        if chat:
+            assert deltas.pop(0)["delta"] == {"role": "assistant", "content": ""}
+            text = "".join(delta["delta"].get("content", "") for delta in deltas)
+            assert choice["message"] == {"content": text, "role": "assistant", "refusal": None}
+        else:
+            assert choice["text"] == "".join(delta["text"] for delta in deltas)
+        ids = [token for delta in deltas for token in delta.get("token_ids", [])]
+        assert choice["token_ids"] == ids
+        assert TOKENIZER.decode(ids, skip_special_tokens=True) == (choice["message"]["content"] if chat else choice["text"])
+        expected = TOKENIZER.encode("u:hello\na:" if chat else "hello")
+        assert choice["prompt_token_ids"] == deltas[-1]["prompt_token_ids"] == expected
+        spans = [span for delta in deltas[:-1] for span in delta["weight_versions"]]
+        assert [i for span in spans for i in range(span["start"], span["end"])] == [*range(12)]
+        assert choice["weight_versions"] == deltas[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": 12}]
+        assert choice["prompt_versions"] == [{"version": 0, "start": 0, "end": len(expected)}]
+        logprobs = [delta["logprobs"] for delta in deltas if delta["logprobs"]]
+        merged = {key: [x for part in logprobs for x in part[key] or []] for key in logprobs[0]}
+        assert {key: value or [] for key, value in choice["logprobs"].items()} == merged
+
+    served(tmp_path, scenario)
+
+
+def test_what_openai_answers_is_what_generate_answers(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+        done = await generate(client, native("a", 12, seed=1, stop_token_ids=(EOS,)))
+        choice = (await client.post("/v1/completions", json=PLAIN | {"logprobs": 0, "return_token_ids": True})).json()
+        (choice,) = choice["choices"]
+        assert tuple(choice["token_ids"]) == done.token_ids
+        assert choice["logprobs"]["token_logprobs"] == list(done.logprobs)
+        by_ids = PLAIN | {"prompt": TOKENIZER.encode("hello")}
+        for prompt in (by_ids["prompt"], [by_ids["prompt"]], ["hello"]):
+            same = (await client.post("/v1/completions", json=PLAIN | {"prompt": prompt})).json()
+            assert same["choices"][0]["text"] == choice["text"]
+
+    served(tmp_path, scenario)
+
+
+def test_a_stop_string_cuts_the_text_and_the_tokens_behind_it(tmp_path: Path) -> None:
+    wants = {"logprobs": 0, "return_token_ids": True, "return_weight_versions": True, "max_tokens": 60, "ignore_eos": True}
+
+    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+        free = (await client.post("/v1/completions", json=PLAIN | wants)).json()["choices"][0]
+        stop = free["text"][20:22]
+        cut = (await client.post("/v1/completions", json=PLAIN | wants | {"stop": [stop, "never there"]})).json()
+        (choice,) = cut["choices"]
+        place = free["text"].index(stop)
+        assert choice["text"] == free["text"][:place]
+        assert choice["finish_reason"] == "stop"
+        count = len(choice["token_ids"])
+        assert choice["token_ids"] == free["token_ids"][:count]
+        seen = [TOKENIZER.decode(free["token_ids"][:n], skip_special_tokens=True) for n in (count - 1, count)]
+        assert [stop in text for text in seen] == [False, True]
+        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": count}]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(free["logprobs"]["token_logprobs"][:count], abs=1e-5)
+        assert cut["usage"]["completion_tokens"] == count
+        streamed = events(await client.post("/v1/completions", json=PLAIN | wants | {"stop": stop, "stream": True}))
+        assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == choice["text"]
+        await until(lambda: service.engine.open_requests == 0)
+
+    served(tmp_path, scenario)
+
+
+def test_defaults_ends_and_other_parameters(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+        async def finish(path: str, body: dict[str, Any]) -> tuple[str, int]:
+            answer = (await client.post(path, json=body)).json()
+            return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
+
+        endless = {"ignore_eos": True, "seed": 3}
+        assert await finish("/v1/completions", {"prompt": "hello"} | endless) == ("length", 16)
+        assert await finish("/v1/completions", {"prompt": "x" * 90} | endless) == ("length", MAX_LENGTH - 90)
+        messages = {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+        }
+        assert await finish("/v1/chat/completions", messages | endless) == ("length", MAX_LENGTH - 10)
+        assert await finish("/v1/chat/completions", CHAT | {"max_completion_tokens": 3}) == ("length", 3)
+        greedy = PLAIN | {"temperature": 0, "top_k": -1, "top_p": 0.5, "user": "me", "metadata": {}, "n": 1, "tools": []}
+        ids = [
+            (await client.post("/v1/completions", json=greedy | {"seed": seed, "return_token_ids": True})).json()["choices"][
+                0
+            ]
+            for seed in (1, 2)
+        ]
+        assert ids[0]["token_ids"] == ids[1]["token_ids"]
+        first = ids[0]["token_ids"][4]
+        assert (await finish("/v1/completions", greedy | {"stop_token_ids": [first]}))[0] == "stop"
+        models = (await client.get("/v1/models")).json()
+        assert models["data"][0]["id"] == "bytes"
+
+    served(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n": 2}, "n: this server does not support it"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"best_of": 4}, "best_of"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"logprobs": 2}, "chosen token alone"),
+        ({"prompt": ["a", "b"]}, "several requests"),
+        ({"prompt": []}, "empty prompt"),
+        ({"prompt": [5, 300]}, "vocabulary of 259"),
+        ({"prompt": [5, "a"]}, "one text or one list"),
+        ({"prompt": 5}, "Expected `str | array`"),
+        ({"max_tokens": 0}, "max_tokens 0"),
+        ({"max_tokens": 92}, r"5 prompt tokens + 92 new tokens > 96"),
+        ({"prompt": "x" * 96, "max_tokens": None}, "96 prompt tokens"),
+        ({"prompt": "x" * 100_000}, "100000 characters can't fit into 96 tokens"),
+        ({"temperature": -1}, "temperature -1"),
+        ({"temperature": 1e-30}, "temperature 1e-30"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"top_p": 0}, "top_p 0"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"stop": [""]}, "stop: give at most"),
+        ({"stop_token_ids": [2**65]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(100))}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": True, "prompt": [300]}, "vocabulary"),
+    ],
+)
+def test_what_can_not_be_honoured_is_refused_by_name_and_harms_nobody(
+    shared: Shared, change: dict[str, Any], words: str
+) -> None:
+    response = shared.post("/v1/completions", PLAIN | change)
+    assert response.status_code == 400
+    assert words in error_of(response).error.message
+    assert shared.post("/v1/completions", PLAIN).status_code == 200
+
+
+class Shared:
+    """One service for many small tests, each call a turn of its event loop."""
+
+    def __init__(self, runner: asyncio.Runner, client: httpx.AsyncClient) -> None:
+        self._runner = runner
+        self._client = client
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self._runner.run(self._client.post(path, content=content))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with asyncio.Runner() as runner:
+        context = running(tmp_path_factory.mktemp("weights"))
+        _, app = runner.run(context.__aenter__())
+        yield Shared(runner, client_of(app))
+        runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"messages": [{"role": "clown", "content": "x"}]}, "no clowns"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tools"),
+        ({"messages": "hello"}, "messages"),
+        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
+    ],
+)
+def test_chats_that_can_not_be_had(shared: Shared, change: dict[str, Any], words: str) -> None:
+    response = shared.post("/v1/chat/completions", CHAT | change)
+    assert response.status_code == 400
+    assert words in error_of(response).error.message
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 400
+        assert "no chat template: use /v1/completions" in error_of(response).error.message
+
+    served(tmp_path, scenario, tokenizer=byte_tokenizer(template=None))
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/generate", "/cancel", "/request_weight_update"]
+)
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff\xfe", b"{", b"[]", b"null", b'"x"', b"[" * 5000, b'{"prompt": "\\ud800"}', b"{}"]
+)
+def test_garbage_is_a_400(shared: Shared, path: str, body: bytes) -> None:
+    response = shared.post(path, body)
+    assert response.status_code == 400
+    assert error_of(response).error.code == "bad_request"
+
+
+def test_too_large_a_body_is_a_400(shared: Shared) -> None:
+    assert "larger than" in error_of(shared.post("/generate", b"[" + b"1," * (MAX_BODY_BYTES // 2) + b"1]")).error.message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling": {"max_tokens": 4, "top_k": 2**63 - 1}},
+        {"sampling": {"max_tokens": 4, "temperature": 1e-38}},
+        {"sampling": {"max_tokens": 2**62}},
+        {"sampling": {"max_tokens": 4, "stop_token_ids": [2**63 - 1]}},
+        {"sampling": {"max_tokens": 4}, "prompt_ids": [2**62]},
+        {"sampling": {"max_tokens": 4}, "prompt_ids": [-1]},
+        {"id": ""},
+        {"id": "x" * 1000},
+    ],
+)
+def test_numbers_that_no_computation_survives_do_not_reach_it(shared: Shared, change: dict[str, Any]) -> None:
+    body = {"id": f"n{hash(str(change))}", "prompt_ids": [5, 6], "sampling": {"max_tokens": 4}} | change
+    assert shared.post("/generate", body).status_code == 400
+    assert shared.post("/v1/completions", PLAIN).status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------- our own
+
+
+def test_lines_are_the_tokens_and_then_the_completion(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+        response = await client.post("/generate", content=msgspec.json.encode(native("a", stream=True)))
+        decoder = msgspec.json.Decoder(TokenLine | CompletionLine)
+        *tokens, last = [decoder.decode(line) for line in response.content.splitlines()]
+        assert isinstance(last, CompletionLine)
+        assert [line.token for line in tokens if isinstance(line, TokenLine)] == token_events(last.completion)
+        assert len(tokens) == 10
+        assert await generate(client, native("a")) == last.completion  # sent again, without streaming
+
+    served(tmp_path, scenario)
+
+
+def test_the_same_id_is_generated_once(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+        both = await asyncio.gather(*(generate(client, native("a", 80)) for _ in range(2)))
+        assert both[0] == both[1] == await generate(client, native("a", 80))
+        assert service.engine.progress().tokens_generated == 80
+        changed = await client.post("/generate", content=msgspec.json.encode(native("a", 81)))
+        assert changed.status_code == 400
+
+    served(tmp_path, scenario)
+
+
+def test_cancelling_ends_a_request_with_what_it_has(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+        running_ = asyncio.create_task(generate(client, native("a", 90)))
+        await until(lambda: service.engine.progress().tokens_generated > 0)
+        assert (await client.post("/cancel", json={"request_id": "a"})).json() == {}
+        assert (await client.post("/cancel", json={"request_id": "unknown"})).status_code == 200
+        done = await running_
+        assert done.finish_reason == "cancelled"
+        assert 0 < len(done.token_ids) < 90
+
+    served(tmp_path, scenario)
+
+
+def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+        await generate(client, native("a"))
+        info = msgspec.json.decode((await client.get("/info")).content, type=ServerInfo)
+        assert (info.name, info.slots, info.max_length, info.vocabulary) == ("bytes", 4, MAX_LENGTH, 259)
+        assert (info.version, info.checksum) == service.engine.holding
+        assert (await client.get("/health")).json() == {"status": "ready", "version": 0}
+        await client.post("/v1/completions", json=PLAIN | {"n": 2})
+        await client.get("/no/such/path")
+        text = (await client.get("/metrics")).text
+        for line in (
+            "pipelinerl_ready 1.0",
+            "pipelinerl_tokens_generated_total 10.0",
+            "pipelinerl_weight_version 0.0",
+            'pipelinerl_http_requests_total{path="/generate",status="200"} 1.0',
+            'pipelinerl_http_requests_total{path="/v1/completions",status="400"} 1.0',
+            'pipelinerl_http_requests_total{path="other",status="404"} 1.0',
+        ):
+            assert line in text.splitlines()
+        service.engine.refuse("the server stops")
+        for response in (await client.get("/health"), await client.post("/v1/completions", json=PLAIN)):
+            assert response.status_code == 503
+            assert "retry-after" in response.headers
+            assert error_of(response).error.message == "the server stops"
+
+    served(tmp_path, scenario)
+
+
+def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+        waiting = [asyncio.create_task(generate(client, native(f"r{i}", 90))) for i in range(6)]
+        await until(lambda: service.engine.open_requests == 6)
+        for path, body in (("/v1/completions", PLAIN), ("/generate", json.loads(msgspec.json.encode(native("more"))))):
+            response = await client.post(path, json=body)
+            assert response.status_code == 429
+            assert response.headers["retry-after"] == "1"
+            assert error_of(response).error.code == "overloaded"
+        await asyncio.gather(*waiting)
+        assert (await client.post("/v1/completions", json=PLAIN)).status_code == 200
+
+    served(tmp_path, scenario, max_queue=2)
+
+
+def test_paths_methods_and_what_is_not_built(shared: Shared) -> None:
+    assert error_of(shared.post("/nowhere", {})).error.code == "not_found"
+    assert shared.post("/info", {}).status_code == 404
+    response = shared.post("/init_process_group", {})
+    assert (response.status_code, error_of(response).error.code) == (501, "not_supported")
+    other = shared.post("/v1/completions", PLAIN | {"model": "gpt"})
+    assert other.status_code == 404
+    assert "no model 'gpt' here, but 'bytes'" in error_of(other).error.message
+
+
+def test_updates_may_only_name_files_in_the_directory(shared: Shared) -> None:
+    response = shared.post("/request_weight_update", {"version": 1, "checksum": "", "path": "/etc/passwd"})
+    assert response.status_code == 400
+    assert "--weights-dir" in error_of(response).error.message
+
+
+# ---------------------------------------------------------------------------------------------- who is let in
+
+
+def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer "}):
+            for path in ("/v1/completions", "/generate", "/request_weight_update", "/nowhere"):
+                assert (await client.post(path, json=PLAIN, headers=headers)).status_code == 401
+            assert (await client.get("/metrics", headers=headers)).status_code == 401
+            assert (await client.get("/health", headers=headers)).status_code == 200
+        right = {"authorization": "Bearer secret", "origin": "https://elsewhere.example"}
+        assert (await client.post("/v1/completions", json=PLAIN, headers=right)).status_code == 200
+
+    served(tmp_path, scenario, api_key="secret")
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        (None, True),
+        (b"http://localhost:3000", True),
+        (b"http://127.0.0.1", True),
+        (b"http://[::1]:8", True),
+        (b"https://elsewhere.example", False),
+        (b"http://127.0.0.1.elsewhere.example", False),
+        (b"null", False),
+        (b"\xff", False),
+        (b"http://[", False),
+    ],
+)
+def test_without_a_key_web_pages_of_others_are_not_answered(origin: bytes | None, allowed: bool) -> None:
+    headers = [] if origin is None else [(b"origin", origin)]
+    guard = Guard(lambda *_: None, None)  # type: ignore[arg-type, return-value]
+    assert (guard._objection({"headers": headers}) is None) == allowed
+
+
+def test_log_probabilities_are_numbers_json_can_say(shared: Shared) -> None:
+    answer = shared.post("/v1/completions", PLAIN | {"temperature": 0.01, "top_k": 1, "logprobs": 0}).json()
+    assert all(math.isfinite(number) for number in answer["choices"][0]["logprobs"]["token_logprobs"])
+
+
+# ---------------------------------------------------------------------------------------------- OpenAI's own client
+
+
+def test_openais_client_chats(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+        official = openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client, max_retries=0)
+        create = official.chat.completions.create
+        messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+        whole = await create(model="bytes", messages=messages, max_completion_tokens=10, seed=1, logprobs=True)
+        choice = whole.choices[0]
+        assert choice.message.role == "assistant"
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == len(choice.logprobs.content)
+        for token in choice.logprobs.content:
+            assert token.logprob <= 0
+            assert token.bytes is None or bytes(token.bytes).decode() == token.token
+        stream = await create(model="bytes", messages=messages, max_completion_tokens=10, seed=1, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == choice.message.content
+        with pytest.raises(openai.BadRequestError, match="tools: this server does not support it"):
+            await create(model="bytes", messages=messages, tools=[{"type": "function", "function": {"name": "f"}}])
+
+    served(tmp_path, scenario)
+
+
+def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+        body = PLAIN | {"stream": True, "max_tokens": 90, "ignore_eos": True}
+        asking = asyncio.create_task(client.post("/v1/completions", json=body))
+        lines = asyncio.create_task(client.post("/generate", content=msgspec.json.encode(native("a", 90, stream=True))))
+        await until(lambda: service.engine.progress().in_progress == 2)
+        service.engine.cancel_all()
+        *events_, last = [line for line in (await asking).text.split("\n\n") if line]
+        assert all("choices" in json.loads(event.removeprefix("data: ")) for event in events_)
+        error = msgspec.json.decode(last.removeprefix("data: "), type=ErrorBody).error
+        assert (error.code, error.message) == ("unavailable", "the request was cancelled")
+        completion = json.loads((await lines).content.splitlines()[-1])["completion"]
+        assert completion["finish_reason"] == "cancelled"
+
+    served(tmp_path, scenario)

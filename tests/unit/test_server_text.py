@@ -1,0 +1,83 @@
+"""Text from tokens while they come: whole characters, nothing lost, nothing shown that a stop string would cut off."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.server.text import StopStrings, TextStream
+from tests.unit.server_parts import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def cuts(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    inner = {generator.randint(0, length) for _ in range(generator.randint(0, length))}
+    return sorted({0, length, *inner})
+
+
+@given(st.text(max_size=30), st.integers(0, 1000))
+def test_the_pieces_are_the_text_and_no_piece_breaks_a_character(text: str, seed: int) -> None:
+    ids = TOKENIZER.encode(text)
+    stream = TextStream(TOKENIZER)
+    pieces = [stream.feed(ids[start:end]) for start, end in pairwise(cuts(len(ids), seed))]
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces) + stream.rest() == text
+
+
+def test_a_torn_character_at_the_end_is_shown_as_decoding_shows_it() -> None:
+    ids = TOKENIZER.encode("aé")[:-1]
+    stream = TextStream(TOKENIZER)
+    assert [stream.feed([token]) for token in ids] == ["a", ""]
+    assert stream.rest() == "\ufffd"
+    assert stream.rest() == ""
+
+
+def test_special_tokens_are_no_text() -> None:
+    stream = TextStream(TOKENIZER)
+    assert stream.feed([*TOKENIZER.encode("x"), 2]) + stream.rest() == "x"
+
+
+@given(st.text("ab-", max_size=20), st.lists(st.text("ab-", min_size=1, max_size=4), max_size=3), st.integers(0, 1000))
+def test_what_is_shown_is_the_text_before_the_first_stop(text: str, stops: list[str], seed: int) -> None:
+    stop = StopStrings(stops)
+    shown, fed = "", ""
+    for start, end in pairwise([*range(len(text) + 1)]):
+        fed += text[start:end]
+        shown += stop.feed(text[start:end])
+        assert text.startswith(shown)
+        assert not any(word in shown for word in stops)
+        if stop.found:
+            break
+    places = [place for word in stops if (place := fed.find(word)) >= 0]
+    assert stop.found == bool(places)
+    expected = fed[: min(places)] if places else text
+    assert shown + stop.rest() == expected
+
+
+def test_nothing_is_held_back_longer_than_needed() -> None:
+    stop = StopStrings(["\n\nUser:", "END"])
+    assert [stop.feed(text) for text in ("a\n", "b", "E", "NX", "\n\nU", "ser", "!")] == [
+        "a",
+        "\nb",
+        "",
+        "ENX",
+        "",
+        "",
+        "\n\nUser!",
+    ]
+    assert not stop.found
+
+
+@pytest.mark.parametrize("parts", [["say END now"], ["say ", "E", "N", "D", " now"]])
+def test_a_stop_string_ends_the_text_however_it_comes(parts: list[str]) -> None:
+    stop = StopStrings(["END"])
+    assert "".join(stop.feed(part) for part in parts) == "say "
+    assert stop.found
+    assert stop.rest() == ""

@@ -1,0 +1,154 @@
+"""Weight files: what is read is what was sent, fits the engine, and comes from where it may come from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipelinerl.errors import PipelineRLError, WeightUpdateError
+from pipelinerl.models.state import checksum, first_names, named_weights
+from pipelinerl.server.refusal import RefusedError
+from pipelinerl.server.weight_files import allowed_file, read_update
+from pipelinerl.types import UpdateReceipt
+from pipelinerl.wire import WeightUpdateRequest
+from tests.parity.models import make_model
+from tests.unit.server_parts import byte_model, running
+
+HELD = named_weights(make_model("llama"))
+TIED = "lm_head.weight"
+
+
+def other(seed: int = 1) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named_weights(make_model("llama", seed)).items()}
+
+
+def saved(path: Path, tensors: dict[str, Tensor], said: str | None = None, version: int = 1) -> WeightUpdateRequest:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return WeightUpdateRequest(version=version, checksum=said or checksum(tensors), path=str(path))
+
+
+def test_what_is_read_is_what_was_sent(tmp_path: Path) -> None:
+    tensors = other()
+    request = saved(tmp_path / "w.safetensors", tensors)
+    update = read_update(request, [tmp_path], HELD)
+    assert (update.version, update.checksum) == (1, checksum(tensors))
+    assert update.tensors.keys() == HELD.keys()
+    assert all(torch.equal(update.tensors[name], tensors[name]) for name in tensors)
+    assert update.tensors[TIED] is update.tensors["model.embed_tokens.weight"]
+
+
+def test_the_file_may_leave_out_tied_names_and_may_go_afterwards(tmp_path: Path) -> None:
+    tensors = other()
+    said = checksum(tensors)
+    assert first_names(HELD)[TIED] != TIED
+    path = tmp_path / "w.safetensors"
+    update = read_update(saved(path, {n: t for n, t in tensors.items() if n != TIED}, said), [tmp_path], HELD)
+    path.write_bytes(b"\0" * path.stat().st_size)
+    path.unlink()
+    assert checksum(update.tensors) == update.checksum == said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {TIED: w[TIED] + 1}, "tied in the model but not equal"),
+        (lambda w: {n: t for n, t in w.items() if "q_proj" not in n}, "4 missing"),
+        (lambda w: w | {"extra": torch.zeros(1)}, r"1 unknown \(extra\)"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(49)}, r"model.norm.weight is float32 \[49\], .* float32 \[48\]"),
+        (lambda w: w | {"model.norm.weight": w["model.norm.weight"].bfloat16()}, r"bfloat16 \[48\]"),
+        (lambda w: w | {"extra": torch.zeros(20 << 20)}, "bytes, the engine's weights at most"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: object, message: str) -> None:
+    request = saved(tmp_path / "w.safetensors", change(other()))  # type: ignore[operator]
+    with pytest.raises(WeightUpdateError, match=message):
+        read_update(request, [tmp_path], HELD)
+
+
+def test_a_checksum_that_is_not_the_files_is_found_out(tmp_path: Path) -> None:
+    with pytest.raises(WeightUpdateError, match=r"not 0{32} as was said"):
+        read_update(saved(tmp_path / "w.safetensors", other(), "0" * 32), [tmp_path], HELD)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"\xff" * 8 + b"{}", (1 << 40).to_bytes(8, "little") + b"{}"])
+def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(WeightUpdateError, match="can't read the weights"):
+        read_update(WeightUpdateRequest(version=1, checksum="", path=str(path)), [tmp_path], HELD)
+
+
+def test_only_regular_files_in_the_directories_are_opened(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    inside.mkdir()
+    outside.mkdir()
+    (outside / "w").touch()
+    (inside / "w").touch()
+    (inside / "link").symlink_to(outside / "w")
+    os.mkfifo(inside / "pipe")
+    assert allowed_file(str(inside / "w"), [outside, inside]) == inside / "w"
+    for path in (outside / "w", inside / ".." / "out" / "w", inside / "link", inside / "pipe", inside, inside / "absent"):
+        with pytest.raises(RefusedError) as caught:
+            allowed_file(str(path), [inside])
+        assert caught.value.code == "bad_request"
+    with pytest.raises(RefusedError):
+        allowed_file("w\0", [inside])
+
+
+# ---------------------------------------------------------------------------------------------- updates of a service
+
+
+def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        weights = [named_weights(byte_model(seed)) for seed in range(3)]
+        first, second, again = (
+            saved(tmp_path / f"{number}", {n: t.clone() for n, t in tensors.items()}, version=version)
+            for number, (tensors, version) in enumerate([(weights[1], 3), (weights[2], 5), (weights[1], 5)])
+        )
+        async with running(tmp_path) as (service, _):
+
+            async def refused(request: WeightUpdateRequest) -> PipelineRLError:
+                before = service.engine.holding
+                with pytest.raises(PipelineRLError) as caught:
+                    await service.updates.take_file(request)
+                assert service.engine.holding == before
+                return caught.value
+
+            async def take(request: WeightUpdateRequest) -> UpdateReceipt:
+                return await service.updates.take_file(request)
+
+            loaded = WeightUpdateRequest(version=0, checksum=checksum(weights[0]), path="nowhere")
+            assert (await take(loaded)).checksum == checksum(weights[0])  # it holds these already
+            receipt = await take(first)
+            assert (receipt.version, receipt.checksum) == (3, first.checksum) == service.engine.holding
+            Path(first.path).unlink()
+            assert await take(first) == receipt
+            receipts = await asyncio.gather(take(second), take(second))
+            assert receipts[0] == receipts[1]
+            for request in (again, first, loaded):
+                error = await refused(request)
+                assert isinstance(error, RefusedError)
+                assert error.code == "stale_version"
+            assert isinstance(
+                await refused(WeightUpdateRequest(version=6, checksum="", path=second.path)), WeightUpdateError
+            )
+            assert checksum(service.loaded.weights) == second.checksum
+            assert service.engine.progress().weight_updates == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_first_update_may_have_the_version_of_the_loaded_model(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        tensors = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
+        async with running(tmp_path) as (service, _):
+            await service.updates.take_file(saved(tmp_path / "w", tensors, version=0))
+            assert service.engine.holding == (0, checksum(tensors))
+
+    asyncio.run(scenario())
