@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -53,8 +53,8 @@ class Server:
         self.weights_dir = weights_dir
         assert ready["pid"] == process.pid
 
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+    def get(self, path: str) -> httpx2.Response:
+        return httpx2.get(self.url + path, timeout=30)
 
     def info(self) -> ServerInfo:
         return msgspec.json.decode(self.get("/info").content, type=ServerInfo)
@@ -195,7 +195,7 @@ def test_a_client_that_goes_away_frees_its_slot(server: Server, stream: bool) ->
     body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": stream}
 
     async def scenario() -> None:
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with httpx2.AsyncClient(base_url=server.url) as client:
             before = generated(server)
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
             while generated(server) == before:
@@ -218,9 +218,9 @@ def test_a_rollout_whose_connection_broke_can_be_asked_for_again(server: Server)
     request = GenerationRequest(id="again", prompt_ids=(3, 4, 14), sampling=SamplingParams(max_tokens=500, seed=5))
     data = msgspec.json.encode(request)
     before = generated(server)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/generate", content=data, timeout=httpx.Timeout(30, read=0.02))
-    first, second = (httpx.post(f"{server.url}/generate", content=data, timeout=60) for _ in range(2))
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(f"{server.url}/generate", content=data, timeout=httpx2.Timeout(30, read=0.02))
+    first, second = (httpx2.post(f"{server.url}/generate", content=data, timeout=60) for _ in range(2))
     done = msgspec.json.decode(first.content, type=Completion)
     assert first.content == second.content
     assert len(done.token_ids) == 500
@@ -278,7 +278,7 @@ async def streams_with_an_update(server: Server, wanted: WeightUpdateRequest) ->
     """16 streams; when all have begun, an update."""
     client = server.async_client()
     begun = [asyncio.Event() for _ in range(16)]
-    async with httpx.AsyncClient(base_url=server.update_url, timeout=60) as updates:
+    async with httpx2.AsyncClient(base_url=server.update_url, timeout=60) as updates:
         await updates.get("/health")  # the connection is there when it is needed
         streams = [asyncio.create_task(stream_one(server, client, i, event)) for i, event in enumerate(begun)]
         for event in begun:
@@ -325,7 +325,7 @@ def test_weights_that_are_wrong_leave_the_old_ones(server: Server) -> None:
         (old, 409, "stale_version"),
         (outside, 400, "bad_request"),
     ):
-        response = httpx.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(request), timeout=30)
+        response = httpx2.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(request), timeout=30)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     after = server.info()
     assert (after.version, after.checksum) == (before.version, before.checksum)
@@ -338,9 +338,9 @@ def test_an_update_with_recomputed_entries_on_an_address_of_its_own(tmp_path: Pa
         assert server.update_url != server.url
         models = {0: demo(), 1: changed(demo(), 1)}
         wanted = saved(server.weights_dir, models[1], 1)
-        there = httpx.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(wanted))
+        there = httpx2.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(wanted))
         assert there.status_code == 404
-        assert httpx.post(f"{server.update_url}/v1/completions", json={"prompt": PROMPT}).status_code == 404
+        assert httpx2.post(f"{server.update_url}/v1/completions", json={"prompt": PROMPT}).status_code == 404
         done, receipt = asyncio.run(streams_with_an_update(server, wanted))
         check_streams(done, receipt, wanted)
         for number, completion in enumerate(done):
@@ -358,7 +358,7 @@ def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(tmp_path: P
     body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}
 
     async def scenario(server: Server) -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
             asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(12)]
             while (await client.get("/info")).json()["in_progress"] < 4:
                 await asyncio.sleep(0.002)
@@ -384,7 +384,7 @@ def test_what_does_not_finish_within_the_bound_is_ended(tmp_path: Path) -> None:
 
     async def scenario(server: Server) -> None:
         headers = {"Authorization": "Bearer open sesame"}
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=headers) as client:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60, headers=headers) as client:
             asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(12)]
             while (await client.get("/info")).json()["in_progress"] < 2:
                 await asyncio.sleep(0.002)
@@ -394,7 +394,7 @@ def test_what_does_not_finish_within_the_bound_is_ended(tmp_path: Path) -> None:
 
     flags = ("--slots", "2", "--drain-s", "0", "--host", ANYWHERE, "--api-key-env", "THE_KEY")
     with serving(tmp_path, *flags, THE_KEY="open sesame") as server:
-        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 401
+        assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 401
         asyncio.run(scenario(server))
         assert wait(server.process, 30).status == 0
 
@@ -415,8 +415,8 @@ def test_while_it_loads_it_says_so_and_can_be_stopped() -> None:
     process = launch("demo", "--port", str(port), prepare=slow)
 
     def answer() -> int:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"http://127.0.0.1:{port}/health").status_code
+        with contextlib.suppress(httpx2.HTTPError):
+            return httpx2.get(f"http://127.0.0.1:{port}/health").status_code
         return 0
 
     until(lambda: answer() == 503, process)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -27,7 +27,7 @@ PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 12, "seed": 1, "temp
 CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 1}
 
 
-def served(directory: Path, scenario: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **changes: Any) -> None:
+def served(directory: Path, scenario: Callable[[httpx2.AsyncClient, Service], Awaitable[None]], **changes: Any) -> None:
     """Run `scenario` with a client of a service of its own."""
 
     async def run() -> None:
@@ -37,7 +37,7 @@ def served(directory: Path, scenario: Callable[[httpx.AsyncClient, Service], Awa
     asyncio.run(run())
 
 
-def events(response: httpx.Response) -> list[dict[str, Any]]:
+def events(response: httpx2.Response) -> list[dict[str, Any]]:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     *lines, done = [line for line in response.text.split("\n\n") if line]
@@ -45,7 +45,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def error_of(response: httpx.Response) -> ErrorBody:
+def error_of(response: httpx2.Response) -> ErrorBody:
     return msgspec.json.decode(response.content, type=ErrorBody)
 
 
@@ -55,7 +55,7 @@ def native(name: str, tokens: int = 10, *, stream: bool = False, **sampling: Any
     return GenerationRequest(id=name, prompt_ids=prompt, sampling=params, stream=stream)
 
 
-async def generate(client: httpx.AsyncClient, request: GenerationRequest) -> Completion:
+async def generate(client: httpx2.AsyncClient, request: GenerationRequest) -> Completion:
     response = await client.post("/generate", content=msgspec.json.encode(request))
     assert response.status_code == 200, response.text
     return msgspec.json.decode(response.content, type=Completion)
@@ -69,7 +69,7 @@ def test_a_stream_is_the_whole_answer_in_parts(tmp_path: Path, path: str, body: 
     chat = "chat" in path
     wants = {"logprobs": True if chat else 0, "return_token_ids": True, "return_weight_versions": True}
 
-    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
         whole = (await client.post(path, json=body | wants)).json()
         streamed = body | wants | {"stream": True, "stream_options": {"include_usage": True}}
         *chunks, last, usage = events(await client.post(path, json=streamed))
@@ -106,7 +106,7 @@ def test_a_stream_is_the_whole_answer_in_parts(tmp_path: Path, path: str, body: 
 
 
 def test_what_openai_answers_is_what_generate_answers(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
         done = await generate(client, native("a", 12, seed=1, stop_token_ids=(EOS,)))
         choice = (await client.post("/v1/completions", json=PLAIN | {"logprobs": 0, "return_token_ids": True})).json()
         (choice,) = choice["choices"]
@@ -123,7 +123,7 @@ def test_what_openai_answers_is_what_generate_answers(tmp_path: Path) -> None:
 def test_a_stop_string_cuts_the_text_and_the_tokens_behind_it(tmp_path: Path) -> None:
     wants = {"logprobs": 0, "return_token_ids": True, "return_weight_versions": True, "max_tokens": 60, "ignore_eos": True}
 
-    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
         free = (await client.post("/v1/completions", json=PLAIN | wants)).json()["choices"][0]
         stop = free["text"][20:22]
         cut = (await client.post("/v1/completions", json=PLAIN | wants | {"stop": [stop, "never there"]})).json()
@@ -146,7 +146,7 @@ def test_a_stop_string_cuts_the_text_and_the_tokens_behind_it(tmp_path: Path) ->
 
 
 def test_defaults_ends_and_other_parameters(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
         async def finish(path: str, body: dict[str, Any]) -> tuple[str, int]:
             answer = (await client.post(path, json=body)).json()
             return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
@@ -221,11 +221,11 @@ def test_what_can_not_be_honoured_is_refused_by_name_and_harms_nobody(
 class Shared:
     """One service for many small tests, each call a turn of its event loop."""
 
-    def __init__(self, runner: asyncio.Runner, client: httpx.AsyncClient) -> None:
+    def __init__(self, runner: asyncio.Runner, client: httpx2.AsyncClient) -> None:
         self._runner = runner
         self._client = client
 
-    def post(self, path: str, body: Any) -> httpx.Response:
+    def post(self, path: str, body: Any) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self._runner.run(self._client.post(path, content=content))
 
@@ -256,7 +256,7 @@ def test_chats_that_can_not_be_had(shared: Shared, change: dict[str, Any], words
 
 
 def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
         response = await client.post("/v1/chat/completions", json=CHAT)
         assert response.status_code == 400
         assert "no chat template: use /v1/completions" in error_of(response).error.message
@@ -303,7 +303,7 @@ def test_numbers_that_no_computation_survives_do_not_reach_it(shared: Shared, ch
 
 
 def test_lines_are_the_tokens_and_then_the_completion(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
         response = await client.post("/generate", content=msgspec.json.encode(native("a", stream=True)))
         decoder = msgspec.json.Decoder(TokenLine | CompletionLine)
         *tokens, last = [decoder.decode(line) for line in response.content.splitlines()]
@@ -316,7 +316,7 @@ def test_lines_are_the_tokens_and_then_the_completion(tmp_path: Path) -> None:
 
 
 def test_the_same_id_is_generated_once(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
         both = await asyncio.gather(*(generate(client, native("a", 80)) for _ in range(2)))
         assert both[0] == both[1] == await generate(client, native("a", 80))
         assert service.engine.progress().tokens_generated == 80
@@ -327,7 +327,7 @@ def test_the_same_id_is_generated_once(tmp_path: Path) -> None:
 
 
 def test_cancelling_ends_a_request_with_what_it_has(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
         running_ = asyncio.create_task(generate(client, native("a", 90)))
         await until(lambda: service.engine.progress().tokens_generated > 0)
         assert (await client.post("/cancel", json={"request_id": "a"})).json() == {}
@@ -340,7 +340,7 @@ def test_cancelling_ends_a_request_with_what_it_has(tmp_path: Path) -> None:
 
 
 def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
         await generate(client, native("a"))
         info = msgspec.json.decode((await client.get("/info")).content, type=ServerInfo)
         assert (info.name, info.slots, info.max_length, info.vocabulary) == ("bytes", 4, MAX_LENGTH, 259)
@@ -368,7 +368,7 @@ def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
 
 
 def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
         waiting = [asyncio.create_task(generate(client, native(f"r{i}", 90))) for i in range(6)]
         await until(lambda: service.engine.open_requests == 6)
         for path, body in (("/v1/completions", PLAIN), ("/generate", json.loads(msgspec.json.encode(native("more"))))):
@@ -402,7 +402,7 @@ def test_updates_may_only_name_files_in_the_directory(shared: Shared) -> None:
 
 
 def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer "}):
             for path in ("/v1/completions", "/generate", "/request_weight_update", "/nowhere"):
                 assert (await client.post(path, json=PLAIN, headers=headers)).status_code == 401
@@ -443,7 +443,7 @@ def test_log_probabilities_are_numbers_json_can_say(shared: Shared) -> None:
 
 
 def test_openais_client_chats(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, _: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
         official = openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client, max_retries=0)
         create = official.chat.completions.create
         messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -467,7 +467,7 @@ def test_openais_client_chats(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
-    async def scenario(client: httpx.AsyncClient, service: Service) -> None:
+    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
         body = PLAIN | {"stream": True, "max_tokens": 90, "ignore_eos": True}
         asking = asyncio.create_task(client.post("/v1/completions", json=body))
         lines = asyncio.create_task(client.post("/generate", content=msgspec.json.encode(native("a", 90, stream=True))))

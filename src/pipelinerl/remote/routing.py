@@ -1,0 +1,112 @@
+"""Which server gets the next request. Pure bookkeeping: no clock, no I/O, no waiting.
+
+The least loaded one, except that requests with the same prompt go where the first of them went, so that the prompt is
+processed once. That stops where it would leave another server idle: see `_over_share`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Home:
+    """Where a prompt's requests go: until `until_s`, and for as long as one of them is in progress."""
+
+    server: str
+    until_s: float
+    in_progress: int = 0
+
+
+@dataclass(slots=True)
+class _Load:
+    slots: int
+    open: bool = True
+    requests: dict[str, Prompt] = field(default_factory=dict)
+
+    @property
+    def fraction(self) -> float:
+        return len(self.requests) / self.slots
+
+    @property
+    def has_room(self) -> bool:
+        return self.open and len(self.requests) < self.slots
+
+
+class Router:
+    """Places requests on servers, never more on one than it has slots. `memory_s`: how long a prompt's home outlives it."""
+
+    def __init__(self, memory_s: float = 1.0) -> None:
+        self._memory_s = memory_s
+        self._loads: dict[str, _Load] = {}
+        self._homes: dict[Prompt, _Home] = {}
+        self._servers: dict[str, str] = {}
+
+    @property
+    def slots(self) -> int:
+        """Of all open servers."""
+        return sum(load.slots for load in self._loads.values() if load.open)
+
+    def loads(self) -> Mapping[str, int]:
+        """Requests placed on each server."""
+        return {server: len(load.requests) for server, load in self._loads.items()}
+
+    def set_server(self, server: str, slots: int, *, open_: bool = True) -> None:
+        """A server is there (again), with that many slots; one that is not open gets nothing new. Raises ValueError."""
+        if slots < 1:
+            raise ValueError(f"server {server} has {slots} slots")
+        load = self._loads.setdefault(server, _Load(slots))
+        load.slots, load.open = slots, open_
+
+    def place(self, request_id: str, prompt: Prompt, now_s: float, *, only: str | None = None) -> str | None:
+        """The server for this request, which then counts as in progress there; None if no open server has room.
+
+        `only` this server will do. `now_s` never goes back. Raises ValueError for a request that is in progress already.
+        """
+        if request_id in self._servers:
+            raise ValueError(f"request {request_id!r} is placed already")
+        home = self._home(prompt, now_s)
+        candidates = [server for server, load in self._loads.items() if load.has_room and only in (None, server)]
+        if home is not None and home.server in candidates and not self._over_share(home.server):
+            server = home.server
+        elif candidates:
+            server = min(candidates, key=lambda name: self._loads[name].fraction)
+        else:
+            return None
+        if only is None and (home is None or home.server not in candidates):
+            home = self._homes[prompt] = _Home(server, now_s)
+        if home is not None and home.server == server:
+            home.in_progress += 1
+            home.until_s = now_s + self._memory_s
+        self._loads[server].requests[request_id] = prompt
+        self._servers[request_id] = server
+        return server
+
+    def release(self, request_id: str) -> None:
+        """The request is no longer in progress. Unknown ids are ignored."""
+        server = self._servers.pop(request_id, None)
+        if server is None:
+            return
+        prompt = self._loads[server].requests.pop(request_id)
+        home = self._homes.get(prompt)
+        if home is not None and home.server == server:
+            home.in_progress = max(0, home.in_progress - 1)
+
+    def _home(self, prompt: Prompt, now_s: float) -> _Home | None:
+        """The prompt's home. Forgets those that nobody needs any more when there are many."""
+        if len(self._homes) > 4 * len(self._servers) + 64:
+            self._homes = {key: home for key, home in self._homes.items() if home.in_progress or home.until_s >= now_s}
+        home = self._homes.get(prompt)
+        return home if home and (home.in_progress or home.until_s >= now_s) else None
+
+    def _over_share(self, server: str) -> bool:
+        """Whether the server has its fair share of all requests. Up to half of its slots it never has: a lone group stays
+        together, since small batches cost little."""
+        load = self._loads[server]
+        if 2 * len(load.requests) < load.slots:
+            return False
+        total = 1 + sum(len(other.requests) for other in self._loads.values() if other.open)
+        return len(load.requests) * self.slots >= total * load.slots

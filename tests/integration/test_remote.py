@@ -1,0 +1,212 @@
+"""Two real servers behind one engine: updates in flight, a server that is killed, one that comes back, the contract."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.loading import load_model
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.remote.bounds import Bounds
+from pipelinerl.remote.engine import RemoteEngine
+from pipelinerl.remote.errors import EngineUnavailableError
+from pipelinerl.remote.server_client import PipelineServer
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams
+from tests.integration.runs import command, start, until
+from tests.parity.test_engine import mixed_cache_logprobs
+
+pytestmark = pytest.mark.slow
+SLOTS = 8
+BOUNDS = Bounds(startup_s=90.0, health_every_s=0.2, refused_s=1.0, silent_s=20.0)
+PATIENCE_S = 60.0
+TOLERANCE = 1e-4
+
+
+class Server:
+    """A server process; `wait` for it to be ready."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        folder.mkdir(exist_ok=True)
+        self._ready_file = folder / "ready.json"
+        self._ready_file.unlink(missing_ok=True)
+        flags = ("--port", str(port), "--threads", "1", "--slots", str(SLOTS), "--weights-dir", str(folder.parent))
+        self.process: subprocess.Popen[str] = start("serve", "demo", *flags, "--ready-file", str(self._ready_file))
+        self.url = ""
+
+    def wait(self) -> None:
+        until(self._ready_file.exists, self.process, 120)
+        self.url = json.loads(self._ready_file.read_bytes())["url"]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def engine_over(servers: Sequence[Server], weights: Path) -> Iterator[RemoteEngine]:
+    clients = [PipelineServer(server.url) for server in servers]
+    engine = RemoteEngine(clients, weight_dirs=[weights], bounds=BOUNDS)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[Server]]:
+    running = [Server(tmp_path / name) for name in ("a", "b")]
+    try:
+        for server in running:
+            server.wait()
+        yield running
+    finally:
+        for server in running:
+            server.kill()
+
+
+def requests(count: int, max_tokens: int, *, stream: bool = False) -> list[GenerationRequest]:
+    """Groups of four, of many lengths."""
+    return [
+        GenerationRequest(
+            id=f"r{number}",
+            prompt_ids=(1 + number // 4 % 9, 3, 5),
+            sampling=SamplingParams(max_tokens=max_tokens - number % 13 * max_tokens // 20, seed=number),
+            stream=stream,
+        )
+        for number in range(count)
+    ]
+
+
+def collect(engine: RemoteEngine, count: int, between: Callable[[int], None] = lambda done: None) -> dict[str, Completion]:
+    """Step until `count` requests are answered, each once; `between` sees how many are."""
+    done: dict[str, Completion] = {}
+    until_s = time.monotonic() + PATIENCE_S
+    while len(done) < count:
+        assert time.monotonic() < until_s, f"only {sorted(done)} were answered"
+        for completion in engine.step().finished:
+            assert completion.request_id not in done
+            done[completion.request_id] = completion
+        between(len(done))
+    assert engine.in_progress == engine.queued == 0
+    return done
+
+
+def serve(engine: RemoteEngine, wanted: Sequence[GenerationRequest]) -> dict[str, Completion]:
+    for request in wanted:
+        engine.submit(request)
+    return collect(engine, len(wanted))
+
+
+def demo() -> Any:
+    return load_model(ModelConfig(path="demo"))
+
+
+def changed(seed: int) -> Any:
+    model = demo()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def update_of(model: Any, version: int) -> WeightUpdate:
+    tensors = named_weights(model)
+    return WeightUpdate(version, checksum(tensors), tensors)
+
+
+def test_updates_in_flight_on_two_servers_are_exact(servers: list[Server], tmp_path: Path) -> None:
+    models = {0: demo(), 1: changed(1), 2: changed(2)}
+    wanted = requests(4 * SLOTS, 200)
+    with engine_over(servers, tmp_path) as engine:
+        for request in wanted:
+            engine.submit(request)
+
+        def update(done: int) -> None:
+            if done >= (SLOTS, 2 * SLOTS, 10**9)[engine.version]:
+                version = engine.version + 1
+                receipt = engine.update_weights(update_of(models[version], version))
+                assert receipt.error is None
+                assert receipt.version == engine.version == version
+
+        done = collect(engine, len(wanted), update)
+        assert engine.version == 2
+        probes = [
+            GenerationRequest(id=f"p{copy}", prompt_ids=(4,), sampling=SamplingParams(max_tokens=5), copy=copy)
+            for copy in range(engine.copies)
+        ]
+        done |= serve(engine, probes)
+    switched = 0
+    for request in (*wanted, *probes):
+        completion = done[request.id]
+        assert completion.finish_reason == "length"
+        if len(completion.weight_versions) == 1 and request in wanted[1:]:
+            continue  # compared are those that saw an update, and a few others
+        switched += len(completion.weight_versions) > 1
+        expected = mixed_cache_logprobs(models, request, completion)
+        assert max(abs(a - b) for a, b in zip(expected, completion.logprobs, strict=True)) < TOLERANCE
+    assert switched >= SLOTS
+    assert {span.version for probe in probes for span in done[probe.id].weight_versions} == {2}
+    assert not list(tmp_path.glob("pipelinerl-weights-*"))
+
+
+def test_a_killed_server_loses_nothing_and_doubles_nothing(servers: list[Server], tmp_path: Path) -> None:
+    wanted = requests(6 * SLOTS, 100)
+    with engine_over(servers, tmp_path) as engine:
+        undisturbed = serve(engine, wanted)
+        for request in wanted:
+            engine.submit(request)
+        killed = []
+
+        def kill(done: int) -> None:
+            if done >= SLOTS and not killed:
+                killed.append(done)
+                servers[0].kill()
+
+        done = collect(engine, len(wanted), kill)
+        assert engine.slots == SLOTS
+        # The same seeds and weights: the same tokens, whichever server made them.
+        assert all(done[key].token_ids == completion.token_ids for key, completion in undisturbed.items())
+        servers[1].kill()
+        engine.submit(requests(1, 5)[0])
+        with pytest.raises(EngineUnavailableError, match=f"{servers[0].url}.*{servers[1].url}"):
+            collect(engine, 1)
+
+
+def test_a_server_that_comes_back_has_the_weights_before_it_has_requests(servers: list[Server], tmp_path: Path) -> None:
+    with engine_over(servers, tmp_path) as engine:
+        engine.update_weights(update_of(changed(1), 7))
+        port = servers[0].port
+        servers[0].kill()
+        assert {span.version for c in serve(engine, requests(4 * SLOTS, 20)).values() for span in c.weight_versions} == {7}
+        servers[0] = Server(tmp_path / "a", port)
+        servers[0].wait()
+        until(lambda: engine.slots == 2 * SLOTS)
+        pinned = GenerationRequest(id="p", prompt_ids=(4,), sampling=SamplingParams(max_tokens=5), copy=0)
+        (completion,) = serve(engine, [pinned]).values()
+        assert {span.version for span in completion.weight_versions} == {7}
+
+
+def test_our_own_server_keeps_the_contract(servers: list[Server], tmp_path: Path) -> None:
+    ended = command("check-engine", servers[0].url, "--model", "demo", "--update-dir", str(tmp_path))
+    assert ended.status == 0, ended
+    assert "17 pass, 0 fail, 0 not supported" in ended.out
+    servers[1].kill()
+    ended = command("check-engine", servers[1].url)
+    assert ended.status == 1
+    assert ended.error.count("\n") == 1
+    assert servers[1].url in ended.error

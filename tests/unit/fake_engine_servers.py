@@ -1,0 +1,133 @@
+"""Engine servers without HTTP, for tests of their client: they answer by a script and fail on command."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from pipelinerl.errors import RequestError, WeightUpdateError
+from pipelinerl.remote.adapter import SavedWeights, TokenListener
+from pipelinerl.remote.errors import ServerUnreachableError
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
+from pipelinerl.wire import ServerInfo
+
+VOCABULARY = 50
+
+
+def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0) -> Completion:
+    """`max_tokens` tokens that follow from the prompt alone (and `offset`)."""
+    count = request.sampling.max_tokens
+    tokens = tuple((sum(request.prompt_ids) + offset + index) % VOCABULARY for index in range(count))
+    return Completion(
+        request_id=request.id,
+        token_ids=tokens,
+        logprobs=tuple(-(index + 1) / 8 for index in range(count)),
+        weight_versions=(VersionSpan(version, 0, count),),
+        finish_reason="length",
+    )
+
+
+class FakeServer:
+    """Idempotent by id until `restart`. While `held` it answers nothing; with a `problem` it answers that.
+
+    `before_answer` is awaited in every `generate`, with the number of the call.
+    """
+
+    def __init__(self, url: str, *, slots: int = 4, max_length: int = 100) -> None:
+        self.url = url
+        self.slots = slots
+        self.max_length = max_length
+        self.instance = 0
+        self.version = 0
+        self.checksum = "start"
+        self.problem: Exception | None = None
+        self.update_problem: Exception | None = None
+        self.before_answer: Callable[[GenerationRequest, int], Awaitable[None]] | None = None
+        self.answer: Callable[[GenerationRequest], Completion] = lambda request: completion_of(request, self.version)
+        self.held = False
+        self.calls: list[GenerationRequest] = []
+        self.made: dict[str, Completion] = {}
+        self.cancelled: list[str] = []
+        self.updates: list[SavedWeights] = []
+        self.running = self.most_running = 0
+        self.closed = False
+
+    def restart(self) -> None:
+        """Another process at the same address: it has forgotten everything."""
+        self.instance += 1
+        self.version, self.checksum = 0, "start"
+        self.made.clear()
+
+    def refuse(self) -> None:
+        """Nothing listens any more."""
+        self.problem = ServerUnreachableError(self.url, "refuses the connection", refused=True)
+
+    async def info(self) -> ServerInfo:
+        await asyncio.sleep(0)
+        if self.problem is not None:
+            raise self.problem
+        return ServerInfo(
+            instance=str(self.instance),
+            name=self.url,
+            model="fake",
+            slots=self.slots,
+            max_length=self.max_length,
+            vocabulary=VOCABULARY,
+            stop_token_ids=(),
+            version=self.version,
+            checksum=self.checksum,
+            in_progress=self.running,
+            queued=0,
+        )
+
+    async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+        self.calls.append(request)
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        try:
+            if self.problem is not None:
+                raise self.problem
+            if self.before_answer is not None:
+                await self.before_answer(request, len(self.calls))
+            while self.held:
+                await asyncio.sleep(0.001)
+            if self.problem is not None:
+                raise self.problem
+            completion = self.made.setdefault(request.id, self.answer(request))
+            for index, (token_id, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=False)):
+                if on_token is not None and request.stream:
+                    on_token(TokenEvent(request.id, index, token_id, logprob, self.version))
+            return completion
+        finally:
+            self.running -= 1
+
+    async def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
+        await asyncio.sleep(0)
+        if self.problem is not None:
+            raise self.problem
+        if self.update_problem is not None:
+            raise self.update_problem
+        if not update.path.is_file():
+            raise WeightUpdateError(f"{update.path} is not there")
+        self.updates.append(update)
+        self.version, self.checksum = update.version, update.checksum
+        return UpdateReceipt(
+            engine=self.url,
+            version=update.version,
+            checksum=update.checksum,
+            pause_s=0.25 * self.slots,
+            sequences_in_flight=self.running,
+        )
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class RefusingServer(FakeServer):
+    """Finds something wrong with every request."""
+
+    async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+        raise RequestError(f"request {request.id} is wrong")

@@ -1,0 +1,232 @@
+"""The contract's checks: a server that keeps it passes all, and each way of breaking it fails the check that is for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.errors import PromptTooLongError, RequestError
+from pipelinerl.remote import contract_checks
+from pipelinerl.remote.adapter import TokenListener
+from pipelinerl.remote.contract import Result, run_checks
+from pipelinerl.remote.contract_checks import SERVER_CHECKS
+from pipelinerl.types import Completion, FinishReason, GenerationRequest, TokenEvent, VersionSpan
+from tests.unit.fake_engine_servers import VOCABULARY, FakeServer
+
+WITHOUT = frozenset({"endpoints of ours"})
+
+
+class GoodServer(FakeServer):
+    """Keeps the contract, with a few lines of Python for a model. Subclasses break one thing each."""
+
+    def __init__(self) -> None:
+        super().__init__("fake", slots=4, max_length=40)
+        self.sent: dict[str, GenerationRequest] = {}
+        self.stopped: set[str] = set()
+
+    async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+        self.refuse_if_bad(request)
+        if request.id not in self.sent:
+            self.sent[request.id] = request
+        elif self.sent[request.id] != request:
+            raise RequestError("used for another request")
+        self.running += 1
+        try:
+            tokens: list[int] = []
+            seed = request.sampling.seed
+            for index in range(request.sampling.max_tokens):
+                await asyncio.sleep(0.0005)
+                tokens.append(self.sample(request, index, request.id if seed is None else seed))
+                if on_token is not None and request.stream:
+                    on_token(TokenEvent(request.id, index, tokens[-1], self.logprob(request), self.version))
+                if request.id in self.stopped:
+                    return self.completion(request, tokens, "cancelled")
+                if tokens[-1] in request.sampling.stop_token_ids:
+                    return self.completion(request, tokens, "stop")
+            return self.completion(request, tokens, "length")
+        finally:
+            self.running -= 1
+
+    def refuse_if_bad(self, request: GenerationRequest) -> None:
+        if len(request.prompt_ids) + request.sampling.max_tokens > self.max_length:
+            raise PromptTooLongError("too long")
+        if not request.prompt_ids or max(request.prompt_ids) >= VOCABULARY or not request.sampling.top_p:
+            raise RequestError("bad")
+
+    def sample(self, request: GenerationRequest, index: int, seed: object) -> int:
+        source = "greedy" if request.sampling.temperature == 0 else seed
+        return random.Random(f"{source}/{request.prompt_ids}/{index}").randrange(VOCABULARY)
+
+    def logprob(self, request: GenerationRequest) -> float:
+        return 0.0 if request.sampling.top_k == 1 else -1.5
+
+    def completion(self, request: GenerationRequest, tokens: list[int], reason: FinishReason) -> Completion:
+        return Completion(
+            request_id=request.id,
+            token_ids=tuple(tokens),
+            logprobs=(self.logprob(request),) * len(tokens),
+            weight_versions=(VersionSpan(self.version, 0, len(tokens)),),
+            finish_reason=reason,
+        )
+
+    async def cancel(self, request_id: str) -> None:
+        self.stopped.add(request_id)
+
+
+class NoInstance(GoodServer):
+    async def info(self) -> Any:
+        return msgspec.structs.replace(await super().info(), instance="")
+
+
+class Short(GoodServer):
+    def completion(self, request: GenerationRequest, tokens: list[int], reason: FinishReason) -> Completion:
+        return super().completion(request, tokens[: 1 if len(tokens) == 1 else -1], reason)
+
+
+class OtherVersions(GoodServer):
+    def completion(self, request: GenerationRequest, tokens: list[int], reason: FinishReason) -> Completion:
+        done = super().completion(request, tokens, reason)
+        return msgspec.structs.replace(done, weight_versions=(VersionSpan(5, 0, len(tokens)),))
+
+
+class OtherStream(GoodServer):
+    async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+        def skewed(event: TokenEvent) -> None:
+            assert on_token is not None
+            on_token(msgspec.structs.replace(event, logprob=event.logprob - 0.5))
+
+        return await super().generate(request, skewed)
+
+
+class NotGreedy(GoodServer):
+    def sample(self, request: GenerationRequest, index: int, seed: object) -> int:
+        warm = msgspec.structs.replace(request.sampling, temperature=1.0)
+        return super().sample(msgspec.structs.replace(request, sampling=warm), index, request.id)
+
+
+class RawLogprobs(GoodServer):
+    def logprob(self, request: GenerationRequest) -> float:
+        return -1.5
+
+
+class SeedDependsOnTheBatch(GoodServer):
+    def sample(self, request: GenerationRequest, index: int, seed: object) -> int:
+        return super().sample(request, index, f"{seed}/{self.running}")
+
+
+class OneSeedForAll(GoodServer):
+    def sample(self, request: GenerationRequest, index: int, seed: object) -> int:
+        return super().sample(request, index, "always")
+
+
+class StopLeftOut(GoodServer):
+    def completion(self, request: GenerationRequest, tokens: list[int], reason: FinishReason) -> Completion:
+        return super().completion(request, tokens[:-1] if reason == "stop" else tokens, reason)
+
+
+class TakesAnyLength(GoodServer):
+    def refuse_if_bad(self, request: GenerationRequest) -> None:
+        if not request.prompt_ids or max(request.prompt_ids) >= VOCABULARY or not request.sampling.top_p:
+            raise RequestError("bad")
+
+
+class NeverCancels(GoodServer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.max_length = 4000
+
+    async def cancel(self, request_id: str) -> None:
+        pass
+
+
+class KeepsTheSlot(GoodServer):
+    async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+        try:
+            return await super().generate(request, on_token)
+        except asyncio.CancelledError:
+            self.running += 1
+            raise
+
+
+class GeneratesAgain(GoodServer):
+    def sample(self, request: GenerationRequest, index: int, seed: object) -> int:
+        self.calls.append(request)
+        if request.sampling.seed is None and request.sampling.temperature:
+            return super().sample(request, index, len(self.calls))
+        return super().sample(request, index, seed)
+
+
+class IdsForAnyRequest(GoodServer):
+    async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+        self.sent.pop(request.id, None)
+        return await super().generate(request, on_token)
+
+
+def results_of(server: GoodServer, *, only: str | None = None, without: frozenset[str] = WITHOUT) -> dict[str, Result]:
+    checks = [check for check in SERVER_CHECKS if only in (None, check.name)]
+    results = asyncio.run(run_checks(server, checks, without=without, bound_s=5.0))
+    assert [result.name for result in results] == [check.name for check in checks]
+    return {result.name: result for result in results}
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract_checks, "_CANCEL_S", 0.3)
+    monkeypatch.setattr(contract_checks, "_GRACE_S", 0.3)
+
+
+def test_a_server_that_keeps_the_contract_passes() -> None:
+    results = results_of(GoodServer())
+    assert results.pop("errors have their shape").outcome == "not supported"
+    assert {result.outcome for result in results.values()} == {"pass"}, results
+
+
+@pytest.mark.parametrize(
+    ("server", "check"),
+    [
+        (NoInstance, "says what it is"),
+        (Short, "completions are exact"),
+        (OtherVersions, "completions are exact"),
+        (OtherStream, "streamed tokens are the completion's"),
+        (NotGreedy, "temperature 0 is greedy"),
+        (RawLogprobs, "log-probs are of the sampled distribution"),
+        (SeedDependsOnTheBatch, "a seed repeats, whoever shares the batch"),
+        (OneSeedForAll, "a seed repeats, whoever shares the batch"),
+        (StopLeftOut, "stop tokens end a completion"),
+        (TakesAnyLength, "what does not fit is refused"),
+        (NeverCancels, "a cancelled request ends"),
+        (KeepsTheSlot, "who leaves frees the slot"),
+        (GeneratesAgain, "a retry is answered once"),
+        (IdsForAnyRequest, "a retry is answered once"),
+    ],
+)
+def test_each_breach_fails_its_check(server: Callable[[], GoodServer], check: str) -> None:
+    result = results_of(server(), only=check)[check]
+    assert result.outcome == "fail", result
+    assert result.detail
+
+
+def test_a_server_without_streams_or_seeds_is_not_blamed() -> None:
+    class Plain(GoodServer):
+        async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+            return await super().generate(request, None)
+
+    results = results_of(Plain(), without=WITHOUT | {"seeds"})
+    assert results["streamed tokens are the completion's"].outcome == "not supported"
+    assert results["a seed repeats, whoever shares the batch"].outcome == "not supported"
+
+
+def test_a_check_that_never_ends_fails() -> None:
+    class Hung(GoodServer):
+        async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    checks = [check for check in SERVER_CHECKS if check.name == "completions are exact"]
+    (result,) = asyncio.run(run_checks(Hung(), checks, bound_s=0.05))
+    assert result == Result("completions are exact", "fail", "not done after 0.05 s")

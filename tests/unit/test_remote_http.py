@@ -1,0 +1,222 @@
+"""The HTTP client against a server that answers whatever a test says, to the byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError, WeightUpdateError
+from pipelinerl.remote import http
+from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.errors import ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.remote.server_client import PipelineServer
+from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent
+from pipelinerl.wire import CompletionLine, TokenLine
+from tests.unit.fake_engine_servers import completion_of
+
+Handler = Callable[[asyncio.StreamWriter, str, bytes], Awaitable[None]]
+
+
+@asynccontextmanager
+async def server_of(handler: Handler, **options: Any) -> AsyncIterator[PipelineServer]:
+    """A server that calls `handler` with (writer, first line and headers, body) for the request of each connection."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        lengths = [line for line in head.lower().splitlines() if line.startswith("content-length:")]
+        body = await reader.readexactly(int(lengths[0].split(":")[1])) if lengths else b""
+        await handler(writer, head, body)
+        writer.close()
+
+    listening = await asyncio.start_server(connected, "127.0.0.1", 0)
+    client = PipelineServer(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/", **options)
+    try:
+        yield client
+    finally:
+        await client.close()
+        listening.close()
+
+
+def answering(status: str, body: bytes, *headers: str) -> Handler:
+    async def handler(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
+        lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", "connection: close", *headers]
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        await writer.drain()
+
+    return handler
+
+
+def error_body(code: str, message: str = "because") -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": "x", "code": code}})
+
+
+def request_of(*, stream: bool = False) -> GenerationRequest:
+    return GenerationRequest(id="r", prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=3), stream=stream)
+
+
+def outcome(handler: Handler, *, stream: bool = False, **options: Any) -> Any:
+    """What `generate` returns or raises, and the tokens that it reported."""
+    tokens: list[TokenEvent] = []
+
+    async def generate() -> Any:
+        async with server_of(handler, **options) as client, asyncio.timeout(5):
+            return await client.generate(request_of(stream=stream), tokens.append)
+
+    try:
+        return asyncio.run(generate()), tokens
+    except PipelineRLError as error:
+        return error, tokens
+
+
+COMPLETION = completion_of(request_of())
+EVENTS = [
+    TokenEvent("r", index, token_id, logprob, 0)
+    for index, (token_id, logprob) in enumerate(zip(COMPLETION.token_ids, COMPLETION.logprobs, strict=True))
+]
+
+
+def test_a_request_and_its_completion_go_over_unchanged() -> None:
+    seen = {}
+
+    async def handler(writer: asyncio.StreamWriter, head: str, body: bytes) -> None:
+        seen.update(head=head, request=msgspec.json.decode(body, type=GenerationRequest))
+        await answering("200 OK", msgspec.json.encode(COMPLETION))(writer, head, body)
+
+    assert outcome(handler, api_key="secret") == (COMPLETION, [])
+    assert seen["request"] == request_of()
+    assert seen["head"].startswith("POST /generate HTTP/1.1\r\n")
+    assert "authorization: bearer secret" in seen["head"].lower()
+
+
+def test_a_stream_in_any_pieces() -> None:
+    lines = [TokenLine(token=event) for event in EVENTS]
+    data = b"\n".join([*map(msgspec.json.encode, lines), b"", msgspec.json.encode(CompletionLine(completion=COMPLETION))])
+    for size in (1, 7, 10_000):
+
+        async def handler(writer: asyncio.StreamWriter, head: str, _: bytes, size: int = size) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
+            for start in range(0, len(data), size):
+                writer.write(data[start : start + size])
+                await writer.drain()
+
+        assert outcome(handler, stream=True) == (COMPLETION, EVENTS)
+
+
+def test_a_stream_that_breaks_off_may_be_asked_for_again() -> None:
+    data = msgspec.json.encode(TokenLine(token=EVENTS[0])) + b"\n"
+    for length in ("", "content-length: 9999\r\n"):
+
+        async def handler(writer: asyncio.StreamWriter, head: str, _: bytes, length: str = length) -> None:
+            writer.write(f"HTTP/1.1 200 OK\r\n{length}connection: close\r\n\r\n".encode() + data)
+
+        error, tokens = outcome(handler, stream=True)
+        assert isinstance(error, ServerUnreachableError)
+        assert tokens == EVENTS[:1]
+
+
+def test_an_error_within_a_stream() -> None:
+    data = msgspec.json.encode(TokenLine(token=EVENTS[0])) + b"\n" + error_body("unavailable", "the engine failed") + b"\n"
+    error, _ = outcome(answering("200 OK", data), stream=True)
+    assert isinstance(error, ServerBusyError)
+    assert "the engine failed" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "words"),
+    [
+        ("400 Bad Request", error_body("bad_request"), RequestError, "because"),
+        ("400 Bad Request", error_body("prompt_too_long", "9 + 9 > 10"), PromptTooLongError, "9 \\+ 9"),
+        ("401 Unauthorized", error_body("unauthorized"), ServerError, "API key"),
+        ("404 Not Found", b"<html>nothing   here</html>", ServerError, "nothing here"),
+        ("501 Not Implemented", error_body("not_supported"), ServerError, "because"),
+        ("429 Too Many Requests", error_body("overloaded"), ServerBusyError, "429"),
+        ("503 Service Unavailable", error_body("unavailable"), ServerBusyError, "because"),
+        ("500 Internal Server Error", b"", ServerBusyError, "no explanation"),
+        ("302 Found", b"", ServerError, "302"),
+        ("200 OK", b"hello", ServerError, "malformed.*is it an engine server"),
+        ("200 OK", b'{"request_id": 7}', ServerError, "malformed"),
+    ],
+)
+def test_every_failure_is_told_apart(status: str, body: bytes, kind: type[PipelineRLError], words: str) -> None:
+    error, _ = outcome(answering(status, body))
+    assert type(error) is kind or (kind is ServerError and isinstance(error, http.RefusedError))
+    with pytest.raises(kind, match=words):
+        raise error
+    if isinstance(error, ServerError):
+        assert error.url in str(error)
+
+
+def test_when_to_ask_again() -> None:
+    for header, wanted in (("2.5", 2.5), ("Wed, 21 Oct 2026 07:28:00 GMT", None), ("-1", None), ("nan", None)):
+        error, _ = outcome(answering("429 Too Many Requests", b"", f"retry-after: {header}"))
+        assert error.retry_after_s == wanted
+
+
+def test_nothing_listens_or_nothing_comes() -> None:
+    async def close_at_once(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
+        writer.close()
+
+    async def refused() -> None:
+        async with server_of(close_at_once) as client:
+            with pytest.raises(ServerUnreachableError) as caught:
+                await client.info()
+            assert not caught.value.refused
+        listening = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        listening.close()
+        client = PipelineServer(f"http://127.0.0.1:{port}")
+        with pytest.raises(ServerUnreachableError) as caught:
+            await client.info()
+        assert caught.value.refused
+        await client.close()
+
+    async def silent(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
+        await asyncio.sleep(1)
+
+    async def late() -> None:
+        async with server_of(silent, timeout_s=0.05) as client:
+            with pytest.raises(ServerUnreachableError, match="in time"):
+                await client.info()
+
+    asyncio.run(refused())
+    asyncio.run(late())
+
+
+def test_a_connection_on_which_nothing_comes_is_given_up() -> None:
+    async def silent(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
+        await asyncio.sleep(1)
+
+    for stream in (False, True):
+        error, _ = outcome(silent, stream=stream, silence_s=0.05)
+        assert isinstance(error, ServerUnreachableError)
+        assert not error.refused
+
+
+def test_no_answer_may_be_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1 << 20)
+    for stream in (False, True):
+        error, _ = outcome(answering("200 OK", b" x" * (1 << 20)), stream=stream)
+        assert isinstance(error, ServerError)
+        assert "more than" in str(error)
+
+
+@pytest.mark.parametrize(("status", "code"), [("409 Conflict", "stale_version"), ("422 Unprocessable", "bad_weights")])
+def test_a_refused_update_says_why(status: str, code: str) -> None:
+    async def update() -> None:
+        async with server_of(answering(status, error_body(code, "checksum differs"))) as client:
+            await client.update_weights(SavedWeights(1, "0" * 32, Path("/x")))
+
+    with pytest.raises(WeightUpdateError, match="checksum differs"):
+        asyncio.run(update())
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://a:b:c"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match="not the URL of an engine server"):
+        PipelineServer(url)

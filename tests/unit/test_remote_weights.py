@@ -1,0 +1,232 @@
+"""Weights for several servers: one file, all at once, one receipt; servers that come back are brought up to date first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.state import checksum
+from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.bounds import Bounds
+from pipelinerl.remote.engine import RemoteEngine
+from pipelinerl.remote.errors import EngineUnavailableError, ServerUnreachableError
+from pipelinerl.remote.weights_file import WeightFiles, write_safetensors
+from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
+from tests.unit.fake_engine_servers import FakeServer
+
+FAST = Bounds(startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3)
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(5, 3, generator=generator)
+    return {
+        "embed": weight,
+        "head": weight,  # tied
+        "half": torch.randn(7, generator=generator).to(torch.bfloat16),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(2, 6, generator=generator).T,
+        "steps": torch.arange(3),
+    }
+
+
+def update(version: int) -> WeightUpdate:
+    named = tensors(version)
+    return WeightUpdate(version, checksum(named), named)
+
+
+@contextmanager
+def engine_over(servers: Sequence[FakeServer], directory: Path, **options: Any) -> Iterator[RemoteEngine]:
+    engine = RemoteEngine(servers, weight_dirs=[directory], **{"bounds": FAST} | options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.safetensors"))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
+    written = tensors()
+    write_safetensors(tmp_path / "w.safetensors", written)
+    read = load_file(tmp_path / "w.safetensors")
+    assert read.keys() == written.keys()
+    assert all(torch.equal(read[name], written[name]) and read[name].dtype == written[name].dtype for name in read)
+    assert checksum(read) == checksum(written)
+
+
+def test_a_file_is_written_over_once_it_is_not_needed(tmp_path: Path) -> None:
+    weights = WeightFiles(tmp_path)
+    larger = {**tensors(), "more": torch.ones(500)}
+    first = weights.write(WeightUpdate(1, checksum(larger), larger))
+    second = weights.write(update(2))
+    weights.remove(first)
+    third = weights.write(update(3))
+    assert files(tmp_path) == sorted([second.path, third.path])
+    for saved in (second, third):  # the smaller ends where it should
+        assert checksum(load_file(saved.path)) == saved.checksum == update(saved.version).checksum
+    for saved in (second, third):
+        weights.remove(saved)
+    assert files(tmp_path) == [third.path]
+    weights.close()
+    assert not files(tmp_path)
+
+
+def test_all_servers_take_an_update_and_the_receipt_is_for_all(tmp_path: Path) -> None:
+    servers = [FakeServer("a", slots=2), FakeServer("b", slots=4)]
+    with engine_over(servers, tmp_path) as engine:
+        assert engine.version == 0
+        for version in (1, 2):
+            sent = update(version)
+            receipt = engine.update_weights(sent)
+            assert receipt == UpdateReceipt(
+                engine="engine", version=version, checksum=sent.checksum, pause_s=1.0, sequences_in_flight=0
+            )
+            assert engine.version == version
+        assert [server.version for server in servers] == [2, 2]
+        assert servers[0].updates[-1].path in files(tmp_path)  # the last one stays, for servers that come back
+        assert engine.progress().weight_updates == 2
+        assert engine.progress().pauses_s == (1.0, 1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_is_in_the_receipt_and_names_the_server(tmp_path: Path) -> None:
+    servers = [FakeServer("http://a"), FakeServer("http://b")]
+    servers[1].update_problem = WeightUpdateError("the weights do not fit")
+    with engine_over(servers, tmp_path) as engine:
+        receipt = engine.update_weights(update(1))
+        assert receipt.error is not None
+        assert "http://b" in receipt.error
+        assert "do not fit" in receipt.error
+        assert "http://a" not in receipt.error
+        assert receipt.checksum == ""
+        assert engine.version == 0
+
+
+def test_an_echo_of_other_weights_is_an_error(tmp_path: Path) -> None:
+    class Liar(FakeServer):
+        async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
+            receipt = await super().update_weights(update)
+            return UpdateReceipt(engine="", version=receipt.version, checksum="0" * 32, pause_s=0.0, sequences_in_flight=0)
+
+    with engine_over([FakeServer("http://a"), Liar("http://b")], tmp_path) as engine:
+        receipt = engine.update_weights(update(1))
+    assert receipt.error is not None
+    assert "http://b" in receipt.error
+    assert "0" * 32 in receipt.error
+
+
+def test_a_server_that_does_not_answer_an_update_is_named(tmp_path: Path) -> None:
+    class Stuck(FakeServer):
+        async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
+            import asyncio
+
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    with (
+        engine_over([FakeServer("http://a"), Stuck("http://b")], tmp_path) as engine,
+        pytest.raises(WeightUpdateError, match=r"http://b did not answer weights of version 1"),
+    ):
+        engine.update_weights(update(1))
+
+
+def test_an_update_whose_answer_was_lost_is_sent_again(tmp_path: Path) -> None:
+    class Breaking(FakeServer):
+        async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
+            receipt = await super().update_weights(update)
+            if len(self.updates) < 3:
+                raise ServerUnreachableError(self.url, "broke off")
+            return receipt
+
+    server = Breaking("a")
+    with engine_over([server], tmp_path) as engine:
+        assert engine.update_weights(update(1)).error is None
+        assert engine.slots == server.slots
+    assert len(server.updates) == 3
+
+
+def test_versions_do_not_go_back(tmp_path: Path) -> None:
+    with engine_over([FakeServer("a")], tmp_path) as engine:
+        engine.update_weights(update(2))
+        with pytest.raises(WeightUpdateError, match="older"):
+            engine.update_weights(update(1))
+
+
+def test_a_server_that_comes_back_takes_the_weights_before_it_gets_requests(tmp_path: Path) -> None:
+    a, b = FakeServer("a"), FakeServer("b")
+    with engine_over([a, b], tmp_path) as engine:
+        engine.update_weights(update(1))
+        b.refuse()
+        wait_until(lambda: engine.slots == 4)
+        engine.update_weights(update(2))  # of those that are there
+        assert engine.version == 2
+        versions = []
+
+        async def note(request: GenerationRequest, call: int) -> None:
+            versions.append(b.version)
+
+        b.before_answer = note
+        b.restart()
+        b.problem = None
+        wait_until(lambda: engine.slots == 8)
+        a.held = True
+        for number in range(8):
+            sampling = SamplingParams(max_tokens=2)
+            engine.submit(GenerationRequest(id=f"r{number}", prompt_ids=(number,), sampling=sampling))
+        wait_until(lambda: len(versions) == 4)
+        assert versions == [2] * 4
+    assert [saved.version for saved in b.updates] == [1, 2]
+
+
+def test_without_any_server_an_update_fails(tmp_path: Path) -> None:
+    server = FakeServer("http://a")
+    with engine_over([server], tmp_path) as engine:
+        server.refuse()
+        with pytest.raises(EngineUnavailableError, match="http://a"):
+            engine.update_weights(update(1))
+
+
+def test_the_first_directory_with_room_is_taken_and_the_error_names_all(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    weights = WeightFiles(tmp_path / "missing", there)
+    saved = weights.write(update(1))
+    assert saved.path.is_relative_to(there)
+    weights.close()
+    with pytest.raises(WeightUpdateError, match=str(tmp_path / "missing")):
+        WeightFiles(tmp_path / "missing").write(update(1))
+
+
+def test_what_a_dead_process_left_is_removed_but_not_what_a_living_one_uses(tmp_path: Path) -> None:
+    dead, living = tmp_path / "pipelinerl-weights-1-dead", WeightFiles(tmp_path)
+    dead.mkdir()
+    (dead / "lock").touch()
+    (dead / "v1.safetensors").touch()
+    kept = living.write(update(1))
+    assert not dead.exists()
+    another = WeightFiles(tmp_path)
+    another.write(update(2))
+    assert kept.path.is_file()
+    another.close()
+    living.close()
+    assert list(tmp_path.iterdir()) == []

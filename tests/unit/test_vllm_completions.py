@@ -1,0 +1,132 @@
+"""vLLM's answers as completions: exactly what they say, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.errors import PromptTooLongError, RequestError
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
+from pipelinerl.vllm.completions import completion_of, generate_body, same_versions, tokens_of, version_of
+from pipelinerl.vllm.messages import Answer, Choice, UnfaithfulError, worker_error
+
+REQUEST = GenerationRequest(
+    id="a", prompt_ids=(3, 4), sampling=SamplingParams(max_tokens=4, temperature=0.7, stop_token_ids=(1, 9), seed=5)
+)
+
+
+def choice(ids: list[int], *, reason: str | None = "length", spans: Any = None, **changes: Any) -> Choice:
+    content = [{"token_id": token, "logprob": -0.5 * token, "rank": 1} for token in ids]
+    spans = [{"version": "7", "start": 0, "end": len(ids)}] if spans is None else spans
+    fields = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": reason}
+    return msgspec.convert({**fields, "weight_versions": spans} | changes, Choice)
+
+
+def completed(end: Choice) -> Completion:
+    return completion_of(REQUEST, tokens_of(end), end)
+
+
+def test_everything_that_an_answer_says_is_in_the_completion() -> None:
+    spans = [{"version": "7", "start": 0, "end": 3}, {"version": "12", "start": 3, "end": 4}]
+    assert completed(choice([5, 6, 2, 8], spans=spans)) == Completion(
+        request_id="a",
+        token_ids=(5, 6, 2, 8),
+        logprobs=(-2.5, -3.0, -1.0, -4.0),
+        weight_versions=(VersionSpan(7, 0, 3), VersionSpan(12, 3, 4)),
+        finish_reason="length",
+    )
+
+
+def test_a_stop_token_is_the_last_one() -> None:
+    assert completed(choice([5, 9], reason="stop")).finish_reason == "stop"
+    assert completed(choice([5, 6, 2, 9], reason="stop")).token_ids[-1] == 9
+
+
+def test_an_aborted_request_is_cancelled_with_what_it_has() -> None:
+    assert completed(choice([5, 6], reason="abort")).token_ids == (5, 6)
+    assert completed(choice([], reason="abort", spans=[])).finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        choice([5, 6], reason="length"),  # too few
+        choice([5, 6], reason="stop"),  # no stop token
+        choice([5, 9, 6, 2], reason="length"),  # one in the middle
+        choice([5, 6, 2, 9], reason="length"),  # one at the end
+        choice([], reason="stop", spans=[]),
+        choice([5, 6, 2, 8], reason=None),
+        choice([5, 6, 2, 8], reason="error"),
+        choice([5, 6, 2, 8], spans=[]),
+        choice([5, 6, 2, 8], weight_versions=None),
+        choice([5, 6, 2, 8], spans=[{"version": "7", "start": 0, "end": 3}]),
+        choice([5, 6, 2, 8], spans=[{"version": "v7", "start": 0, "end": 4}]),
+        choice([5, 6, 2, 8], logprobs=None),
+        choice([5, 6, 2, 8], logprobs={"content": None}),
+        choice([5, 6, 2, 8], logprobs={"content": [{"token_id": 5, "logprob": -1.0}]}),
+        choice([5], logprobs={"content": [{"token_id": 6, "logprob": -1.0}]}),
+        choice([5], logprobs={"content": [{"token_id": 5, "logprob": -9999.0}]}),
+    ],
+)
+def test_an_answer_that_lacks_or_contradicts_something_is_an_error(end: Choice) -> None:
+    with pytest.raises(UnfaithfulError):
+        completed(end)
+
+
+def test_an_answer_has_one_choice() -> None:
+    assert Answer((choice([5]),)).only == choice([5])
+    for choices in ((), (choice([5]), choice([6]))):
+        with pytest.raises(UnfaithfulError):
+            _ = Answer(choices).only
+
+
+@pytest.mark.parametrize("label", ["default", "", "-1", "1.0", "٣", "9" * 19])
+def test_only_numbers_are_versions(label: str) -> None:
+    assert version_of("0") == 0
+    assert version_of("123") == 123
+    with pytest.raises(UnfaithfulError):
+        version_of(label)
+
+
+def test_a_request_asks_for_no_more_and_no_less_than_ours() -> None:
+    body = msgspec.to_builtins(generate_body(REQUEST, 6))
+    assert body["token_ids"] == (3, 4)
+    assert body["stream"] is False
+    assert body["sampling_params"] == {
+        "max_tokens": 4,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": 0,
+        "stop_token_ids": (1, 9),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def test_what_vllm_would_quietly_change_is_refused() -> None:
+    with pytest.raises(PromptTooLongError, match=r"2 prompt tokens \+ 4 new tokens > 5"):
+        generate_body(REQUEST, 5)
+    sampling = SamplingParams(max_tokens=4, temperature=0.001)
+    with pytest.raises(RequestError, match="temperature"):
+        generate_body(GenerationRequest(id="a", prompt_ids=(3,), sampling=sampling), 64)
+
+
+def test_tokens_reported_with_another_version_are_not_used() -> None:
+    done = completed(choice([5, 6, 2, 8]))
+    events = [TokenEvent("a", i, token, -0.5 * token, 7) for i, token in enumerate(done.token_ids)]
+    same_versions(done, events)
+    same_versions(done, [])
+    with pytest.raises(RequestError, match="token 2"):
+        same_versions(done, [*events[:2], TokenEvent("a", 2, 2, -1.0, 6), events[3]])
+
+
+def test_the_message_of_a_worker_is_found_in_whatever_is_around_it() -> None:
+    inner = "weights refused: it isn't there"
+    message = f"Call to collective_rpc method failed: Worker failed with error '{inner}', please check the stack trace"
+    body = msgspec.json.encode({"error": {"message": message, "type": "InternalServerError", "code": 500}}).decode()
+    assert worker_error(body) == worker_error(f"answered 500: {body}") == inner
+    assert worker_error('{"error":{"message":"too long","code":400}}') == "too long"
+    assert worker_error("plain") == "plain"

@@ -1,0 +1,103 @@
+"""The steps of an update at vLLM, and what is left behind when one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.errors import ServerBusyError, ServerUnreachableError
+from pipelinerl.vllm.switch import RESUME_TRIES, HalfUpdatedError, WeightSwitch
+
+UPDATE = SavedWeights(3, "c0ffee", Path("/weights/v3.safetensors"))
+STEPS = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+class FakeVllm:
+    """Takes note of what it is asked; `failures` are raised, one for each time that the step is asked for."""
+
+    url = "http://vllm"
+
+    def __init__(self, **failures: list[BaseException]) -> None:
+        self.failures = {f"/{step}": errors for step, errors in failures.items()}
+        self.asked: list[str] = []
+        self.bodies: dict[str, Any] = {}
+
+    async def post(self, path: str, body: Any, answer: Any, *, timeout_s: float, params: Any = None) -> None:
+        self.asked.append(path)
+        self.bodies[path] = params if body is None else body
+        if self.failures.get(path):
+            raise self.failures[path].pop(0)
+
+
+def busy(message: str = "it broke") -> ServerBusyError:
+    return ServerBusyError("http://vllm", f"answered 500: Worker failed with error '{message}', please check")
+
+
+def run(vllm: FakeVllm) -> list[list[str]]:
+    """Run the switch; what had been asked when the weights were said to be replaced."""
+    replaced: list[list[str]] = []
+    switch = WeightSwitch(vllm, timeout_s=1.0, update_timeout_s=9.0)
+    pause_s = asyncio.run(switch.run(UPDATE, lambda: replaced.append(list(vllm.asked))))
+    assert pause_s >= 0
+    return replaced
+
+
+def test_the_weights_are_named_between_their_arrival_and_the_next_token() -> None:
+    vllm = FakeVllm()
+    assert run(vllm) == [STEPS[:-1]]
+    assert vllm.asked == STEPS
+    assert vllm.bodies["/pause"] == {"mode": "keep", "clear_cache": "false"}
+    assert vllm.bodies["/finish_weight_update"].weight_version == "3"
+    info = vllm.bodies["/update_weights"].update_info
+    assert (info.path, info.version, info.checksum) == (str(UPDATE.path), 3, "c0ffee")
+
+
+@pytest.mark.parametrize(
+    ("failures", "asked"),
+    [
+        ({"pause": [busy()]}, ["/pause", "/resume"]),
+        ({"start_weight_update": [busy()]}, ["/pause", "/start_weight_update", "/resume"]),
+        ({"update_weights": [busy("weights refused: another checksum")]}, [*STEPS[:3], "/resume"]),
+    ],
+)
+def test_what_was_refused_leaves_generation_as_it_was(failures: dict[str, list[BaseException]], asked: list[str]) -> None:
+    vllm = FakeVllm(**failures)
+    with pytest.raises(WeightUpdateError) as caught:
+        run(vllm)
+    assert not isinstance(caught.value, HalfUpdatedError)
+    assert vllm.asked == asked
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        {"update_weights": [busy("a layer does not fit")]},
+        {"update_weights": [ServerUnreachableError("http://vllm", "gave no answer in time")]},
+        {"finish_weight_update": [busy()]},
+        {"update_weights": [busy("weights refused: no")], "resume": [busy()] * RESUME_TRIES},
+    ],
+)
+def test_what_may_be_half_done_is_never_computed_with(failures: dict[str, list[BaseException]]) -> None:
+    vllm = FakeVllm(**failures)
+    with pytest.raises(HalfUpdatedError, match="half of version 3"):
+        run(vllm)
+    assert vllm.asked.count("/resume") in (0, RESUME_TRIES)
+
+
+def test_a_cancelled_update_may_be_half_done_too() -> None:
+    vllm = FakeVllm(update_weights=[asyncio.CancelledError()])
+    with pytest.raises(asyncio.CancelledError) as caught:
+        run(vllm)
+    assert "half of version 3" in caught.value.__notes__[0]
+    assert "/resume" not in vllm.asked
+
+
+def test_resuming_is_tried_again() -> None:
+    vllm = FakeVllm(resume=[busy()] * (RESUME_TRIES - 1))
+    run(vllm)
+    assert vllm.asked == [*STEPS, *["/resume"] * (RESUME_TRIES - 1)]
