@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from pipelinerl.engine import LocalEngine
-from pipelinerl.engine.uniform import StepUniforms, uniforms
+from pipelinerl.engine.uniform import StepsAhead, uniforms
 from pipelinerl.errors import PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
@@ -273,9 +273,11 @@ def test_a_model_that_can_not_be_flattened_runs_as_it_is(caplog: pytest.LogCaptu
     assert served.generate(wanted) == engine(slots=2).generate(wanted)
 
 
-def test_uniform_numbers_drawn_ahead_are_those_of_each_step() -> None:
-    keys, counts = np.array([3, 2**63, 17], dtype=np.uint64), np.array([0, 5, 11])
-    ahead = StepUniforms(keys, counts)
+def test_what_is_prepared_ahead_is_what_each_step_needs() -> None:
+    keys, counts, positions = np.array([3, 2**63, 17], dtype=np.uint64), np.array([0, 5, 11]), np.array([4, 6, 40])
+    ahead = StepsAhead(keys, counts, positions)
     for step in range(200):
-        assert ahead.next().tolist() == uniforms(keys, counts + step).tolist()
-    assert counts.tolist() == [0, 5, 11]
+        positions_R, uniforms_R = ahead.next()
+        assert uniforms_R.tolist() == uniforms(keys, counts + step).tolist()
+        assert positions_R.tolist() == (positions + step).tolist()
+    assert (counts.tolist(), positions.tolist()) == ([0, 5, 11], [4, 6, 40])

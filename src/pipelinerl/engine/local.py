@@ -18,11 +18,13 @@ from pipelinerl.engine.rows import Ints, RowTable
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.engine.sampler import SamplingRows, sample
 from pipelinerl.engine.sequence import Prefill, Sequence, VersionMarks
-from pipelinerl.engine.uniform import StepUniforms, request_key, uniforms
+from pipelinerl.engine.uniform import StepsAhead, request_key, uniforms
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.types import Completion, EngineProgress, FinishReason, GenerationRequest, TokenEvent, UpdateReceipt
+
+_NOTHING = StepOutput((), ())
 
 
 class LocalEngine:
@@ -63,9 +65,10 @@ class LocalEngine:
         self._streaming: set[str] = set()
         self._cancelled: set[str] = set()
         self._rearrange = False
-        self._uniforms: StepUniforms | None = None
+        self._ahead: StepsAhead | None = None
         self._inference = torch.inference_mode()
-        self._last_R = self._positions_R = torch.empty(0, dtype=torch.long)
+        self._last_R = torch.empty(0, dtype=torch.long)
+        self._uniforms_R = torch.empty(0, dtype=torch.double)
         self._tokens_generated = 0
         self._decode_steps = 0
         self._busy_s = 0.0
@@ -152,7 +155,7 @@ class LocalEngine:
     def step(self) -> StepOutput:
         """One token boundary (cancellations, admissions), then one token for every sequence that has its prompt."""
         if not self._known:
-            return StepOutput((), ())
+            return _NOTHING
         started_s = time.perf_counter()
         with self._inference:
             output = self._step()
@@ -164,15 +167,17 @@ class LocalEngine:
         finished = self._take_cancelled() if self._cancelled else []
         fresh = self._admit() if self._waiting else []
         if fresh or self._rearrange or self._table.outgrown():
-            self._runner.kv.move(self._table.arrange(fresh))
+            moves = self._table.arrange(fresh)
+            self._runner.kv.move(moves)
+            if fresh or self._rearrange or moves:  # else the same rows go on, in longer classes
+                self._ahead = None
             self._rearrange = False
-            self._uniforms = None
         chunks = self._next_chunks() if self._prefills else []
         tokens: list[TokenEvent] = []
         if self._table.decoding or chunks:
             logits_PV = self._run(chunks)
             tokens = self._sample(logits_PV, [prefill for prefill, _ in chunks], finished)
-        return StepOutput(tokens, finished)
+        return StepOutput(tokens, finished) if tokens or finished else _NOTHING
 
     def _take_cancelled(self) -> list[Completion]:
         ended: list[Completion] = []
@@ -227,16 +232,25 @@ class LocalEngine:
         ragged: tuple[Chunk, ...] = ()
         if chunks:
             ids_T, positions_T, keep, ragged = self._with_chunks(chunks)
-        elif steps := self._table.unsettled:
-            # The tokens of the step before, as they came from the sampler.
-            ids_T, positions_T = self._last_R, self._positions_R + steps
         else:
-            ids_T = torch.from_numpy(self._table.last[:rows])
-            positions_T = self._positions_R = torch.from_numpy(self._table.positions[:rows])
+            ids_T, positions_T = self._steady()
         self._decode_steps += 1
         return self._runner.forward(
             self._runner.kv, ids_T, positions_T, keep=keep, decoding=rows, classes=self._table.classes(), chunks=ragged
         )
+
+    def _steady(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and positions [R] of decoding rows alone."""
+        table, rows = self._table, slice(0, self._table.decoding)
+        if self._streaming:
+            table.settle()
+            return torch.from_numpy(table.last[rows]), torch.from_numpy(table.positions[rows])
+        if self._ahead is None:
+            table.settle()
+            self._ahead = StepsAhead(table.keys[rows], table.counts[rows], table.positions[rows])
+            self._last_R = torch.from_numpy(table.last[rows])
+        positions_R, self._uniforms_R = self._ahead.next()
+        return self._last_R, positions_R
 
     def _with_chunks(
         self, chunks: Seq[tuple[Prefill, int]]
@@ -265,10 +279,7 @@ class LocalEngine:
         """Sample for every row that has logits, and hand out what comes of it."""
         table, rows = self._table, self._table.decoding
         if not advanced and not self._streaming:
-            if self._uniforms is None:
-                table.settle()
-                self._uniforms = StepUniforms(table.keys[:rows], table.counts[:rows])
-            ids_R, logprobs_R = self._draw(logits_PV, slice(0, rows), self._uniforms.next())
+            ids_R, logprobs_R = self._draw(logits_PV, slice(0, rows), self._uniforms_R)
             self._last_R = ids_R
             self._tokens_generated += rows
             if table.note(ids_R, logprobs_R):
@@ -289,7 +300,7 @@ class LocalEngine:
         uniforms_n = torch.from_numpy(uniforms(table.keys[rows_n], table.counts[rows_n]))
         ids_n, logprobs_n = (x.numpy(force=True) for x in self._draw(logits_PV, rows_n, uniforms_n))
         table.record(rows_n, ids_n, logprobs_n)
-        self._uniforms = None
+        self._ahead = None
         self._tokens_generated += len(row_n)
         events = []
         for row, token_id, logprob in zip(row_n, ids_n.tolist(), logprobs_n.tolist(), strict=True):

@@ -181,11 +181,6 @@ class RowTable:
         self._age += 1
         return self._age >= self._ends_at or not self._stop_ids.isdisjoint(ids_R.tolist())
 
-    @property
-    def unsettled(self) -> int:
-        """Steps that were noted and not settled."""
-        return len(self._unsettled)
-
     def settle(self) -> None:
         """Bring the arrays up to date with what was noted."""
         if not self._unsettled:

@@ -30,27 +30,38 @@ def uniforms(keys_n: npt.NDArray[np.uint64], positions_n: npt.NDArray[np.int64])
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class StepUniforms:
-    """The uniform numbers of the next steps, drawn for several steps at once, since drawing few costs as much as many.
+class StepsAhead:
+    """What is known of the next steps: positions [R] and uniform numbers [R]. Prepared for several steps at once, since
+    little costs as much as much.
 
-    Good for as long as the same rows decode: one token each a step. The longer that lasts, the more steps are drawn ahead.
+    Good for as long as the same rows decode: one token each a step. The longer that lasts, the more steps are prepared.
     """
 
-    def __init__(self, keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self, keys_R: npt.NDArray[np.uint64], counts_R: npt.NDArray[np.int64], positions_R: npt.NDArray[np.int64]
+    ) -> None:
+        """`counts_R`: tokens sampled so far; `positions_R`: where the next one goes in the cache."""
         self._steps = 8
         self._most_steps = max(8, _MOST_AHEAD // max(1, len(keys_R)))
         self._keys_R = keys_R.copy()
+        self._counts_R = counts_R.copy()
         self._positions_R = positions_R.copy()
-        self._drawn: list[torch.Tensor] = []
+        self._prepared: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def next(self) -> torch.Tensor:
-        """Numbers [R] of the rows' next tokens."""
-        if not self._drawn:
-            positions_SR = self._positions_R + np.arange(self._steps)[:, None]
-            self._drawn = list(torch.from_numpy(uniforms(self._keys_R, positions_SR)))[::-1]
-            self._positions_R += self._steps
-            self._steps = min(2 * self._steps, self._most_steps)
-        return self._drawn.pop()
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and uniform numbers of the rows' next tokens."""
+        if not self._prepared:
+            self._prepare()
+        return self._prepared.pop()
+
+    def _prepare(self) -> None:
+        steps_S1 = np.arange(self._steps)[::-1, None]  # the next step last: from there they are taken
+        drawn_SR = torch.from_numpy(uniforms(self._keys_R, self._counts_R + steps_S1))
+        positions_SR = torch.from_numpy(self._positions_R + steps_S1)
+        self._prepared = list(zip(positions_SR.unbind(), drawn_SR.unbind(), strict=True))
+        self._counts_R += self._steps
+        self._positions_R += self._steps
+        self._steps = min(2 * self._steps, self._most_steps)
 
 
 def _finalize(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
