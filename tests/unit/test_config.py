@@ -105,7 +105,12 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path: Path) -> None:
         ("trainer: {clamp: .nan}", "trainer.clamp: nan is not a finite number"),
         ("trainer: {betas: [0.9]}", "trainer.betas: [0.9] is not allowed here; this takes a list of 2: a number, a number"),
         ("schedule: {kind: sync}", "'sync' is not allowed here; this takes one of pipeline, conventional, async"),
-        ("engine: {kind: vllm}", "engine.kind: 'vllm' is not allowed here; this takes local"),
+        ("engine: {kind: sglang}", "engine.kind: 'sglang' is not allowed here; this takes one of local, http, vllm"),
+        (
+            "engine: {urls: 'http://a:1'}",
+            "engine.urls: 'http://a:1' is not allowed here; this takes a list of any length: text",
+        ),
+        ("engine: {urls: [8000]}", "engine.urls: [8000] is not allowed here"),
         ("metrics: {plot: no}", "metrics.plot: 'no' is not allowed here; this takes true or false"),
         ("environment: {args: [1]}", "environment.args: [1] is not allowed here; this takes a mapping"),
         ("environment: {args: {a: {5: 1}}}", "environment.args: the key 5 is not text; put it in quotes"),
@@ -272,6 +277,13 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("schedule: {max_lag: -1}", "schedule.max_lag", "0 or more"),
         ("schedule: {steps_per_round: 2}", "schedule.steps_per_round", "conventional or async"),
         ("stream: {kind: memory}", "stream.kind", "set it to files, or launch.kind to embedded"),
+        (
+            "stream: {kind: redis}\nlaunch: {kind: embedded}",
+            "stream.kind",
+            "set launch.kind to processes, or stream.kind to files",
+        ),
+        ("stream: {url: 'redis://h'}", "stream.url", "set stream.kind to redis"),
+        ("stream: {kind: redis, url: 'h:6379'}", "stream.url", "redis://HOST"),
         ("stream: {capacity: 7}", "stream.capacity", "set it to 8 or more"),
         (ROUNDS + "stream: {capacity: 31}", "stream.capacity", "set it to 32 or more"),
         (ROUNDS + "stream: {when_full: drop_oldest}", "stream.when_full", "set it to block"),
@@ -288,6 +300,21 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("engine: {processes: 65}", "engine.processes", "set it to 64 or fewer"),
         ("engine: {processes: 2}\nlaunch: {kind: embedded}", "engine.processes", "set it to 1, or launch.kind to processes"),
         ("engine: {threads: 0}", "engine.threads", "set it to 1 or more"),
+        ("engine: {urls: ['http://a:1']}", "engine.urls", "set engine.kind to http or vllm"),
+        ("engine: {servers: 2}", "engine.servers", "set engine.kind to http or vllm"),
+        ("engine: {api_key_env: KEY}", "engine.api_key_env", "set engine.kind to http or vllm"),
+        ("engine: {kind: http, api_key_env: KEY}", "engine.api_key_env", "set engine.urls"),
+        ("engine: {kind: http, urls: ['http://a:1'], servers: 2}", "engine.servers", "set it to 1"),
+        ("engine: {kind: http, urls: ['a:1']}", "engine.urls", "http://HOST:PORT"),
+        ("engine: {kind: http, urls: ['http://a:1/v1']}", "engine.urls", "http://HOST:PORT"),
+        ("engine: {kind: http, urls: ['http://a:1', 'http://a:1/']}", "engine.urls", "name each once"),
+        ("engine: {kind: http, processes: 2}", "engine.processes", "set it to 1, and engine.servers"),
+        ("engine: {kind: http}\nlaunch: {kind: embedded}", "engine.kind", "set launch.kind to processes"),
+        ("engine: {kind: http, python: p}", "engine.python", "set engine.kind to vllm"),
+        ("engine: {kind: vllm}", "engine.python", "set engine.urls to servers that run already"),
+        ("engine: {kind: vllm, python: p, kv_on_update: recompute}", "engine.kv_on_update", "set it to keep"),
+        ("weights: {kind: collective}\nlaunch: {kind: embedded}", "weights.kind", "set launch.kind to processes"),
+        ("launch: {kind: embedded, preprocessor: process}", "launch.preprocessor", "launch.preprocessor to with_trainer"),
         ("trainer: {threads: -2}", "trainer.threads", "set it to 1 or more"),
     ],
 )
@@ -314,6 +341,9 @@ def test_combinations_that_make_no_sense_name_key_and_fix(tmp_path: Path, text: 
         "trainer: {kl_coefficient: 0.1}\npreprocess: {zero_advantage: drop}",
         "engine: {device: 'cuda:0', threads: 1}\ntrainer: {device: cuda}",
         "model: {dtype: bfloat16}",
+        "engine: {kind: http, servers: 2}\nstream: {kind: redis}\nlaunch: {preprocessor: process}",
+        "engine: {kind: http, urls: ['https://a:1', 'http://b:2/'], api_key_env: KEY}",
+        "engine: {kind: vllm, python: p}\nstream: {kind: redis, url: 'unix:///tmp/r'}\nweights: {kind: collective}",
     ],
 )
 def test_combinations_that_make_sense_pass(tmp_path: Path, text: str) -> None:
@@ -372,7 +402,11 @@ def from_schema(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         "string": lambda: any_text,
         "integer": lambda: st.integers(low, 2**60),
         "number": lambda: st.floats(low, schema.get("maximum"), exclude_min=above, allow_nan=False, allow_infinity=False),
-        "array": lambda: st.tuples(*map(from_schema, schema["prefixItems"])),
+        "array": lambda: (
+            st.tuples(*map(from_schema, schema["prefixItems"]))
+            if "prefixItems" in schema
+            else st.lists(from_schema(schema["items"]), max_size=3).map(tuple)
+        ),
         "object": lambda: st.dictionaries(any_text, json_values, max_size=3),
     }
     return by_type[schema["type"]]()

@@ -65,6 +65,7 @@ def test_a_group_becomes_samples() -> None:
     assert first.behaviour_logprobs == pytest.approx([-0.1, -0.2, -0.3] * 2)
     assert first.reference_logprobs is None
     assert prepared.dropped == {}
+    assert (prepared.index, prepared.ids) == (9, ("a", "b"))
 
 
 def test_zero_advantage_is_dropped_only_on_request() -> None:
@@ -74,9 +75,9 @@ def test_zero_advantage_is_dropped_only_on_request() -> None:
         prepared = Preprocessor(PreprocessConfig(zero_advantage=kind)).process(same)
         assert [sample.advantage for sample in prepared.samples] == [0.0, 0.0, 0.0]
     prepared = Preprocessor(PreprocessConfig(zero_advantage="drop")).process(same)
-    assert prepared.samples == []
+    assert prepared.samples == ()
     assert prepared.dropped == {"zero_advantage": 3}
-    assert prepared.dropped_by_length == {"zero_advantage": [3, 5, 3]}
+    assert prepared.dropped_by_length == {"zero_advantage": (3, 5, 3)}
 
 
 def test_overlong_is_dropped_only_on_request_and_advantages_are_those_of_the_whole_group() -> None:
@@ -84,9 +85,9 @@ def test_overlong_is_dropped_only_on_request_and_advantages_are_those_of_the_who
     kept = Preprocessor(PreprocessConfig()).process(mixed)
     assert [sample.finished for sample in kept.samples] == [True, False, True]
     dropping = Preprocessor(PreprocessConfig(overlong="drop")).process(mixed)
-    assert dropping.samples == [kept.samples[0], kept.samples[2]]
+    assert dropping.samples == (kept.samples[0], kept.samples[2])
     assert [sample.advantage for sample in dropping.samples] == [0.5, 0.0]
-    assert dropping.dropped_by_length == {"overlong": [7]}
+    assert dropping.dropped_by_length == {"overlong": (7,)}
 
 
 def test_the_last_turn_decides_whether_a_rollout_finished() -> None:
@@ -94,7 +95,7 @@ def test_the_last_turn_decides_whether_a_rollout_finished() -> None:
         group(rollout("a", 1.0, 3, "length", turns=2), Rollout(id="b", reward=0.0, turns=CUT_THEN_FINISHED))
     )
     assert [(sample.id, sample.finished) for sample in prepared.samples] == [("b", True)]
-    assert prepared.dropped_by_length == {"overlong": [6]}
+    assert prepared.dropped_by_length == {"overlong": (6,)}
 
 
 def test_rollouts_without_sampled_tokens_are_dropped_but_count_in_the_baseline() -> None:
@@ -102,7 +103,7 @@ def test_rollouts_without_sampled_tokens_are_dropped_but_count_in_the_baseline()
         group(rollout("a", 1.0), rollout("b", 0.0, length=0), Rollout(id="c", turns=(), reward=0.5))
     )
     assert [(sample.id, sample.advantage) for sample in prepared.samples] == [("a", 0.5)]
-    assert prepared.dropped_by_length == {"empty": [0, 0]}
+    assert prepared.dropped_by_length == {"empty": (0, 0)}
 
 
 def test_each_rollout_is_dropped_for_one_reason() -> None:
@@ -110,13 +111,13 @@ def test_each_rollout_is_dropped_for_one_reason() -> None:
     prepared = Preprocessor(config).process(
         group(rollout("a", 0.0, 0, "length"), rollout("b", 0.0, 4, "length"), rollout("c", 0.0, 2))
     )
-    assert prepared.dropped_by_length == {"empty": [0], "overlong": [4], "zero_advantage": [2]}
+    assert prepared.dropped_by_length == {"empty": (0,), "overlong": (4,), "zero_advantage": (2,)}
     assert prepared.dropped == {"empty": 1, "overlong": 1, "zero_advantage": 1}
 
 
 def test_a_group_that_lost_all_its_attempts_gives_nothing() -> None:
     prepared = Preprocessor(PreprocessConfig(), TableScorer()).process(group())
-    assert (prepared.samples, prepared.dropped) == ([], {})
+    assert (prepared.samples, prepared.ids, prepared.dropped) == ((), (), {})
 
 
 ROLLOUTS = st.tuples(

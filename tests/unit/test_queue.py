@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
-from pipelinerl.preprocess import Preprocessor
+from pipelinerl.preprocess import PreparingReader, Preprocessor
 from pipelinerl.stream.memory import memory_stream
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
@@ -50,10 +50,8 @@ class Setup:
         writer, self.reader = memory_stream(capacity=1000)
         for group in self.groups:
             assert writer.try_write(group)
-        preprocessor = Preprocessor(self.config)
-        queue = SampleQueue(
-            self.reader, preprocessor, self.max_lag, by_index=self.by_index, position=position, counts=counts
-        )
+        reader = PreparingReader(self.reader, Preprocessor(self.config))
+        queue = SampleQueue(reader, self.max_lag, by_index=self.by_index, position=position, counts=counts)
         if position is not None:
             self.reader.read(position.offset)  # a resumed stream starts at its committed offset
         return queue

@@ -20,7 +20,7 @@ from pipelinerl.interfaces import Schedule
 from pipelinerl.metrics.records import StepRecord, read_records
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.preprocess import Preprocessor, pack
+from pipelinerl.preprocess import PreparingReader, Preprocessor, pack
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.stream.memory import memory_stream
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
@@ -112,9 +112,8 @@ class Setup:
         self.learner = Learner(model, self.config, temperature=1.0, pack=pack)
         if path is not None:
             state = TrainerState.resume(load_checkpoint(path), self.learner)
-        self.queue = SampleQueue(
-            reader, Preprocessor(PreprocessConfig()), position=state.position, counts=state.counters.queue
-        )
+        prepared = PreparingReader(reader, Preprocessor(PreprocessConfig()))
+        self.queue = SampleQueue(prepared, position=state.position, counts=state.counters.queue)
         tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))  # noqa: S106
         (run_dir / "rollouts").mkdir(exist_ok=True)
         self.trainer = Trainer(

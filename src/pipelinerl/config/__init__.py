@@ -19,6 +19,7 @@ from pipelinerl.config.schema import (
     ScheduleConfig,
     StreamConfig,
     TrainerConfig,
+    WeightsConfig,
 )
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "ScheduleConfig",
     "StreamConfig",
     "TrainerConfig",
+    "WeightsConfig",
     "check",
     "config_from_yaml",
     "config_to_yaml",

@@ -15,7 +15,7 @@ _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 def check(config: RunConfig) -> None:
     """Raises ConfigError with the first thing that is wrong with how the settings fit together."""
-    for checks in (_schedule, _stream, _sampling, _groups, _lengths, _trainer, _hardware):
+    for checks in (_schedule, _stream, _sampling, _groups, _lengths, _trainer, _hardware, _engines, _processes):
         for problem in checks(config):
             raise ConfigError(problem)
 
@@ -58,6 +58,11 @@ def _stream(config: RunConfig) -> Iterator[str]:
     kind, stream, needed = config.schedule.kind, config.stream, groups_needed(config)
     if stream.kind == "memory" and config.launch.kind == "processes":
         yield "stream.kind: a `memory` stream can't cross processes; set it to files, or launch.kind to embedded"
+    if stream.url is not None:
+        if stream.kind != "redis":
+            yield f"stream.url: `{stream.kind}` streams need no server; remove it, or set stream.kind to redis"
+        if not stream.url.startswith(("redis://", "rediss://", "unix://")):
+            yield "stream.url: a Redis server is redis://HOST:PORT/DB, rediss://... (encrypted) or unix:///PATH"
     if stream.capacity is not None and stream.capacity < needed:
         unit = "a step" if kind == "pipeline" else "a round"
         yield (
@@ -130,3 +135,58 @@ def _hardware(config: RunConfig) -> Iterator[str]:
             yield f"{section}.device: {part.device!r} is not a device; set it to cpu, cuda, cuda:N or mps"
         if part.threads is not None and part.threads < 1:
             yield f"{section}.threads: {part.threads} threads can't compute; set it to 1 or more, or to null"
+
+
+def _engines(config: RunConfig) -> Iterator[str]:
+    engine = config.engine
+    if engine.kind == "local":
+        named = {"urls": engine.urls, "api_key_env": engine.api_key_env, "servers": engine.servers > 1}
+        for name in (name for name, value in named.items() if value):
+            yield f"engine.{name}: the `local` engine has no servers; remove it, or set engine.kind to http or vllm"
+    elif engine.processes > 1:
+        yield (
+            f"engine.processes: one generation process drives all `{engine.kind}` servers, not {engine.processes}; set it "
+            "to 1, and engine.servers (or engine.urls) to have more engines"
+        )
+    if engine.kind != "vllm" and engine.python is not None:
+        yield f"engine.python: it starts vLLM, and engine.kind is {engine.kind}; remove it, or set engine.kind to vllm"
+    if engine.kind == "vllm":
+        if not engine.urls and engine.python is None:
+            yield (
+                "engine.python: to start vLLM, name the interpreter that it is installed for (/path/to/its/bin/python); or "
+                "set engine.urls to servers that run already"
+            )
+        if engine.kv_on_update == "recompute":
+            yield "engine.kv_on_update: vLLM servers keep the KV cache at an update here; set it to keep"
+    yield from _urls(config)
+
+
+def _urls(config: RunConfig) -> Iterator[str]:
+    engine = config.engine
+    if engine.urls and engine.servers > 1:
+        yield (
+            f"engine.servers: with engine.urls the run starts no servers, let alone {engine.servers}; set it to 1, or "
+            "engine.urls to []"
+        )
+    if engine.api_key_env is not None and not engine.urls:
+        yield "engine.api_key_env: servers that the run starts itself need no key; remove it, or set engine.urls"
+    for url in engine.urls:
+        if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            yield f"engine.urls: {url!r} is not the address of a server; write http://HOST:PORT"
+    if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
+        yield "engine.urls: a server is named twice; name each once"
+
+
+def _processes(config: RunConfig) -> Iterator[str]:
+    """What needs processes, and the embedded launcher has but one."""
+    if config.launch.kind != "embedded":
+        return
+    wanted = {
+        "engine.kind": (config.engine.kind, "local"),
+        "stream.kind": (config.stream.kind, "files"),
+        "weights.kind": (config.weights.kind, "shared"),
+        "launch.preprocessor": (config.launch.preprocessor, "with_trainer"),
+    }
+    for key, (value, fix) in wanted.items():
+        if value not in (fix, "memory"):
+            yield f"{key}: `{value}` is for a run of several processes; set launch.kind to processes, or {key} to {fix}"

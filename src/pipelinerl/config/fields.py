@@ -78,9 +78,11 @@ def show(value: Any) -> str:
 
 
 def spell(value: Any) -> str:
-    """A value the way a run file spells it: null, true, plain text; anything else as Python does."""
+    """A value the way a run file spells it: null, true, plain text, [lists]; anything else as Python does."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return repr(list(value))
     return value if isinstance(value, str) else repr(value)
 
 
@@ -126,6 +128,8 @@ def _in_words(kind: inspect.Type) -> str:
             return "one of " + ", ".join(map(str, values)) if len(values) > 1 else str(values[0])
         case inspect.TupleType(item_types=items):
             return f"a list of {len(items)}: " + ", ".join(_in_words(item) for item in items)
+        case inspect.VarTupleType(item_type=item):
+            return f"a list of any length: {_in_words(item)}"
         case inspect.IntType() | inspect.FloatType():
             return _WORDS[type(kind)] + _range_in_words(kind)
     return _WORDS[type(kind)]

@@ -91,16 +91,42 @@ class ActorConfig(Section, frozen=True):
 
 
 class EngineConfig(Section, frozen=True):
-    kind: Annotated[Literal["local"], Meta(description="`local`: the embedded slot engine.")] = "local"
+    kind: Annotated[
+        Literal["local", "http", "vllm"],
+        Meta(
+            description="`local`: the embedded slot engine. `http`: engine servers (`pipelinerl serve`), in processes of "
+            "their own or on other machines. `vllm`: vLLM servers. Their weights are updated in flight all the same."
+        ),
+    ] = "local"
     processes: Annotated[
         int,
         Meta(
             ge=1,
             description="Generation processes, each with an actor and an engine of `slots` slots, `threads` threads. More "
-            "than one lets `conventional` use every core in its generation phase.",
+            "than one lets `conventional` use every core in its generation phase. With `http` and `vllm` there is one, and "
+            "`servers` do the work.",
         ),
     ] = 1
-    slots: Annotated[int, Meta(ge=1, description="H, sequences in progress at once (of each process).")] = 64
+    servers: Annotated[
+        int, Meta(ge=1, description="http and vllm: how many servers the run starts here, if `urls` names none.")
+    ] = 1
+    urls: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="http and vllm: servers that run already, like `[http://10.0.0.5:8000]`. They have slots, lengths "
+            "and devices of their own, and are not ended."
+        ),
+    ] = ()
+    api_key_env: Annotated[
+        str | None, Meta(description="Name of the environment variable that holds the key of the servers in `urls`.")
+    ] = None
+    python: Annotated[
+        str | None,
+        Meta(description="vllm: the interpreter that vLLM is installed for, like `/opt/vllm/bin/python`; to start servers."),
+    ] = None
+    slots: Annotated[
+        int, Meta(ge=1, description="H, sequences in progress at once (of each process, or of each server started here).")
+    ] = 64
     max_length: Annotated[
         int | None,
         Meta(description="Longest prompt + completion a slot holds. null: the model's maximum, at most 2048."),
@@ -115,15 +141,28 @@ class EngineConfig(Section, frozen=True):
     device: Annotated[str, Meta(description="torch device of the engine, e.g. `cpu` or `cuda:0`.")] = "cpu"
     threads: Annotated[
         int | None,
-        Meta(description="CPU threads of an engine. null: half the cores, or 1 of several processes; `conventional`: all."),
+        Meta(
+            description="CPU threads of an engine. null: half the cores, or 1 of several processes or servers; "
+            "`conventional`: all."
+        ),
     ] = None
 
 
 class StreamConfig(Section, frozen=True):
     kind: Annotated[
-        Literal["files", "memory"],
-        Meta(description="`files`: append-only files in the run directory. `memory`: within one process only."),
+        Literal["files", "memory", "redis"],
+        Meta(
+            description="`files`: append-only files in the run directory. `memory`: within one process only. `redis`: a "
+            "Redis server (extra `redis`)."
+        ),
     ] = "files"
+    url: Annotated[
+        str | None,
+        Meta(
+            description="redis: the server, like `redis://10.0.0.5:6379/0`. null: the run starts one of its own, which "
+            "keeps its data in the run directory and ends with the run."
+        ),
+    ] = None
     capacity: Annotated[
         int | None, Meta(description="Most groups waiting in the stream. null: two optimizer steps' worth, or a round.")
     ] = None
@@ -131,6 +170,16 @@ class StreamConfig(Section, frozen=True):
         Literal["block", "drop_oldest"],
         Meta(description="A full stream makes the actor wait, or replaces the oldest group with fresh data (counted)."),
     ] = "block"
+
+
+class WeightsConfig(Section, frozen=True):
+    kind: Annotated[
+        Literal["shared", "collective"],
+        Meta(
+            description="How weights get from the trainer to generation processes. `shared`: shared memory. `collective`: "
+            "broadcast by torch.distributed (nccl from one GPU to another, else gloo)."
+        ),
+    ] = "shared"
 
 
 class PreprocessConfig(Section, frozen=True):
@@ -231,6 +280,13 @@ class LaunchConfig(Section, frozen=True):
             "deterministic, for debugging, teaching and tests."
         ),
     ] = "processes"
+    preprocessor: Annotated[
+        Literal["with_trainer", "process"],
+        Meta(
+            description="Where rollouts are prepared, and scored by the reference model of a KL penalty: in the trainer's "
+            "process, or in one of its own, at the same time."
+        ),
+    ] = "with_trainer"
     watchdog_s: Annotated[
         float,
         Meta(gt=0, description="When nothing has moved for this long, the run says who waits on whom and ends (status 3)."),
@@ -255,6 +311,7 @@ class RunConfig(Section, frozen=True):
     actor: ActorConfig = ActorConfig()
     engine: EngineConfig = EngineConfig()
     stream: StreamConfig = StreamConfig()
+    weights: WeightsConfig = WeightsConfig()
     preprocess: PreprocessConfig = PreprocessConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

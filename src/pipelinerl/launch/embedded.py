@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
 
 import torch
 
@@ -26,13 +25,15 @@ from pipelinerl.launch.drops import DropRelay
 from pipelinerl.launch.generation import build_generation, generate
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.outcome import Outcome, interruption, last_statuses
+from pipelinerl.launch.preprocessing import preparing
 from pipelinerl.launch.resources import LOG_FORMAT, peak_memory_bytes, plan_threads, usable_cores
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.streams import FileStore, group_reader, group_writer
 from pipelinerl.launch.training import build_trainer, failures_on_board, open_logs
 from pipelinerl.metrics.view import View
 from pipelinerl.metrics.watchdog import Watchdog
-from pipelinerl.stream import FileStreamReader, FileStreamWriter, memory_stream
+from pipelinerl.stream import memory_stream
 from pipelinerl.trainer import Trainer
 from pipelinerl.types import Group, StageStatus
 from pipelinerl.weights.memory import MemoryChannel
@@ -47,7 +48,7 @@ def run_embedded(session: Session, view: View) -> Outcome:
     board = _GuardedBoard(2 * session.config.launch.watchdog_s)
     drops = DropRelay()
     error: PipelineRLError | None = None
-    waiting: list[Group] = []
+    waiting: dict[int, int] = {}
     with ExitStack() as around:
         around.enter_context(_logging_to(session.run))
         around.enter_context(_torch_threads(threads))
@@ -62,7 +63,7 @@ def run_embedded(session: Session, view: View) -> Outcome:
         except PipelineRLError as raised:
             error = raised
         try:
-            waiting = [group for _, group in reader.read(sys.maxsize)]
+            waiting = {group.index: len(group.rollouts) for _, group in reader.read(sys.maxsize)}
         except StreamError as raised:
             error = error or raised
     statuses = last_statuses(board)
@@ -90,7 +91,7 @@ def _run(
     channel = MemoryChannel()
     side = build_generation(session, board, writer, drops, channel.receiver)
     with open_logs(session) as logs:
-        trainer = build_trainer(session, board, reader, channel.sender, logs)
+        trainer = build_trainer(session, board, preparing(session.config, reader), channel.sender, logs)
         with failures_on_board(trainer):
             trainer.start()
             turn = _Turn(trainer, board, view, session.config.launch.watchdog_s)
@@ -143,14 +144,10 @@ class _GuardedBoard(MemoryBoard):
 
 def _stream(session: Session, drops: DropRelay) -> tuple[StreamWriter[Group], StreamReader[Group]]:
     config = session.config
-    options: dict[str, Any] = {
-        "capacity": stream_capacity(config),
-        "when_full": config.stream.when_full,
-        "on_drop": drops,
-    }
     if config.stream.kind == "memory":
-        return memory_stream(**options)
-    return FileStreamWriter(session.run.stream, Group, **options), FileStreamReader(session.run.stream, Group)
+        return memory_stream(capacity=stream_capacity(config), when_full=config.stream.when_full, on_drop=drops)
+    store = FileStore(session.run)
+    return group_writer(store, config, drops), group_reader(store)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ Of several, the first evaluates. Before training the others wait for it, as admi
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import closing
@@ -18,32 +17,31 @@ from typing import Any, Literal, TypeVar
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
-from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Board, Environment, StreamWriter, Tokenizer, WeightReceiver
+from pipelinerl.interfaces import Board, Engine, Environment, StreamWriter, Tokenizer, WeightReceiver
 from pipelinerl.launch.drops import DropRelay
+from pipelinerl.launch.engines import make_engine, waits_for
 from pipelinerl.launch.outlet import Outlet
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.starting import starting
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import EvaluationRecord
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
-from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.status import GenerationStages, generation_stages
-from pipelinerl.types import Group, StageStatus, TrainerProgress
+from pipelinerl.types import Group, TrainerProgress
 
 T = TypeVar("T")
 
-LONGEST_SLOT = 2048
-"""Slots are no longer than this unless `engine.max_length` says so: KV memory grows with it."""
 LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Everything that generation process number `index` works with. Make it with `build_generation`."""
+    """Everything that generation process number `index` works with. Make it with `build_generation`, and `close` it."""
 
     session: Session
     index: int
@@ -54,8 +52,10 @@ class Generation:
     receiver: WeightReceiver
     environment: Environment
     tokenizer: Tokenizer
-    engine: LocalEngine
+    engine: Engine
+    slots: int
     stop_token_ids: tuple[int, ...]
+    close: Callable[[], None]
 
 
 def build_generation(
@@ -67,26 +67,17 @@ def build_generation(
     *,
     index: int = 0,
 ) -> Generation:
-    """Make the environment, then load the model: a mistake in the one should not wait for the other.
+    """Make the environment, then the engine: a mistake in the one should not wait for the other.
 
     `drops` is the writer's `on_drop`.
     """
     config = session.config
     stages = generation_stages(config.engine.processes)[index]
-    _starting(board, stages, "makes the environment")
+    starting(board, stages, "makes the environment")
     tokenizer = load_tokenizer(config.model)
     environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
-    _starting(board, stages, "loads the model")
-    model = load_model(config.model, config.engine.device)
-    limit = config.engine.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
-    engine = LocalEngine(
-        model,
-        slots=config.engine.slots,
-        max_length=limit,
-        prefill_tokens=config.engine.prefill_tokens,
-        kv_on_update=config.engine.kv_on_update,
-        name=stages.engine,
-    )
+    starting(board, stages, waits_for(config.engine))
+    engine = make_engine(session, stages.engine, tokenizer)
     return Generation(
         session=session,
         index=index,
@@ -97,8 +88,10 @@ def build_generation(
         receiver=receiver,
         environment=environment,
         tokenizer=tokenizer,
-        engine=engine,
-        stop_token_ids=stop_token_ids(model, tokenizer),
+        engine=engine.engine,
+        slots=engine.slots,
+        stop_token_ids=tuple(engine.stop_token_ids),
+        close=engine.close,
     )
 
 
@@ -116,7 +109,9 @@ async def generate(side: Generation, *, stop: Callable[[], bool], between: Calla
         closing(TimelineWriter(session.run.root, side.index, session.records_from_s)) as timeline,
     ):
         actor = _make_actor(side, admission, outlet, timeline)
-        side.drops.listener = lambda group: actor.stream_dropped(session.plan.rollouts_left([group]))
+        side.drops.listener = lambda group: actor.stream_dropped(
+            session.plan.rollouts_left({group.index: len(group.rollouts)})
+        )
         try:
             if side.index == 0:
                 if session.plan.version == 0:
@@ -157,7 +152,7 @@ def _make_actor(side: Generation, admission: Admission, outlet: Outlet, timeline
         records=outlet,
         config=side.session.config.actor,
         seed=side.session.config.seed,
-        slots=side.session.config.engine.slots,
+        slots=side.slots,
         stop_token_ids=side.stop_token_ids,
         stages=side.stages,
         timeline=timeline,
@@ -166,7 +161,7 @@ def _make_actor(side: Generation, admission: Admission, outlet: Outlet, timeline
 
 async def _wait_for_weights(side: Generation, stop: Callable[[], bool]) -> bool:
     """Take the trainer's first weights: those of the checkpoint in a resumed run, else those the model came with."""
-    _starting(side.board, side.stages, "waits for the trainer's first weights")
+    starting(side.board, side.stages, "waits for the trainer's first weights")
     while not stop():
         update = side.receiver.poll()
         if update is not None:
@@ -235,9 +230,3 @@ def _trainer(side: Generation) -> TrainerProgress:
     if status is not None and isinstance(status.progress, TrainerProgress):
         return status.progress
     return TrainerProgress()
-
-
-def _starting(board: Board, stages: GenerationStages, detail: str) -> None:
-    now = time.monotonic()
-    for stage in stages:
-        board.publish(StageStatus(stage=stage, pid=os.getpid(), state="starting", detail=detail, since_s=now, written_s=now))

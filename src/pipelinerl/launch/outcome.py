@@ -15,7 +15,7 @@ from pipelinerl.launch.plan import StartPlan
 from pipelinerl.launch.session import Session
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord, read_records
 from pipelinerl.metrics.summary import summarize
-from pipelinerl.types import ActorProgress, StageStatus
+from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
 FINISHED = "finished"
 
@@ -42,6 +42,11 @@ class Outcome:
 def last_statuses(board: Board) -> dict[str, StageStatus]:
     found = {stage: board.read(stage) for stage in board.stages()}
     return {stage: status for stage, status in found.items() if status is not None}
+
+
+def goal_reached(trainer: StageStatus | None) -> bool:
+    """Whether this status is that of a trainer which has taken all its steps."""
+    return trainer is not None and isinstance(trainer.progress, TrainerProgress) and trainer.progress.goal_reached
 
 
 def interruption(session: Session) -> RunInterruptedError:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import msgspec
 
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.ledger import LedgerRecord
-from pipelinerl.types import Group
 
 
 class KeptGroup(msgspec.Struct, frozen=True):
-    """A group that lies in the stream, with the number of its rollouts that are still to be trained on."""
+    """A group that lies in a stream, with the number of its rollouts that are `left` to be trained on."""
 
-    group: Group
+    index: int
+    started_version: int
     left: int
 
 
 class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Where a session starts. The default is a fresh run.
 
-    `taken` are the indices of groups never to be started again: dealt with by the trainer, or waiting in the stream.
-    `settled` counts the rollouts that the trainer has trained or dropped. `elapsed_s` is what records' times go on from.
+    `taken` are the indices of groups never to be started again: dealt with by the trainer, or waiting in a stream, those
+    being `kept`, in the order in which the trainer will get them. `settled` counts the rollouts that it has trained or
+    dropped. `elapsed_s` is what records' times go on from. `redis_url` is that of the session's own Redis server.
     """
 
     checkpoint: str | None = None
@@ -32,16 +33,17 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[KeptGroup, ...] = ()
     settled: int = 0
     elapsed_s: float = 0.0
+    redis_url: str | None = None
 
     @property
     def rollouts_before(self) -> int:
         """Rollouts of earlier sessions that this one accounts for: settled, or kept in the stream."""
         return self.settled + sum(kept.left for kept in self.kept)
 
-    def rollouts_left(self, groups: Iterable[Group]) -> int:
-        """Rollouts in these groups, all of them in the stream, that are still to be dealt with."""
-        left = {kept.group.index: kept.left for kept in self.kept}
-        return sum(left.get(group.index, len(group.rollouts)) for group in groups)
+    def rollouts_left(self, groups: Mapping[int, int]) -> int:
+        """Rollouts still to be dealt with in these groups (index -> number of rollouts), all of which lie in streams."""
+        left = {kept.index: kept.left for kept in self.kept}
+        return sum(left.get(index, rollouts) for index, rollouts in groups.items())
 
 
 def write_plan(run: RunDirectory, plan: StartPlan) -> None:

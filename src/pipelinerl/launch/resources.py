@@ -12,11 +12,13 @@ from pipelinerl.interfaces import Schedule
 
 GENERATION_NICENESS = 10
 """Of generation processes that share cores with the trainer. Engines that outrun it only fill the stream with older data."""
+PREPROCESSING_THREADS = 1
+"""Of a preprocessing process. Without a reference model it computes next to nothing."""
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
 class Threads(NamedTuple):
-    """`generation`: of each generation process."""
+    """`generation`: of each process that generates tokens, a generation process or an engine server started here."""
 
     generation: int
     training: int
@@ -32,26 +34,39 @@ def side_by_side(config: RunConfig, schedule: Schedule) -> bool:
     return not schedule.takes_turns() and config.launch.kind == "processes"
 
 
+def engines_here(config: RunConfig) -> int:
+    """How many processes of the run generate tokens: none if servers elsewhere do."""
+    if config.engine.kind == "local":
+        return config.engine.processes
+    return 0 if config.engine.urls else config.engine.servers
+
+
 def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
     """Threads of each process: what the run file says, else shares of the cores, never more threads than cores.
 
     A schedule whose phases take turns gives each phase the whole machine: while one computes, the other sleeps. So does the
-    embedded launcher, where there is one thread of control. Otherwise one generation process has half the cores; of
-    several, each has one (that is what they are for), and the trainer what they leave.
+    embedded launcher, where there is one thread of control. Otherwise one process that generates has half the cores; of
+    several, each has one (that is what they are for), and the trainer what they leave. Of a generation process that only
+    talks to servers nothing is heard here: its one thread mostly waits.
     """
-    processes = config.engine.processes
+    engines = engines_here(config)
     if not side_by_side(config, schedule):
-        generation, training = cores // processes, cores
-    elif processes == 1:
+        generation, training = cores // max(1, engines), cores
+    elif engines == 1:
         generation, training = cores // 2, cores - cores // 2
     else:
-        generation, training = 1, cores - processes
+        generation, training = 1, cores - engines
     return Threads(config.engine.threads or max(1, generation), config.trainer.threads or max(1, training))
 
 
+def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int:
+    """Of a generation process: one that only talks to engine servers computes nothing."""
+    return plan_threads(config, schedule, cores).generation if config.engine.kind == "local" else 1
+
+
 def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int) -> bool:
-    """Whether generation processes are to yield to the trainer: they run at the same time, and on the same cores."""
-    return config.engine.device == "cpu" and not schedule.takes_turns() and config.engine.processes + 1 > cores
+    """Whether what generates is to yield to the trainer: it runs at the same time, and on the same cores."""
+    return config.engine.device == "cpu" and not schedule.takes_turns() and engines_here(config) + 1 > cores
 
 
 def thread_environment(threads: int) -> dict[str, str]:

@@ -17,7 +17,9 @@ from pipelinerl.files import write_atomically
 from pipelinerl.launch.outcome import FINISHED, Outcome, write_summary
 from pipelinerl.launch.plan import StartPlan, write_plan
 from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
+from pipelinerl.launch.services import Broker, running_broker
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.streams import stream_store
 from pipelinerl.metrics.view import View, make_view
 from pipelinerl.schedule import make_schedule
 
@@ -33,18 +35,24 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     config = validate(config)
     lock = create_run_directory(config) if resume is None else open_run_directory(resume)
     try:
-        plan = StartPlan() if resume is None else _plan(config, lock.run)
-        finished = _finished_summary(lock.run) if plan.version >= config.trainer.steps else None
-        if finished is not None:
-            print(f"{lock.run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to go on")
-            return finished
-        records_from_s = started_s - plan.elapsed_s
-        return _session(Session(config, lock.run, plan, make_schedule(config), records_from_s), lock)
+        if resume is not None:
+            _refuse_changes(config, lock.run)
+        with running_broker(config, lock.run) as broker:
+            url = broker.url if broker is not None else None
+            plan = StartPlan(redis_url=url) if resume is None else _plan(config, lock.run, url)
+            finished = _finished_summary(lock.run) if plan.version >= config.trainer.steps else None
+            if finished is not None:
+                print(
+                    f"{lock.run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to go on"
+                )
+                return finished
+            records_from_s = started_s - plan.elapsed_s
+            return _session(Session(config, lock.run, plan, make_schedule(config), records_from_s), lock, broker)
     finally:
         lock.release()
 
 
-def _session(session: Session, lock: RunLock) -> dict[str, Any]:
+def _session(session: Session, lock: RunLock, broker: Broker | None) -> dict[str, Any]:
     config, run, plan = session.config, session.run, session.plan
     _write_start(session)
     title = f"pipelinerl · {config.schedule.kind} · {config.environment.kind} · {run.root}"
@@ -53,7 +61,7 @@ def _session(session: Session, lock: RunLock) -> dict[str, Any]:
     if plan.checkpoint:
         view.say(f"resuming at version {plan.version} from {plan.checkpoint}")
     try:
-        outcome = _launch(session, lock, view)
+        outcome = _launch(session, lock, broker, view)
     finally:
         view.close()
     try:
@@ -73,28 +81,35 @@ def _write_start(session: Session) -> None:
     try:
         write_plan(run, session.plan)
         write_atomically(run.config, config_to_yaml(session.config).encode())
-        for stale in run.control.glob("*.board"):
+        for stale in (*run.control.glob("*.board"), *run.control.glob("*.ready.json")):
             stale.unlink()
-        kept = [(kept.group.started_version, kept.left) for kept in session.plan.kept]
+        kept = [(kept.started_version, kept.left) for kept in session.plan.kept]
         make_record(run.admission, kept, session.plan.settled)
     except OSError as error:
         raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}; make room on that disk") from error
 
 
-def _launch(session: Session, lock: RunLock, view: View) -> Outcome:
+def _launch(session: Session, lock: RunLock, broker: Broker | None, view: View) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
         return run_embedded(session, view)
     from pipelinerl.launch.processes import run_processes  # noqa: PLC0415 - POSIX only
 
-    return run_processes(session, view, lock)
+    return run_processes(session, view, lock, broker)
 
 
-def _plan(config: RunConfig, run: RunDirectory) -> StartPlan:
+def _refuse_changes(config: RunConfig, run: RunDirectory) -> None:
+    from pipelinerl.launch.resume import refuse_changes  # noqa: PLC0415 - as below
+
+    refuse_changes(config, run)
+
+
+def _plan(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StartPlan:
     from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - reads a checkpoint, with torch
 
-    return plan_resume(config, run)
+    plan = plan_resume(config, run, stream_store(config, run, redis_url))
+    return msgspec.structs.replace(plan, redis_url=redis_url)
 
 
 def _finished_summary(run: RunDirectory) -> dict[str, Any] | None:

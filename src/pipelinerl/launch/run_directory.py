@@ -54,8 +54,8 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
-    def stream(self) -> Path:
-        return self.root / "streams" / "rollouts"
+    def streams(self) -> Path:
+        return self.root / "streams"
 
     @property
     def control(self) -> Path:
@@ -71,6 +71,10 @@ class RunDirectory:
         """What the generation processes of the session that is running share (see `actor/admission.py`)."""
         return self.control / "admission"
 
+    def ready_file(self, role: str) -> Path:
+        """Where an engine server of the session that is running says its address."""
+        return self.control / f"{role}.ready.json"
+
     @property
     def logs(self) -> Path:
         return self.root / "logs"
@@ -79,7 +83,7 @@ class RunDirectory:
         return self.logs / f"{role}.log"
 
     def make_folders(self) -> None:
-        for folder in (self.root, self.rollouts, self.checkpoints, self.stream.parent, self.control, self.logs):
+        for folder in (self.root, self.rollouts, self.checkpoints, self.streams, self.control, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -161,7 +165,7 @@ def _forget_failed_start(run: RunDirectory) -> None:
         raise RunDirectoryError(
             f"{run.root} holds a run already; continue it with --resume {run.root} or choose another --run_dir"
         )
-    shutil.rmtree(run.stream, ignore_errors=True)
+    shutil.rmtree(run.streams, ignore_errors=True)
     for path in run.checkpoints.glob("step_*"):
         shutil.rmtree(path)
     records = (*run.root.glob("timeline-*.jsonl"), *run.rollouts.glob("*.jsonl"))

@@ -9,6 +9,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.plan import StartPlan, read_plan
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.streams import StreamStore, stream_store
 from pipelinerl.schedule import make_schedule
 
 
@@ -21,6 +22,10 @@ class Session:
     plan: StartPlan
     schedule: Schedule
     records_from_s: float
+
+    def streams(self) -> StreamStore:
+        """Where the streams between the session's processes lie."""
+        return stream_store(self.config, self.run, self.plan.redis_url)
 
 
 def read_session(run: RunDirectory, records_from_s: float) -> Session:

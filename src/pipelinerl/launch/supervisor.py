@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,8 +88,8 @@ class Worker:
             self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End it now, with all processes that it started."""
-        if self.running:
+        """End it now, with all processes that it started; if it has ended, those that it has left."""
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 

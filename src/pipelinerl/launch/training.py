@@ -1,9 +1,7 @@
-"""The training side of a run: preprocessor and trainer over one model."""
+"""The training side of a run: the trainer, over prepared groups."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -12,18 +10,16 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.config.schema import RunConfig
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.starting import starting
 from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.models.loading import checkpoint_activations, load_model, load_tokenizer
-from pipelinerl.preprocess.packing import pack
-from pipelinerl.preprocess.preprocessor import Preprocessor
+from pipelinerl.preprocess import Prepared, pack
 from pipelinerl.status import generation_stages
-from pipelinerl.trainer import CheckpointPlan, FrozenModelScorer, Learner, SampleQueue, Trainer, TrainerState
+from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
 from pipelinerl.trainer.provenance import TRAINED_FILE
-from pipelinerl.types import Group, StageStatus
 
 
 @dataclass(frozen=True)
@@ -42,11 +38,11 @@ def open_logs(session: Session) -> Iterator[TrainingLogs]:
 
 
 def build_trainer(
-    session: Session, board: Board, reader: StreamReader[Group], sender: WeightSender, logs: TrainingLogs
+    session: Session, board: Board, reader: StreamReader[Prepared], sender: WeightSender, logs: TrainingLogs
 ) -> Trainer:
     """Load the model, or the checkpoint that the plan names, and make the trainer. Nothing is sent or trained yet."""
     config, plan = session.config, session.plan
-    _starting(board)
+    starting(board, ["trainer"], "loads the model")
     checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint else None
     source = msgspec.structs.replace(config.model, path=str(checkpoint.path)) if checkpoint else config.model
     model = load_model(source, config.trainer.device)
@@ -62,7 +58,6 @@ def build_trainer(
     state = TrainerState.resume(checkpoint, learner) if checkpoint else TrainerState()
     queue = SampleQueue(
         reader,
-        Preprocessor(config.preprocess, _reference(config)),
         config.schedule.max_lag,
         by_index=session.schedule.trains_in_rounds(),
         position=state.position,
@@ -92,22 +87,3 @@ def failures_on_board(trainer: Trainer) -> Iterator[None]:
     except BaseException as error:
         trainer.fail(type(error).__name__)
         raise
-
-
-def _reference(config: RunConfig) -> FrozenModelScorer | None:
-    """The initial model, frozen, if a KL penalty to it is asked for."""
-    if config.trainer.kl_coefficient == 0:
-        return None
-    return FrozenModelScorer(
-        load_model(config.model, config.trainer.device),
-        temperature=config.actor.temperature,
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
-        pack=pack,
-    )
-
-
-def _starting(board: Board) -> None:
-    now = time.monotonic()
-    board.publish(
-        StageStatus(stage="trainer", pid=os.getpid(), state="starting", detail="loads the model", since_s=now, written_s=now)
-    )

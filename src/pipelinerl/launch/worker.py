@@ -2,7 +2,7 @@
 
     python -m pipelinerl.launch.worker ROLE RUN_DIR WEIGHTS_FD LIFELINE_FD RECORDS_FROM_S
 
-ROLE is `training`, or one of `roles.generation_roles`.
+ROLE is one of `roles.worker_roles` or `roles.server_roles`.
 
 A worker does its side of the run until it is done, is told to stop (SIGTERM: at once while it loads, cleanly afterwards),
 or its launcher is gone (the lifeline, a pipe whose other end the launcher holds, is closed). It leaves its result or its
@@ -30,22 +30,24 @@ import msgspec
 from pipelinerl.board import MmapBoard
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.capacity import stream_capacity
 from pipelinerl.launch.drops import DropRelay
+from pipelinerl.launch.outcome import goal_reached
 from pipelinerl.launch.resources import (
     GENERATION_NICENESS,
     LOG_FORMAT,
+    generation_threads,
     peak_memory_bytes,
     plan_threads,
     trainer_goes_first,
     usable_cores,
 )
-from pipelinerl.launch.roles import TRAINING, generation_roles
+from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Session, read_session
+from pipelinerl.launch.streams import group_reader, group_writer, prepared_writer
 from pipelinerl.launch.supervisor import LastWords, WorkerResult, worker_files
-from pipelinerl.stream import FileStreamReader, FileStreamWriter
-from pipelinerl.types import Group
+from pipelinerl.launch.weights import make_receiver, make_sender
+from pipelinerl.status import generation_stages
 
 YOUNG_OBJECTS = 50_000
 """More objects than the rollouts in progress have, and few enough to be walked over in milliseconds."""
@@ -57,12 +59,17 @@ def main(arguments: list[str]) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
     threading.Thread(target=_watch_launcher, args=(int(lifeline_fd),), daemon=True).start()
     files = worker_files(run, role)
     try:
         session = read_session(run, float(records_from_s))
         if role == TRAINING:
             _training(session, int(weights_fd))
+        elif role == PREPROCESSING:
+            _preprocessing(session)
+        elif role in server_roles(session.config):
+            _server(session, role, int(lifeline_fd))
         else:
             _generation(session, int(weights_fd), generation_roles(session.config).index(role))
     except PipelineRLError as error:
@@ -80,18 +87,17 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
     import torch  # noqa: PLC0415 - after the thread variables of this process are set
 
     from pipelinerl.launch.generation import build_generation, generate  # noqa: PLC0415
-    from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415
 
-    config, stream, drops = session.config, session.run.stream, DropRelay()
-    torch.set_num_threads(plan_threads(config, session.schedule, usable_cores()).generation)
-    if trainer_goes_first(config, session.schedule, usable_cores()):
-        os.nice(GENERATION_NICENESS)
-    capacity, when_full = stream_capacity(config), config.stream.when_full
+    config, drops = session.config, DropRelay()
+    torch.set_num_threads(generation_threads(config, session.schedule, usable_cores()))
+    if config.engine.kind == "local":
+        _yield_to_the_trainer(session)
+    stage = generation_stages(config.engine.processes)[index].engine
     with (
-        closing(FileStreamWriter(stream, Group, capacity=capacity, when_full=when_full, on_drop=drops)) as writer,
-        closing(SharedWeightReceiver(weights_fd, index)) as receiver,
+        closing(group_writer(session.streams(), config, drops)) as writer,
+        closing(make_receiver(config, weights_fd, index, stage)) as receiver,
+        closing(build_generation(session, MmapBoard(session.run.control), writer, drops, receiver, index=index)) as side,
     ):
-        side = build_generation(session, MmapBoard(session.run.control), writer, drops, receiver, index=index)
         # What is loaded stays: without this every collection walks over the model's and the libraries' objects again.
         gc.collect()
         gc.freeze()
@@ -100,17 +106,41 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
         asyncio.run(generate(side, stop=_heed_sigterm(threading.Event())))
 
 
+def _server(session: Session, role: str, lifeline_fd: int) -> None:
+    from pipelinerl.launch.serving import become_vllm, serve_engine  # noqa: PLC0415 - as above
+
+    _yield_to_the_trainer(session)
+    if session.config.engine.kind == "vllm":
+        become_vllm(session, role, lifeline_fd)
+    serve_engine(session, role)
+
+
+def _yield_to_the_trainer(session: Session) -> None:
+    if trainer_goes_first(session.config, session.schedule, usable_cores()):
+        os.nice(GENERATION_NICENESS)
+
+
+def _preprocessing(session: Session) -> None:
+    from pipelinerl.launch.preprocessing import build_preprocessor  # noqa: PLC0415 - it may need torch, as above
+
+    board, store = MmapBoard(session.run.control), session.streams()
+    with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
+        preprocessor = build_preprocessor(session, board, reader, writer)
+        stop = _heed_sigterm(threading.Event())
+        preprocessor.run(lambda: stop() or goal_reached(board.read("trainer")))
+
+
 def _training(session: Session, weights_fd: int) -> None:
     import torch  # noqa: PLC0415 - as above
 
+    from pipelinerl.launch.preprocessing import prepared_groups  # noqa: PLC0415
     from pipelinerl.launch.training import build_trainer, failures_on_board, open_logs  # noqa: PLC0415
-    from pipelinerl.weights.shared import SharedWeightSender  # noqa: PLC0415
 
     torch.set_num_threads(plan_threads(session.config, session.schedule, usable_cores()).training)
     stopping = threading.Event()
     with (
-        closing(FileStreamReader(session.run.stream, Group)) as reader,
-        closing(SharedWeightSender(weights_fd, session.config.engine.processes, give_up=stopping.is_set)) as sender,
+        closing(prepared_groups(session)) as reader,
+        closing(make_sender(session.config, weights_fd, stopping.is_set)) as sender,
         open_logs(session) as logs,
     ):
         trainer = build_trainer(session, MmapBoard(session.run.control), reader, sender, logs)

@@ -17,7 +17,7 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.launch.generation import LONGEST_SLOT
+from pipelinerl.launch.engines import LONGEST_SLOT
 from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.stream import FileStreamWriter

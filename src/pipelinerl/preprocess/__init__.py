@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.preprocess.packing import pack
-from pipelinerl.preprocess.preprocessor import Prepared, Preprocessor
+from pipelinerl.preprocess.preprocessor import Prepared, Preprocessor, newest_version
 from pipelinerl.preprocess.reference import ReferenceScorer
+from pipelinerl.preprocess.stage import PreparingReader, PreprocessorStage
 from pipelinerl.preprocess.turns import JoinedTurns, join_turns
 
-__all__ = ["JoinedTurns", "Prepared", "Preprocessor", "ReferenceScorer", "advantages", "join_turns", "pack"]
+__all__ = [
+    "JoinedTurns",
+    "Prepared",
+    "PreparingReader",
+    "Preprocessor",
+    "PreprocessorStage",
+    "ReferenceScorer",
+    "advantages",
+    "join_turns",
+    "newest_version",
+    "pack",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -15,13 +14,20 @@ from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.types import Group, Rollout, TrainingSample
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What became of a group's rollouts: each is in `samples` or in `dropped_by_length`, never in both."""
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a group's rollouts: each is in `samples` or in `dropped_by_length`, never in both.
 
-    samples: list[TrainingSample]
-    dropped_by_length: dict[str, list[int]] = field(default_factory=dict)
-    """Reason -> number of sampled tokens of each rollout dropped for it, so that a bias against a length shows."""
+    `index` and `started_version` are the group's, `ids` those of all of its rollouts, and `newest_version` is the newest
+    that has computed any token of it. `dropped_by_length` has, by reason, the number of sampled tokens of each rollout
+    dropped for it, so that a bias against a length shows.
+    """
+
+    index: int
+    started_version: int
+    newest_version: int
+    ids: tuple[str, ...]
+    samples: tuple[TrainingSample, ...]
+    dropped_by_length: dict[str, tuple[int, ...]] = {}
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -54,7 +60,14 @@ class Preprocessor:
                 dropped.setdefault(reason, []).append(sample.sampled_count)
         if self._reference is not None and samples:
             samples = _with_reference(samples, self._reference)
-        return Prepared(samples, dropped)
+        return Prepared(
+            index=group.index,
+            started_version=group.started_version,
+            newest_version=newest_version(group),
+            ids=tuple(rollout.id for rollout in group.rollouts),
+            samples=tuple(samples),
+            dropped_by_length={reason: tuple(lengths) for reason, lengths in dropped.items()},
+        )
 
     def _advantages(self, group: Group) -> list[float]:
         rewards = [rollout.reward for rollout in group.rollouts]
@@ -71,6 +84,17 @@ class Preprocessor:
         if sample.advantage == 0.0 and self._config.zero_advantage == "drop":
             return "zero_advantage"
         return None
+
+
+def newest_version(group: Group) -> int:
+    """The newest weights that have computed any token of the group, prompts included."""
+    spans = (
+        span
+        for rollout in group.rollouts
+        for turn in rollout.turns
+        for span in (*turn.completion.weight_versions, *turn.completion.prompt_versions)
+    )
+    return max((span.version for span in spans), default=group.started_version)
 
 
 def _sample(group: Group, rollout: Rollout, advantage: float) -> TrainingSample:

@@ -1,4 +1,4 @@
-"""The trainer's queue: groups come from the stream, are prepared, and leave in batches of B rollouts.
+"""The trainer's queue: prepared groups come from the stream and leave in batches of B rollouts.
 
 It is where conservation is kept: every rollout that came in is queued, in hand (taken, not yet settled), trained or
 dropped for a counted reason, and `position` says exactly what a resumed run must not do again.
@@ -16,24 +16,26 @@ import msgspec
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamReader
 from pipelinerl.ledger import GroupLedger, LedgerRecord
-from pipelinerl.types import Group, TrainingSample
+from pipelinerl.types import TrainingSample
 
 RECENT_ROLLOUTS = 1024
 """How many of the latest rollouts `sampled_length_mean` is over."""
 
 
 class PreparedGroup(Protocol):
-    """What became of a group's rollouts: samples to train on, and the lengths of those left out, by reason."""
+    """What became of the rollouts of group `index`, `ids`: samples to train on, and the lengths of those left out."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def ids(self) -> Sequence[str]: ...
 
     @property
     def samples(self) -> Sequence[TrainingSample]: ...
 
     @property
     def dropped_by_length(self) -> Mapping[str, Sequence[int]]: ...
-
-
-class GroupPreprocessor(Protocol):
-    def process(self, group: Group) -> PreparedGroup: ...
 
 
 class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +77,7 @@ class SampleQueue:
 
     def __init__(
         self,
-        reader: StreamReader[Group],
-        preprocessor: GroupPreprocessor,
+        reader: StreamReader[PreparedGroup],
         max_lag: int | None = None,
         *,
         by_index: bool = False,
@@ -86,7 +87,6 @@ class SampleQueue:
         """`position` and `counts` are those of the checkpoint a run resumes from."""
         position, counts = position or QueuePosition(), counts or QueueCounts()
         self._reader = reader
-        self._preprocessor = preprocessor
         self._max_lag = max_lag
         self._by_index = by_index
         self._samples: deque[TrainingSample] = deque()
@@ -128,9 +128,9 @@ class SampleQueue:
         return fmean(self._recent_lengths) if self._recent_lengths else None
 
     def pull(self) -> bool:
-        """Read and prepare one more group if the stream has one now. False if not.
+        """Read one more group if the stream has one now. False if not.
 
-        Raises StreamError for a group that is already open, and what the reader and the preprocessor raise.
+        Raises StreamError for a group that is already open, and what the reader raises.
         """
         items = self._reader.read(1)
         for offset, group in items:
@@ -194,23 +194,21 @@ class SampleQueue:
         """A checkpoint with this position is safely written: the stream may forget what is before it."""
         self._reader.commit(position.offset)
 
-    def _admit(self, offset: int, group: Group) -> None:
-        ids = [rollout.id for rollout in group.rollouts]
-        if len(set(ids)) != len(ids):
+    def _admit(self, offset: int, group: PreparedGroup) -> None:
+        if len(set(group.ids)) != len(group.ids):
             raise StreamError(f"group {group.index} has two rollouts of the same id")
-        prepared = self._preprocessor.process(group)
-        opened = _OpenGroup(offset, (sample.id for sample in prepared.samples))
-        opened.settled_ids = set(ids) - opened.open_ids
-        settled_before = self._settled_before.intersection(ids)
+        opened = _OpenGroup(offset, (sample.id for sample in group.samples))
+        opened.settled_ids = set(group.ids) - opened.open_ids
+        settled_before = self._settled_before.intersection(group.ids)
         self._settled_before -= settled_before
         if not settled_before:  # else its drops were counted when it came first
-            for reason, lengths in prepared.dropped_by_length.items():
+            for reason, lengths in group.dropped_by_length.items():
                 self._count_dropped(reason, lengths)
-        self._recent_lengths.extend(sample.sampled_count for sample in prepared.samples)
-        self._recent_lengths.extend(length for lengths in prepared.dropped_by_length.values() for length in lengths)
+        self._recent_lengths.extend(sample.sampled_count for sample in group.samples)
+        self._recent_lengths.extend(length for lengths in group.dropped_by_length.values() for length in lengths)
         opened.open_ids -= settled_before
         opened.settled_ids |= settled_before
-        self._samples.extend(sample for sample in prepared.samples if sample.id not in settled_before)
+        self._samples.extend(sample for sample in group.samples if sample.id not in settled_before)
         if opened.open_ids:
             self._groups[group.index] = opened
         else:
