@@ -5,7 +5,8 @@
 
 Each computes on one thread, and is given at most H requests at a time. Servers are processes of their own, so what they do
 besides (HTTP, JSON, scheduling) runs on the other core; the systems in this process have one core for everything. Servers
-that are not being measured are idle. End-of-text tokens end nothing. Times are from the first request to the last completion.
+that are not being measured are idle. With `taskset -c 0` before it, all have one core. End-of-text tokens end nothing. Times
+are from the first request to the last completion.
 """
 
 from __future__ import annotations

@@ -304,6 +304,7 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("engine: {servers: 2}", "engine.servers", "set engine.kind to http or vllm"),
         ("engine: {api_key_env: KEY}", "engine.api_key_env", "set engine.kind to http or vllm"),
         ("engine: {kind: http, api_key_env: KEY}", "engine.api_key_env", "set engine.urls"),
+        ("engine: {kind: http, weights_dir: /srv}", "engine.weights_dir", "set engine.urls"),
         ("engine: {kind: http, urls: ['http://a:1'], servers: 2}", "engine.servers", "set it to 1"),
         ("engine: {kind: http, urls: ['a:1']}", "engine.urls", "http://HOST:PORT"),
         ("engine: {kind: http, urls: ['http://a:1/v1']}", "engine.urls", "http://HOST:PORT"),

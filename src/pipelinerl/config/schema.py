@@ -33,7 +33,8 @@ class EnvironmentConfig(Section, frozen=True):
     kind: Annotated[
         str,
         Meta(
-            description="`gcd`, `math_words`, `guess_number`, or your own: `path/to/file.py:ClassName` or "
+            description="`gcd`, `math`, `math_words`, `countdown`, `guess_number`, `function` (a reward function of yours), "
+            "`mixture`, `curriculum`, or a class of yours: `path/to/file.py:ClassName` or "
             "`package.module:ClassName`."
         ),
     ] = "gcd"
@@ -119,6 +120,13 @@ class EngineConfig(Section, frozen=True):
     ] = ()
     api_key_env: Annotated[
         str | None, Meta(description="Name of the environment variable that holds the key of the servers in `urls`.")
+    ] = None
+    weights_dir: Annotated[
+        str | None,
+        Meta(
+            description="Directory through which weights reach the servers in `urls`: the same path here and there. null: "
+            "shared memory, for servers on this machine."
+        ),
     ] = None
     python: Annotated[
         str | None,

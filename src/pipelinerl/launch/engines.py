@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -93,7 +94,8 @@ def _remote(session: Session, name: str) -> EngineHandle:
         servers = [PipelineServer(url, api_key=key) for url in urls]
     else:
         servers = [VllmServer(url, facts=facts, api_key=key) for url in urls]
-    directories = (SHARED_MEMORY, session.run.control)
+    shared = config.engine.weights_dir
+    directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
     bounds = Bounds(startup_s=max(1.0, deadline_s - time.monotonic()))
     engine = RemoteEngine(servers, name=name, weight_dirs=directories, bounds=bounds)
     if engine.version > session.plan.version:

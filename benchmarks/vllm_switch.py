@@ -1,0 +1,220 @@
+"""Whether vLLM takes new weights in flight exactly: all of them, from the very token it says on; and how long it pauses.
+
+    python -m benchmarks.vllm_switch --python VLLM_ENV/bin/python --model demo
+
+Streams are in flight while all weights are replaced, twice. Each token's log-prob is then compared with a reference: the
+transformers model over its own KV cache, each part of the sequence by the weights that vLLM names. `wrong`: the same
+comparison with the tokens at each switch given to the weights on its other side, which has to be far off for "exact" to mean
+something. Requests that begin after the last update are compared with a plain forward of the last weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import random
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from benchmarks import common
+from benchmarks.common import Record
+from pipelinerl.models.loading import resolve_path
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.weights_file import write_safetensors
+from pipelinerl.types import (
+    Completion,
+    GenerationRequest,
+    SamplingParams,
+    TokenEvent,
+    UpdateReceipt,
+    spans_from_versions,
+    versions_from_spans,
+)
+from pipelinerl.vllm.adapter import VllmServer
+from pipelinerl.vllm.model import kv_cache_bytes
+from pipelinerl.vllm.start import VllmSettings, running_vllm
+
+BEFORE_SWITCH = 3
+"""Tokens before the first update, and again before the second."""
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What came of it: `during` were in flight at both updates, `after` began when they were over."""
+
+    requests: Sequence[GenerationRequest]
+    during: Sequence[Completion]
+    after: Sequence[Completion]
+    receipts: Sequence[UpdateReceipt]
+
+
+def perturbed(model: Any, seed: int, change: float = 0.4) -> Any:
+    """A copy in which every parameter differs by some `change` of the mean size of its tensor."""
+    changed = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(change * parameter.abs().mean() * noise)
+    return changed
+
+
+def save(model: Any, version: int, directory: Path) -> SavedWeights:
+    """The model's weights as an update."""
+    tensors = named_weights(model)
+    path = directory / f"v{version}.safetensors"
+    write_safetensors(path, tensors)
+    return SavedWeights(version, checksum(tensors), path)
+
+
+def make_requests(count: int, vocabulary: int, max_tokens: int) -> list[GenerationRequest]:
+    """Prompts of several lengths; the first is streamed, which shows how far all have come."""
+    rng = random.Random("vllm/switch")
+    return [
+        GenerationRequest(
+            id=f"stream-{index}",
+            prompt_ids=tuple(rng.randrange(2, vocabulary) for _ in range(rng.randint(2, 24))),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=1.0),
+            stream=index == 0,
+        )
+        for index in range(count)
+    ]
+
+
+async def switch_in_flight(
+    server: VllmServer, requests: Sequence[GenerationRequest], updates: Sequence[SavedWeights]
+) -> Switched:
+    """Generate all at once, and take the next update whenever the streamed one has a few tokens of the weights before."""
+    seen: Counter[int] = Counter()
+
+    def note(event: TokenEvent) -> None:
+        seen[event.version] += 1
+
+    tasks = [asyncio.ensure_future(server.generate(request, note)) for request in requests]
+    receipts = []
+    for update in updates:
+        while seen[update.version - 1] < BEFORE_SWITCH and not any(task.done() for task in tasks):
+            await asyncio.sleep(0.002)
+        receipts.append(await server.update_weights(update))
+    during = await asyncio.gather(*tasks)
+    return Switched(requests, during, await asyncio.gather(*map(server.generate, requests)), receipts)
+
+
+@torch.no_grad()
+def mixed_logprobs(
+    models: Mapping[int, Any], request: GenerationRequest, done: Completion, versions: Sequence[int]
+) -> list[float]:
+    """Log-probs of the completion's tokens, each token's KV entries and logits by the model of its version.
+
+    The prompt's are by the first token's version: it was sampled in the step that ended the prompt.
+    """
+    cache = DynamicCache(config=models[min(models)].config)
+    ids = [*request.prompt_ids, *done.token_ids]
+    first = len(request.prompt_ids)
+    found: list[float] = []
+    for span in spans_from_versions(versions):
+        # What is fed for a token is the one before it; for the first, the whole prompt.
+        begin = first + span.start - 1 if span.start else 0
+        fed = torch.tensor([ids[begin : first + span.end - 1]])
+        logits = models[span.version](input_ids=fed, past_key_values=cache, use_cache=True).logits[0]
+        rows = logits[-(span.end - span.start) :].float().log_softmax(-1)
+        sampled = torch.tensor(done.token_ids[span.start : span.end])
+        found += rows.gather(1, sampled[:, None])[:, 0].tolist()
+    return found
+
+
+def switches_of(versions: Sequence[int]) -> list[int]:
+    """Indices of tokens whose version is not that of the token before."""
+    return [index for index in range(1, len(versions)) if versions[index] != versions[index - 1]]
+
+
+def figures(models: Mapping[int, Any], switched: Switched) -> Record:
+    """Errors of log-probs against the reference, before, between and after switches; and if a switch were one token off."""
+    errors: dict[int, float] = {}
+    wrong: list[float] = []
+    for request, done in zip(switched.requests, switched.during, strict=True):
+        versions = versions_from_spans(done.weight_versions, len(done.token_ids))
+        expected = mixed_logprobs(models, request, done, versions)
+        for version, ours, theirs in zip(versions, expected, done.logprobs, strict=True):
+            errors[version] = max(errors.get(version, 0.0), abs(ours - theirs))
+        for index in switches_of(versions):
+            late = [*versions[:index], versions[index - 1], *versions[index + 1 :]]
+            early = [*versions[: index - 1], versions[index], *versions[index:]]
+            for shifted, position in ((late, index), (early, index - 1)):
+                wrong.append(abs(mixed_logprobs(models, request, done, shifted)[position] - done.logprobs[position]))
+    last = max(models)
+    fresh = 0.0
+    for request, done in zip(switched.requests, switched.after, strict=True):
+        assert {span.version for span in done.weight_versions} == {last}
+        expected = mixed_logprobs(models, request, done, [last] * len(done.token_ids))
+        fresh = max(fresh, *(abs(a - b) for a, b in zip(expected, done.logprobs, strict=True)))
+    return {
+        "streams": len(switched.requests),
+        **{f"error v{version - min(models)}": errors[version] for version in sorted(errors)},
+        "error of new requests": fresh,
+        "wrong (median)": statistics.median(wrong or [0.0]),
+        "switches": len(wrong) // 2,
+        "pauses_s": [round(receipt.pause_s, 3) for receipt in switched.receipts],
+        "in_flight": [receipt.sequences_in_flight for receipt in switched.receipts],
+    }
+
+
+async def measure(
+    url: str, path: str, directory: Path, *, streams: int, tokens: int, change: float = 0.4, first: int = 0
+) -> Record:
+    """Switch twice at the server at `url`, and look at what came of it.
+
+    It holds version `first`: the model of `path` if that is 0, else what was measured last time ended with.
+    """
+    model = common.fresh_model(path)
+    models = {version: perturbed(model, version, change) if version else model for version in range(first, first + 3)}
+    updates = [save(models[version], version, directory) for version in (first + 1, first + 2)]
+    server = VllmServer(url)
+    try:
+        info = await server.info()
+        switched = await switch_in_flight(server, make_requests(streams, info.vocabulary, tokens), updates)
+    finally:
+        await server.close()
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = len(names) - len(dict(model.named_parameters()))
+    return {"model": common.model_label(path), "weights": len(names), "tied": tied, **figures(models, switched)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", required=True, help="the interpreter of vLLM's environment")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=384)
+    parser.add_argument("--change", type=float, default=0.4, help="of all weights, at each update; large models bear less")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    path = resolve_path(options.model)
+    length = options.tokens + 32
+    kv_bytes = kv_cache_bytes(path, slots=options.streams, max_length=length, item_bytes=4)
+    settings = VllmSettings(
+        python=options.python, model=path, slots=options.streams, max_length=length, kv_cache_bytes=kv_bytes
+    )
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
+        running_vllm(settings, [Path(directory) / "vllm.log"]) as (vllm,),
+    ):
+        work = measure(
+            vllm.url, path, Path(directory), streams=options.streams, tokens=options.tokens, change=options.change
+        )
+        record = asyncio.run(work)
+    print(common.markdown([{"": name, "value": value} for name, value in record.items()]))
+
+
+if __name__ == "__main__":
+    main()

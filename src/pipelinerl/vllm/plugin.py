@@ -1,0 +1,158 @@
+"""Inside vLLM: a weight-transfer backend that takes all weights from a safetensors file, on CPU and on GPUs.
+
+vLLM's own backends need CUDA; its registry is open. vLLM finds `register` through the entry point `vllm.general_plugins`
+of this package, in each of its processes. Its API then calls, in this order (vLLM's own RL routes):
+
+    init_transfer_engine     once: the directory that files may come from
+    start_weight_update      nothing: the model is not touched before the file is known to be good
+    update_weights           read, verify, load, check that nothing was left out
+    finish_weight_update     nothing
+
+An update that is refused before loading leaves the model as it was, and its error begins with `REFUSED`. Any other error
+may leave it half loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import new_class
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.models.state import checksum
+from pipelinerl.vllm.messages import BACKEND, REFUSED, InitInfo, UpdateInfo
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def register() -> None:
+    """Make the backend known to vLLM. vLLM may call this more than once in a process."""
+    from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+        WeightTransferEngine,
+    )
+    from vllm.distributed.weight_transfer.factory import (  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+        WeightTransferEngineFactory,
+    )
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        engine = new_class("FileWeightTransferEngine", (FileTransfer, WeightTransferEngine))
+        WeightTransferEngineFactory.register_engine(BACKEND, engine)
+
+
+class FileTransfer:
+    """The backend, as a mix-in of vLLM's `WeightTransferEngine`, which sets `model`, `model_config` and calls the rest."""
+
+    model: nn.Module
+    model_config: Any
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    _directory: Path | None = None
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        return msgspec.convert(init_dict, InitInfo)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        directory = Path(init_info.directory)
+        if not directory.is_dir():
+            raise WeightUpdateError(f"{REFUSED} {directory} is not a directory here; share it with vLLM's machine")
+        self._directory = directory.resolve()
+
+    def start_weight_update(self) -> None:
+        """Nothing: see above."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take the weights of the file, all of them. Raises WeightUpdateError; see the module for what then holds."""
+        try:
+            info = msgspec.convert(update_info, UpdateInfo)
+        except msgspec.ValidationError as error:
+            raise WeightUpdateError(f"{REFUSED} {error}") from error
+        tensors = read_weights(info, self._directory)
+        refuse_layout(checkpoint_shapes(str(self.model_config.model)), tensors)
+        self.receive_weights(tensors)
+
+    def receive_weights(self, update_info: Mapping[str, Tensor]) -> None:
+        """Load the tensors through vLLM's layer-wise reload, which keeps every parameter where its kernels expect it."""
+        from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        initialize_layerwise_reload(self.model)
+        load: Any = self.model.load_weights
+        loaded: set[str] | None = load(update_info.items())
+        finalize_layerwise_reload(self.model, self.model_config)
+        if loaded is not None and (left := {name for name, _ in self.model.named_parameters()} - loaded):
+            raise WeightUpdateError(f"vLLM left {len(left)} parameters as they were, among them {min(left)}")
+        refresh_heads(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Nothing: see above."""
+
+    def shutdown(self) -> None:
+        self._directory = None
+
+
+def read_weights(info: UpdateInfo, directory: Path | None) -> dict[str, Tensor]:
+    """The tensors of the file, mapped, once their checksum is verified. Raises WeightUpdateError."""
+    if directory is None:
+        raise WeightUpdateError(f"{REFUSED} no directory was named yet; POST /init_weight_transfer_engine first")
+    path = Path(info.path).resolve()
+    if not path.is_relative_to(directory):
+        raise WeightUpdateError(f"{REFUSED} {info.path} is not below {directory}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
+    except (OSError, SafetensorError) as error:
+        raise WeightUpdateError(f"{REFUSED} {path} can't be read: {error}") from error
+    found = checksum(tensors)
+    if found != info.checksum:
+        raise WeightUpdateError(f"{REFUSED} {path} has checksum {found}, version {info.version} has {info.checksum}")
+    return tensors
+
+
+def checkpoint_shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights in the model's folder; none if `model` is not a folder with safetensors files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(Path(model).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def refuse_layout(expected: Shapes, tensors: Mapping[str, Tensor]) -> None:
+    """Raise WeightUpdateError if something of the checkpoint that vLLM was started with is missing, or has another shape.
+
+    Names beyond these are left to vLLM: a tied head has two names in a trainer, and one in a checkpoint.
+    """
+    missing = sorted(expected.keys() - tensors.keys())
+    differing = sorted(name for name, shape in expected.items() if name in tensors and tensors[name].shape != shape)
+    if missing or differing:
+        first = (missing + differing)[0]
+        raise WeightUpdateError(
+            f"{REFUSED} {len(missing)} weights are missing and {len(differing)} of another shape, among them {first}; "
+            "start vLLM with the model that is trained"
+        )
+
+
+def refresh_heads(model: nn.Module) -> None:
+    """Have tied output heads prepare their weights again.
+
+    On CPU a head computes with a packed copy. A head that is tied to the embedding has no weights of its own to load, so
+    the reload passes it by, and it would go on with the old copy while everything reports success.
+    """
+    for name, module in heads(model.named_modules()):
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            raise WeightUpdateError(f"vLLM's head {name} has no way to prepare its weights; this version is not supported")
+        method.process_weights_after_loading(module)
+
+
+def heads(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """vLLM's output heads among `modules`, recognised by their class, whatever the model calls them."""
+    return [(name, module) for name, module in modules if any(c.__name__ == "ParallelLMHead" for c in type(module).__mro__)]

@@ -1,0 +1,303 @@
+"""The real vLLM, on CPU, as an engine: what it says of each token holds while all of its weights are replaced in flight.
+
+It needs vLLM in an environment of its own: `scripts/install_vllm_cpu.sh DIR`, then PIPELINERL_VLLM_PYTHON=DIR/bin/python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.vllm_switch import measure, perturbed, save
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.errors import PromptTooLongError, RequestError, StageDiedError, UserError, WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.loading import load_model, resolve_path
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.engine import RemoteEngine
+from pipelinerl.remote.errors import ServerUnreachableError
+from pipelinerl.remote.weights_file import write_safetensors
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
+from pipelinerl.vllm.adapter import VllmServer
+from pipelinerl.vllm.guard import members
+from pipelinerl.vllm.model import kv_cache_bytes, model_facts
+from pipelinerl.vllm.start import VllmProcess, VllmSettings, running_vllm
+
+PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not PYTHON, reason="needs vLLM: scripts/install_vllm_cpu.sh DIR, then PIPELINERL_VLLM_PYTHON=DIR/bin/python"
+    ),
+]
+MODEL = resolve_path("demo")
+SLOTS = 16
+LENGTH = 448
+LONGEST = LENGTH - 8
+STOPS = (2, 3, 4, 5, 6, 7, 8, 9)
+TOLERANCE = 5e-4
+
+
+def settings(**changes: Any) -> VllmSettings:
+    kv_bytes = kv_cache_bytes(MODEL, slots=SLOTS, max_length=LENGTH, item_bytes=4)
+    fields = {"python": PYTHON, "model": MODEL, "slots": SLOTS, "max_length": LENGTH, "kv_cache_bytes": kv_bytes}
+    return VllmSettings(**(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
+    """One server for all tests here: starting it takes longest. Its weights' version rises from test to test."""
+    with running_vllm(settings(), [tmp_path_factory.mktemp("vllm") / "vllm.log"]) as (server,):
+        yield server
+
+
+def at(server: VllmProcess, work: Any) -> Any:
+    """What `work`, given a client of the server, returns."""
+
+    async def run() -> Any:
+        client = VllmServer(server.url)
+        try:
+            return await asyncio.wait_for(work(client), 120.0)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def version_at(server: VllmProcess) -> int:
+    return at(server, lambda client: client.info()).version
+
+
+def request(name: str, *, max_tokens: int = 24, stops: tuple[int, ...] = (), stream: bool = False) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops)
+    return GenerationRequest(id=name, prompt_ids=(3, 4, 5), sampling=sampling, stream=stream)
+
+
+@torch.no_grad()
+def logprob_error(model: Any, prompt: tuple[int, ...], done: Completion) -> float:
+    """Against a plain forward over the whole sequence."""
+    ids = torch.tensor([[*prompt, *done.token_ids]])
+    rows = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    expected = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    return float((expected - torch.tensor(done.logprobs)).abs().max())
+
+
+def test_all_weights_change_in_flight_at_the_token_that_it_says(vllm: VllmProcess, tmp_path: Path) -> None:
+    for first in (0, 2, 4):  # on a busy machine all may have ended before we hear of their first tokens
+        found = asyncio.run(measure(vllm.url, MODEL, tmp_path, streams=SLOTS, tokens=400, first=first))
+        if found["in_flight"] == [SLOTS, SLOTS]:
+            break
+    assert found["tied"] == 1  # the output head shares the embedding's weights
+    assert found["in_flight"] == [SLOTS, SLOTS]
+    assert found["switches"] == 2 * SLOTS
+    errors = [found[f"error v{version}"] for version in (0, 1, 2)]
+    assert max(*errors, found["error of new requests"]) < TOLERANCE
+    assert found["wrong (median)"] > 10 * TOLERANCE  # so a switch that is one token off would have been seen
+    assert all(0 < pause_s < 60 for pause_s in found["pauses_s"])
+
+
+def test_it_says_what_it_is(vllm: VllmProcess) -> None:
+    info = at(vllm, lambda client: client.info())
+    facts = model_facts(MODEL)
+    assert (info.slots, info.max_length, info.model) == (SLOTS, LENGTH, MODEL)
+    assert (info.vocabulary, info.stop_token_ids) == (facts.vocabulary, facts.stop_token_ids) == (16, (1,))
+    assert info.version >= 2  # of the test before, from vLLM itself: this client is new
+    assert info.instance == at(vllm, lambda client: client.info()).instance
+
+
+def test_a_stop_token_is_the_last_token(vllm: VllmProcess) -> None:
+    async def generate(client: VllmServer) -> list[Completion]:
+        wanted = [request(f"stop-{i}", max_tokens=LONGEST, stops=STOPS) for i in range(8)]
+        return await asyncio.gather(*map(client.generate, wanted))
+
+    for done in at(vllm, generate):
+        assert done.finish_reason == "stop"
+        assert done.token_ids[-1] in STOPS
+        assert not set(STOPS) & set(done.token_ids[:-1])
+        assert len(done.logprobs) == len(versions_from_spans(done.weight_versions, len(done.token_ids)))
+
+
+def test_only_the_stop_tokens_that_a_request_names_end_it(vllm: VllmProcess) -> None:
+    """The model's own end token does not."""
+
+    async def generate(client: VllmServer) -> list[Completion]:
+        return await asyncio.gather(*(client.generate(request(f"on-{i}", max_tokens=150)) for i in range(8)))
+
+    completions = at(vllm, generate)
+    assert {(done.finish_reason, len(done.token_ids)) for done in completions} == {("length", 150)}
+    assert any(1 in done.token_ids for done in completions)
+
+
+def test_cancelled_requests_give_what_they_have_and_free_their_places(vllm: VllmProcess) -> None:
+    async def cancel(client: VllmServer) -> tuple[list[Completion], list[TokenEvent], int]:
+        events: list[TokenEvent] = []
+        await client.info()
+        wanted = [request(f"c{i}", max_tokens=LONGEST, stream=i == 0) for i in range(SLOTS)]
+        running = [asyncio.ensure_future(client.generate(one, events.append)) for one in wanted]
+        while len(events) < 5:
+            await asyncio.sleep(0.002)
+        await asyncio.gather(*(client.cancel(one.id) for one in wanted), client.cancel("never-heard-of"))
+        return await asyncio.gather(*running), events, (await client.info()).in_progress
+
+    completions, events, left = at(vllm, cancel)
+    assert {done.finish_reason for done in completions} == {"cancelled"}
+    assert all(len(done.token_ids) < LONGEST for done in completions)  # none, if it came before the first
+    assert [event.token_id for event in events] == list(completions[0].token_ids)
+    assert len(completions[0].token_ids) >= 5
+    assert left == 0
+
+
+def test_a_client_that_goes_away_frees_its_place(vllm: VllmProcess) -> None:
+    async def leave(client: VllmServer) -> float:
+        gone = [asyncio.ensure_future(client.generate(request(f"g{i}", max_tokens=LONGEST))) for i in range(4 * SLOTS)]
+        await asyncio.sleep(0.3)
+        for task in gone:
+            task.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        begin_s = time.monotonic()
+        await client.generate(request("next", max_tokens=2))
+        return time.monotonic() - begin_s
+
+    assert at(vllm, leave) < 10.0  # not behind a queue of them
+
+
+def test_what_can_not_be_served_concerns_that_request_alone(vllm: VllmProcess) -> None:
+    async def ask(client: VllmServer) -> None:
+        with pytest.raises(PromptTooLongError):
+            await client.generate(request("long", max_tokens=LENGTH))
+        stranger = GenerationRequest(id="v", prompt_ids=(99,), sampling=SamplingParams(max_tokens=2))
+        with pytest.raises(RequestError, match="out of vocabulary"):
+            await client.generate(stranger)
+        await client.generate(request("good"))
+
+    at(vllm, ask)
+
+
+def test_a_refused_update_changes_nothing_and_generation_goes_on(vllm: VllmProcess, tmp_path: Path) -> None:
+    model = load_model(ModelConfig())
+    held = version_at(vllm)
+    good = save(model, held + 1, tmp_path)
+    part = {name: tensor for name, tensor in named_weights(model).items() if "layers.1" not in name}
+    write_safetensors(tmp_path / "part.safetensors", part)
+    bad = {
+        "checksum": good._replace(checksum="0" * 32),
+        "can't be read": good._replace(path=tmp_path / "nothing.safetensors"),
+        "are missing": SavedWeights(held + 1, checksum(part), tmp_path / "part.safetensors"),
+        "older": good._replace(version=held - 1),
+    }
+
+    async def refuse(client: VllmServer) -> Completion:
+        running = asyncio.ensure_future(client.generate(request("r", max_tokens=LONGEST)))
+        await asyncio.sleep(0.1)
+        for why, update in bad.items():
+            with pytest.raises(WeightUpdateError, match=why):
+                await client.update_weights(update)
+        assert (await client.info()).version == held
+        return await running
+
+    done = at(vllm, refuse)
+    assert len(done.token_ids) == LONGEST
+    assert {span.version for span in done.weight_versions} == {held}
+
+
+def test_a_tied_head_follows_the_embedding(vllm: VllmProcess, tmp_path: Path) -> None:
+    """Also when an update has but one name for both, as checkpoints have."""
+    newest = perturbed(load_model(ModelConfig()), 3)
+    tensors = {name: tensor for name, tensor in named_weights(newest).items() if name != "lm_head.weight"}
+    version = version_at(vllm) + 1
+    update = SavedWeights(version, checksum(tensors), tmp_path / "tied.safetensors")
+    write_safetensors(update.path, tensors)
+
+    async def twice(client: VllmServer) -> tuple[Completion, list[float]]:
+        receipts = [await client.update_weights(update), await client.update_weights(update)]
+        assert [(receipt.version, receipt.checksum) for receipt in receipts] == [(version, update.checksum)] * 2
+        return await client.generate(request("tied")), [receipt.pause_s for receipt in receipts]
+
+    done, (first_s, second_s) = at(vllm, twice)
+    assert logprob_error(newest, (3, 4, 5), done) < TOLERANCE
+    assert first_s > 0 == second_s  # what it holds already costs nothing
+
+
+def test_it_serves_behind_the_engine_protocol(vllm: VllmProcess) -> None:
+    """As the actor uses it: requests from a thread, weights as tensors."""
+    newest = perturbed(load_model(ModelConfig()), 4)
+    tensors = named_weights(newest)
+    version = version_at(vllm) + 1
+    engine = RemoteEngine([VllmServer(vllm.url)])
+    try:
+        for i in range(4):
+            engine.submit(request(f"old-{i}", max_tokens=200))
+        receipt = engine.update_weights(WeightUpdate(version, checksum(tensors), tensors))
+        assert (receipt.error, receipt.version, receipt.checksum) == (None, version, checksum(tensors))
+        engine.submit(request("new"))
+        done: dict[str, Completion] = {}
+        deadline_s = time.monotonic() + 60
+        while len(done) < 5 and time.monotonic() < deadline_s:
+            done |= {completion.request_id: completion for completion in engine.step().finished}
+    finally:
+        engine.close()
+    assert logprob_error(newest, (3, 4, 5), done["new"]) < TOLERANCE
+    assert {span.version for span in done["new"].weight_versions} == {version}
+    assert all(len(done[f"old-{i}"].token_ids) == 200 for i in range(4))
+
+
+def until(condition: Any, timeout_s: float = 30.0) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def test_a_killed_server_is_noticed_and_leaves_nothing_behind(vllm: VllmProcess) -> None:
+    """The last test of the server. Its processes: the guard that leads the group, vLLM's API server, its engine."""
+    serving = [pid for pid in members(vllm.pid) if pid != vllm.pid and "api_server" in command_of(pid)]
+
+    async def kill(client: VllmServer) -> list[BaseException | Completion]:
+        await client.info()
+        running = [asyncio.ensure_future(client.generate(request(f"k{i}", max_tokens=LONGEST))) for i in range(SLOTS)]
+        await asyncio.sleep(0.3)
+        os.kill(serving[0], signal.SIGKILL)
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    assert vllm.failure() is None
+    shared = [path for pid in members(vllm.pid) for path in shared_memory(pid)]
+    assert shared
+    results = at(vllm, kill)
+    assert any(isinstance(result, ServerUnreachableError) for result in results)
+    assert all(isinstance(result, ServerUnreachableError | Completion) for result in results)  # some may have been done
+    assert until(lambda: vllm.failure() is not None)
+    assert "ended with status -9" in (vllm.failure() or "")
+    assert until(lambda: not members(vllm.pid))
+    assert not any(path.exists() for path in shared)  # hundreds of megabytes
+
+
+def shared_memory(pid: int) -> set[Path]:
+    """What the process maps of Python's shared memory."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {path for line in lines if "/psm_" in line and (path := Path(line.split()[-1])).exists()}
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def test_a_server_that_can_not_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="install_vllm_cpu"):
+        VllmProcess(settings(python="/nowhere/python"), tmp_path / "log")
+    server = VllmProcess(settings(arguments=("--no-such-flag",)), tmp_path / "log")
+    try:
+        with pytest.raises(StageDiedError, match="no-such-flag"):
+            server.wait_until_healthy(120.0)
+    finally:
+        server.stop()
+    assert not members(server.pid)

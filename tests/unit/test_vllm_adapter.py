@@ -1,0 +1,302 @@
+"""The client of a vLLM server, with a stand-in for the server: who answers, what it holds, and what becomes of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.errors import RequestError, WeightUpdateError
+from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.errors import ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
+from pipelinerl.vllm import adapter, requests
+from pipelinerl.vllm.adapter import VllmServer
+from pipelinerl.vllm.model import ModelFacts
+from pipelinerl.vllm.switch import HalfUpdatedError
+
+FACTS = ModelFacts(16, (1,))
+UPDATE = SavedWeights(1, "c0ffee", Path("/weights/v1.safetensors"))
+
+
+class FakeVllm:
+    """In the place of `HttpClient`, and of the server behind it: generates 7s, with as much as it is told to keep back."""
+
+    url = "http://vllm"
+
+    def __init__(self) -> None:
+        self.instance = "a"
+        self.label = "default"
+        self.logprobs_mode = "processed_logprobs"
+        self.paused = False
+        self.asked: Counter[str] = Counter()
+        self.failures: dict[str, Exception] = {}
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.aborted: set[str] = set()
+        self.deaf = False
+        self.reason = ""
+
+    async def get(self, path: str, answer: Any, *, timeout_s: float) -> Any:
+        path = path.partition("?")[0]
+        self._note(path)
+        config = {
+            "instance_id": self.instance,
+            "model_config": {"model": "m", "max_model_len": 64, "logprobs_mode": self.logprobs_mode},
+            "cache_config": {"enable_prefix_caching": False},
+            "scheduler_config": {"max_num_seqs": 4},
+            "weight_transfer_config": {"backend": "pipelinerl"},
+        }
+        said = {
+            "/server_info": {"vllm_config": config},
+            "/weight_info": {"weight_version": self.label},
+            "/is_paused": {"is_paused": self.paused},
+        }
+        await asyncio.sleep(0)
+        return msgspec.convert(said[path], answer)
+
+    async def post(self, path: str, body: Any, answer: Any, *, timeout_s: float | None, params: Any = None) -> Any:
+        self._note(path)
+        if path == "/inference/v1/generate":
+            return msgspec.convert(await self._generate(body), answer)
+        if path == "/inference/v1/abort_requests" and not self.deaf:
+            self.aborted |= {name.removeprefix("generate-tokens-") for name in body.request_ids}
+        self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
+        if path == "/update_weight_version":
+            self.label = body.new_version
+        if path == "/finish_weight_update":
+            self.label = body.weight_version
+        return None
+
+    async def post_lines(self, path: str, body: Any, *, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
+        self._note(path)
+        whole = (await self._generate(body))["choices"][0]
+        for index, token in enumerate(whole["token_ids"]):
+            last = index == len(whole["token_ids"]) - 1
+            line = {"token_ids": [token], "logprobs": {"content": [whole["logprobs"]["content"][index]]}}
+            line |= {key: whole[key] if last else None for key in ("finish_reason", "weight_versions")}
+            yield b": a comment"
+            yield b"data: " + msgspec.json.encode({"choices": [line]})
+        yield b"data: [DONE]"
+
+    async def close(self) -> None: ...
+
+    async def _generate(self, body: Any) -> dict[str, Any]:
+        while not self.hold.is_set() and body.request_id not in self.aborted:
+            await asyncio.sleep(0.001)
+        aborted = body.request_id in self.aborted
+        count = 2 if aborted else body.sampling_params.max_tokens
+        choice = {
+            "token_ids": [7] * count,
+            "logprobs": {"content": [{"token_id": 7, "logprob": -0.25}] * count},
+            "finish_reason": self.reason or ("abort" if aborted else "length"),
+            "weight_versions": [{"version": self.label, "start": 0, "end": count}],
+        }
+        return {"choices": [choice]}
+
+    def _note(self, path: str) -> None:
+        self.asked[path] += 1
+        if path in self.failures:
+            raise self.failures[path]
+
+
+def request(name: str, *, stream: bool = False) -> GenerationRequest:
+    return GenerationRequest(id=name, prompt_ids=(3,), sampling=SamplingParams(max_tokens=5), stream=stream)
+
+
+@pytest.fixture
+def at_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Run a coroutine function that is given a stand-in and a client of it, within a bound."""
+    monkeypatch.setattr(requests, "PATIENCE_S", 0.02)
+
+    def run(work: Any, **options: Any) -> Any:
+        async def main() -> Any:
+            vllm = FakeVllm()
+            monkeypatch.setattr(adapter, "HttpClient", lambda url, api_key: vllm)
+            return await asyncio.wait_for(work(vllm, VllmServer("http://vllm", facts=FACTS, **options)), 10.0)
+
+        return asyncio.run(main())
+
+    return run
+
+
+def test_weights_that_nobody_named_get_the_version_they_were_started_with(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        info = await server.info()
+        assert vllm.label == "6"
+        assert (info.version, info.checksum, info.instance, info.slots) == (6, "", "a", 4)
+        assert (info.vocabulary, info.stop_token_ids, info.max_length) == (16, (1,), 64)
+        vllm.instance, vllm.label = "b", "default"  # restarted
+        assert (await server.info()).instance == "b"
+        assert vllm.label == "6"
+
+    at_vllm(work, version=6)
+
+
+def test_labels_of_an_earlier_client_stay(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        vllm.label = "11"
+        assert (await server.info()).version == 11
+        assert vllm.asked["/update_weight_version"] == 0
+
+    at_vllm(work)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"paused": True}, "is paused"), ({"label": "step-7"}, "something else"), ({"logprobs_mode": "raw"}, "logprobs-mode")],
+)
+def test_a_server_that_can_not_be_used_is_not(at_vllm: Callable[..., Any], change: dict[str, Any], why: str) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        vllm.__dict__.update(change)
+        for ask in (server.info(), server.generate(request("a")), server.update_weights(UPDATE)):
+            with pytest.raises(ServerError, match=why):
+                await ask
+        assert vllm.asked["/inference/v1/generate"] == 0
+        assert vllm.asked["/pause"] == 0
+
+    at_vllm(work)
+
+
+def test_one_look_serves_all_requests_that_wait_for_it(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        completions = await asyncio.gather(*(server.generate(request(f"r{i}", stream=i % 2 == 0)) for i in range(8)))
+        assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(8)]
+        assert {completion.token_ids for completion in completions} == {(7,) * 5}
+        assert vllm.asked["/server_info"] == 1
+
+    at_vllm(work)
+
+
+def test_tokens_are_reported_as_they_come(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        events: list[TokenEvent] = []
+        done = await server.generate(request("a", stream=True), events.append)
+        assert events == [TokenEvent("a", i, 7, -0.25, 3) for i in range(5)]
+        assert done.weight_versions == (VersionSpan(3, 0, 5),)
+        vllm.label = "4"  # as if the update had overtaken the tokens
+        with pytest.raises(RequestError, match="token 0"):
+            await server.generate(request("b", stream=True), events.append)
+
+    at_vllm(work, version=3)
+
+
+def test_a_restart_is_seen_in_the_answer(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        await server.info()
+        vllm.instance, vllm.label = "b", "default"
+        with pytest.raises(ServerUnreachableError, match="restarted"):
+            await server.generate(request("a"))
+        assert (await server.generate(request("a"))).weight_versions == (VersionSpan(0, 0, 5),)
+        assert vllm.label == "0"
+
+    at_vllm(work)
+
+
+def test_an_abort_that_nobody_asked_for_is_asked_again(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        vllm.reason = "abort"
+        with pytest.raises(ServerBusyError, match="gave up"):
+            await server.generate(request("a"))
+
+    at_vllm(work)
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_cancelled_request_ends(at_vllm: Callable[..., Any], deaf: bool) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> Completion:
+        vllm.hold.clear()
+        vllm.deaf = deaf
+        running = asyncio.ensure_future(server.generate(request("a")))
+        while not vllm.asked["/inference/v1/generate"]:
+            await asyncio.sleep(0)
+        await server.cancel("a")
+        await server.cancel("unknown")
+        completion = await running
+        assert (await server.info()).in_progress == 0
+        return completion
+
+    done = at_vllm(work)
+    assert done.finish_reason == "cancelled"
+    assert done.token_ids == (() if deaf else (7, 7))
+
+
+def test_a_request_that_is_cancelled_before_it_is_sent_is_not_sent(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        running = asyncio.ensure_future(server.generate(request("a")))
+        await asyncio.sleep(0)
+        await server.cancel("a")
+        assert (await running).finish_reason == "cancelled"
+        assert vllm.asked["/inference/v1/generate"] == 0
+
+    at_vllm(work)
+
+
+def test_cancelling_who_waits_closes_the_connection(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        vllm.hold.clear()
+        running = asyncio.ensure_future(server.generate(request("a")))
+        while not vllm.asked["/inference/v1/generate"]:
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert (await server.info()).in_progress == 0
+
+    at_vllm(work)
+
+
+def test_an_update_is_taken_once(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        vllm.hold.clear()
+        running = asyncio.ensure_future(server.generate(request("a")))
+        while not vllm.asked["/inference/v1/generate"]:
+            await asyncio.sleep(0)
+        receipt = await server.update_weights(UPDATE)
+        assert (receipt.version, receipt.checksum, receipt.sequences_in_flight) == (1, "c0ffee", 1)
+        assert receipt.pause_s > 0
+        assert (await server.update_weights(UPDATE)).pause_s == 0
+        assert vllm.asked["/update_weights"] == 1
+        info = await server.info()
+        assert (info.version, info.checksum) == (1, "c0ffee")
+        with pytest.raises(WeightUpdateError, match="older"):
+            await server.update_weights(UPDATE._replace(version=0))
+        await server.update_weights(UPDATE._replace(version=2))
+        assert vllm.asked["/init_weight_transfer_engine"] == 1
+        vllm.hold.set()
+        await running
+
+    at_vllm(work)
+
+
+def test_a_server_that_may_hold_half_an_update_is_used_no_more(at_vllm: Callable[..., Any]) -> None:
+    async def work(vllm: FakeVllm, server: VllmServer) -> None:
+        vllm.hold.clear()
+        running = asyncio.ensure_future(server.generate(request("a")))
+        while not vllm.asked["/inference/v1/generate"]:
+            await asyncio.sleep(0)
+        vllm.failures["/update_weights"] = ServerUnreachableError("http://vllm", "gave no answer in time")
+        with pytest.raises(HalfUpdatedError):
+            await server.update_weights(UPDATE)
+        assert vllm.paused
+        with pytest.raises(ServerError, match="can't be used"):
+            await running
+        for ask in (server.info(), server.generate(request("b")), server.update_weights(UPDATE)):
+            with pytest.raises(ServerError, match="can't be used"):
+                await ask
+        other = VllmServer("http://vllm", facts=FACTS)
+        with pytest.raises(ServerError, match="is paused"):
+            await other.info()
+        vllm.hold.set()
+        vllm.failures.clear()
+        vllm.instance, vllm.label, vllm.paused = "b", "default", False  # restarted
+        assert (await server.info()).version == 0
+        assert (await server.update_weights(UPDATE)).version == 1
+        assert (await server.generate(request("c"))).weight_versions == (VersionSpan(1, 0, 5),)
+
+    at_vllm(work)
