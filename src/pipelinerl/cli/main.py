@@ -11,11 +11,14 @@ import traceback
 from collections.abc import Sequence
 
 from pipelinerl.cli import (
+    browse,
     calibrate,
     check_engine,
     compare,
     config,
     convert_gguf,
+    eval,
+    init,
     plan,
     report,
     serve,
@@ -27,10 +30,13 @@ from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
 
 _SUBCOMMANDS = (
+    init,
     train,
     config,
     compare,
     report,
+    browse,
+    eval,
     study,
     plan,
     calibrate,

@@ -42,7 +42,7 @@ def answer_in(text: str) -> Fraction | None:
     marked = list(_MARKED.finditer(text))
     if marked:
         return _first_number(marked[-1]["answer"])
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     if boxed is not None:
         return _last_number(boxed)
     return _last_number(text)
@@ -54,7 +54,7 @@ def marks_answer(text: str) -> bool:
     marked = list(_MARKED.finditer(text))
     if marked:
         return _first_number(marked[-1]["answer"]) is not None
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     return boxed is not None and _last_number(boxed) is not None
 
 
@@ -89,7 +89,7 @@ def _last_number(text: str) -> Fraction | None:
     return _value(last) if last else None
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     """What is between the braces of the last box, which may have braces in it; all of the rest if they aren't closed."""
     start = text.rfind(_BOXED)
     if start < 0:

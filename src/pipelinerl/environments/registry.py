@@ -20,6 +20,11 @@ BUILT_IN = {
     "gcd": "pipelinerl.environments.gcd:Gcd",
     "math_words": "pipelinerl.environments.math_words:MathWords",
     "guess_number": "pipelinerl.environments.guess_number:GuessNumber",
+    "math": "pipelinerl.environments.maths:Maths",
+    "countdown": "pipelinerl.environments.countdown:Countdown",
+    "mixture": "pipelinerl.environments.mixture:Mixture",
+    "curriculum": "pipelinerl.environments.curriculum:Curriculum",
+    "function": "pipelinerl.environments.function:Function",
 }
 
 

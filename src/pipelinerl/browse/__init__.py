@@ -1,0 +1,1 @@
+"""The rollouts of a run, to be looked at."""

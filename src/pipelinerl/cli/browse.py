@@ -1,0 +1,113 @@
+"""`pipelinerl browse`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.cli.parser import Commands, refuse_settings, write
+from pipelinerl.config import RunConfig, config_from_yaml
+from pipelinerl.errors import UserError
+
+if TYPE_CHECKING:
+    from pipelinerl.browse.query import Query
+    from pipelinerl.browse.records import RunRollouts
+    from pipelinerl.browse.tokens import TokenText
+
+_EPILOG = (
+    'QUERY: words or "some text", and reward>0.5, version=12, lag>=3, length<20, trained, untrained, dropped, '
+    "dropped=REASON; all must hold for one rollout. Keys are shown at the bottom of the screen."
+)
+
+
+def add_to(commands: Commands) -> None:
+    text = "Look at the rollouts of a run, also while it runs: groups, attempts side by side, tokens by what made them."
+    parser = commands.add("browse", text, epilog=_EPILOG)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument(
+        "--find", metavar="QUERY", help="begin at the first rollout that fits; others are not listed or exported"
+    )
+    parser.add_argument("--plain", action="store_true", help="print a table (what happens anyway without a terminal)")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write a row a rollout: a .jsonl or .parquet file")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="DIR",
+        help="a model folder whose log-probs the engine's are compared with (default: the run's newest checkpoint)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    refuse_settings("pipelinerl browse", settings)
+    from pipelinerl.browse.query import parse  # noqa: PLC0415 (with the others)
+    from pipelinerl.browse.records import RunRollouts  # noqa: PLC0415
+
+    query = parse(options.find) if options.find else None
+    rollouts = RunRollouts(options.run_dir)
+    if options.export:
+        return _export(options, rollouts, query)
+    if options.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return _print(rollouts, query)
+    return _browse(options, rollouts)
+
+
+def _browse(options: argparse.Namespace, rollouts: RunRollouts) -> int:
+    from rich.console import Console  # noqa: PLC0415
+
+    from pipelinerl.browse.app import browse  # noqa: PLC0415
+    from pipelinerl.browse.browser import Browser  # noqa: PLC0415
+    from pipelinerl.browse.gap import Gaps  # noqa: PLC0415
+    from pipelinerl.browse.pages import RolloutPages  # noqa: PLC0415
+
+    config = _config(options.run_dir)
+    gaps = Gaps(options.run_dir, config, options.weights)
+    pages = RolloutPages(rollouts, texts=lambda: _texts(config), gaps=gaps.of)
+    browser = Browser(rollouts, str(options.run_dir), pages)
+    if options.find:
+        browser.search(options.find)
+    browse(browser, Console(), sys.stdin.fileno())
+    return 0
+
+
+def _print(rollouts: RunRollouts, query: Query | None) -> int:
+    from pipelinerl.browse.plain import plain_table  # noqa: PLC0415
+
+    for line in plain_table(rollouts, query, _warn):
+        if status := write(line):
+            return status
+    return 0
+
+
+def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query | None) -> int:
+    from pipelinerl.browse.export import export  # noqa: PLC0415
+
+    texts = _texts(_config(options.run_dir))
+    if texts.missing:
+        _warn(f"prompts are left out, and completions that the environment kept no text of: {texts.missing}")
+    count = export(rollouts, texts, options.export, query, _warn)
+    return write(f"{count} rollouts: {options.export}\n")
+
+
+def _config(run_dir: Path) -> RunConfig | str:
+    """The run's, or why it can't be read: its rollouts can be looked at all the same."""
+    path = run_dir / "config.yaml"
+    try:
+        return config_from_yaml(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        return f"can't read {path}: {error.strerror}"
+    except (UnicodeDecodeError, UserError) as error:
+        return f"can't read {path}: {error}"
+
+
+def _texts(config: RunConfig | str) -> TokenText:
+    from pipelinerl.browse.tokens import TokenText, load_token_text  # noqa: PLC0415
+
+    return TokenText(None, config) if isinstance(config, str) else load_token_text(config.model)
+
+
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

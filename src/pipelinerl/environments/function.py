@@ -1,0 +1,242 @@
+"""A task that is a file of examples and a function: `reward(completion: str, example: dict) -> float`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from threading import Thread
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from pipelinerl.environments.epochs import Epochs
+from pipelinerl.environments.examples import Split, read_examples, split, without
+from pipelinerl.environments.pool.messages import Limits
+from pipelinerl.environments.pool.pool import FunctionPool
+from pipelinerl.environments.prompts import Message, encode_prompt, has_chat_template, text_decoder
+from pipelinerl.environments.user_functions import describe, find_function, finite_number, names_a_function
+from pipelinerl.errors import EnvironmentSetupError, RolloutError
+from pipelinerl.interfaces import GenerationClient, Tokenizer
+from pipelinerl.types import Problem, Rollout, Turn
+
+REMEMBERED_PROMPTS = 64
+ENDED = (TimeoutError, MemoryError, ChildProcessError)
+"""How a call ends that ran into a limit, or brought its process down."""
+
+Prompt = str | list[Message]
+
+
+class Calls(Protocol):
+    """Calls of the user's functions, by name: `FunctionPool`, or `InProcess`."""
+
+    async def call(self, name: str, *arguments: Any) -> Any: ...
+
+
+class InProcess:
+    """The user's functions, called where we are: at no cost, and with nothing between their mistakes and the run."""
+
+    def __init__(self, specs: dict[str, str]) -> None:
+        self._specs = specs
+        self._functions = {name: find_function(spec) for name, spec in specs.items()}
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return self._functions[name](*arguments)
+        except Exception as error:
+            raise RuntimeError(f"{name}: {describe(error, self._specs[name])}") from error
+
+
+class Function:
+    """Problems are the lines of a file; a function of the user says what an answer to one is worth.
+
+    data        file of JSON lines, or a list of them: an object a line, of which the functions get a dict
+    reward      `path/to/file.py:function`: (completion, example) -> a finite number. The completion is text without special
+                tokens, and may be empty
+    prompt      the field with the prompt, or `path/to/file.py:function` too: (example) -> a text or chat messages
+    held_out    which examples evaluations use and training never sees: a share of `data` (by a hash of the prompt), or a
+                file of them
+    chat        whether a text becomes the user's message in the model's chat template (default: if it has one), after
+                `system` as the system message ("": none). Otherwise the model continues it
+    isolate     call the functions in `workers` processes, each call with at most `timeout_s` of time and `memory_mb` of
+                memory on top of what the process has once it is loaded. false: call them here, while the engine waits
+    ended_reward    what an answer is worth whose reward ran into a limit or crashed; null: the rollout is dropped, as it is
+                when the function raises something or returns what isn't a number
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        seed: int,
+        *,
+        data: str | Sequence[str],
+        reward: str,
+        prompt: str = "prompt",
+        held_out: float | str | Sequence[str] = 0.1,
+        chat: bool | None = None,
+        system: str = "",
+        isolate: bool = True,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+        memory_mb: int = 1024,
+        ended_reward: float | None = None,
+    ) -> None:
+        """Raises EnvironmentSetupError for data and functions that can't be used; both are called once to find out."""
+        _check_types(
+            reward=reward,
+            prompt=prompt,
+            chat=chat,
+            system=system,
+            isolate=isolate,
+            workers=workers,
+            timeout_s=timeout_s,
+            memory_mb=memory_mb,
+            ended_reward=ended_reward,
+        )
+        self._tokenizer = tokenizer
+        self._decode = text_decoder(tokenizer)
+        self._chat = has_chat_template(tokenizer) if chat is None else chat
+        if self._chat and not has_chat_template(tokenizer):
+            raise EnvironmentSetupError("environment.args.chat is true, but the model's tokenizer has no chat template")
+        self._system = system
+        self._ended_reward = ended_reward
+        self._encoded: dict[str, tuple[int, ...]] = {}
+        self._field = None if names_a_function(prompt) else prompt
+        self._training, self._held_out = self._read(data, held_out)
+        functions = {"reward": reward} | ({} if self._field else {"prompt": prompt})
+        limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
+        self._calls: Calls = FunctionPool(functions, workers=workers, limits=limits) if isolate else InProcess(functions)
+        _try_out(self._trial(self._training[0]), 2 * limits.start_timeout_s)
+        self._epochs = Epochs(len(self._training), f"function/{seed}")
+
+    def problem(self, index: int) -> Problem:
+        """Every example once an epoch, in an order that depends on the seed and the epoch."""
+        return self._training[self._epochs.place(index)]
+
+    def held_out(self, count: int) -> Sequence[Problem]:
+        return self._held_out[:count]
+
+    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
+        key = self._key(problem)
+        prompt_ids = self._encoded.get(key) or self._remember(key, await self._prompt(problem.payload))
+        completion = await client.generate(prompt_ids)
+        text = self._decode(completion.token_ids)
+        ended = 0.0
+        try:
+            reward = await self._reward(text, problem.payload)
+        except ENDED:
+            if self._ended_reward is None:
+                raise
+            reward, ended = self._ended_reward, 1.0
+        metrics = {} if self._ended_reward is None else {"reward_ended": ended}
+        turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
+        return Rollout(turns=(turn,), reward=reward, metrics=metrics)
+
+    async def _reward(self, text: str, example: dict[str, Any]) -> float:
+        return finite_number(await self._calls.call("reward", text, example), "reward")
+
+    async def _prompt(self, example: dict[str, Any]) -> Prompt:
+        value = example[self._field] if self._field else await self._calls.call("prompt", example)
+        if wrong := _wrong_prompt(value):
+            raise RolloutError(f"prompt returned {wrong}")
+        if not self._chat or not isinstance(value, str):
+            checked: Prompt = value
+            return checked
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        return [*system, {"role": "user", "content": value}]
+
+    def _remember(self, key: str, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's ids; the attempts of a group share them."""
+        while len(self._encoded) >= REMEMBERED_PROMPTS:
+            del self._encoded[next(iter(self._encoded))]
+        ids = self._encoded[key] = encode_prompt(self._tokenizer, prompt)
+        return ids
+
+    async def _trial(self, problem: Problem) -> None:
+        """What a mistake in the functions would cost every rollout is better known before the first."""
+        encode_prompt(self._tokenizer, await self._prompt(problem.payload))
+        await self._reward("", problem.payload)
+
+    def _read(self, data: str | Sequence[str], held_out: float | str | Sequence[str]) -> Split:
+        problems = read_examples(data, self._check)
+        if isinstance(held_out, int | float):
+            if not 0 <= held_out < 1:
+                raise EnvironmentSetupError(f"environment.args.held_out is {held_out}; it is a file, or a share below 1")
+            parts = split(problems, held_out, self._key)
+        else:
+            evaluation = read_examples(held_out, self._check)
+            seen = without(problems, {self._key(problem) for problem in evaluation}, self._key)
+            parts = Split(seen.training, evaluation)
+        if not parts.training:
+            raise EnvironmentSetupError(f"{data}: all of its {len(problems)} examples are held out; give it more")
+        return parts
+
+    def _check(self, example: dict[str, Any]) -> str | None:
+        if self._field is None:
+            return None
+        if self._field not in example:
+            there = ", ".join(example) or "none"
+            return f"has no field `{self._field}` for the prompt (it has: {there}); set environment.args.prompt"
+        wrong = _wrong_prompt(example[self._field])
+        return f"has {wrong} as its `{self._field}`" if wrong else None
+
+    def _key(self, problem: Problem) -> str:
+        """What makes two examples the same problem: the prompt, or all of it where a function makes the prompt."""
+        what = problem.payload[self._field] if self._field else problem.payload
+        return msgspec.json.encode(what, order="deterministic").decode()
+
+
+def _wrong_prompt(value: object) -> str | None:
+    """What `value` is if it is neither a text nor chat messages."""
+    if isinstance(value, str):
+        return None if value else "an empty text"
+    try:
+        messages = msgspec.convert(value, list[dict[str, str]])
+    except msgspec.ValidationError:
+        return f"a {type(value).__name__} that is neither a text nor chat messages"
+    if not messages or any(message.keys() != {"role", "content"} for message in messages):
+        return "chat messages that are not objects of `role` and `content`"
+    return None
+
+
+class _Types(msgspec.Struct, kw_only=True):
+    """What a run file's values for these arguments must be."""
+
+    reward: str
+    prompt: str
+    chat: bool | None
+    system: str
+    isolate: bool
+    workers: Annotated[int, Meta(ge=1)]
+    timeout_s: Annotated[float, Meta(gt=0)]
+    memory_mb: Annotated[int, Meta(ge=1)]
+    ended_reward: float | None
+
+
+def _check_types(**arguments: object) -> None:
+    try:
+        msgspec.convert(arguments, _Types)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        raise EnvironmentSetupError(f"environment.args.{where.rstrip('`')}: {what[:1].lower()}{what[1:]}") from error
+
+
+def _try_out(trial: Coroutine[Any, Any, None], bound_s: float) -> None:
+    """Run it now, whether or not a loop runs in this thread. Raises EnvironmentSetupError with what goes wrong."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(asyncio.run(trial))
+        except BaseException as error:  # noqa: BLE001 - code that isn't ours: raised below
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    try:
+        done.result(bound_s)
+    except EnvironmentSetupError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - code that isn't ours: whatever it raises is said
+        what = str(error) or f"it took longer than {bound_s:g} s"
+        raise EnvironmentSetupError(f"tried on an empty answer to the first example, {what}") from None

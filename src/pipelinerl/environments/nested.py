@@ -1,0 +1,61 @@
+"""Environments within environments: read from `environment.args`, built, and looked through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from pipelinerl.environments.registry import make_environment
+from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
+from pipelinerl.interfaces import Environment, Tokenizer
+from pipelinerl.types import Problem
+
+FEWEST_REPEATS = 1000
+
+
+class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As under `environment` of a run file."""
+
+    kind: str
+    args: dict[str, Any] = {}
+
+
+def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Environment:
+    """Raises what `make_environment` raises, with `where` in front."""
+    try:
+        return make_environment(inner.kind, inner.args, tokenizer, seed)
+    except PipelineRLError as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def read_inner(where: str, value: Mapping[str, Any]) -> Inner:
+    """Raises EnvironmentSetupError if it isn't one."""
+    try:
+        return msgspec.convert(value, Inner)
+    except msgspec.ValidationError as error:
+        raise EnvironmentSetupError(f"{where} must be an environment, `{{kind: ..., args: {{...}}}}`: {error}") from error
+
+
+def distinct_problems(environment: Environment, limit: int) -> Iterator[Problem]:
+    """The training problems among the first `limit`, each once, in the order in which they come.
+
+    Ends early when as many in a row as were found so far (at least FEWEST_REPEATS) bring nothing new: then there are no
+    others. Raises EnvironmentSetupError if two different problems have one id.
+    """
+    found: dict[str, Problem] = {}
+    repeats = 0
+    for index in range(limit):
+        problem = environment.problem(index)
+        known = found.get(problem.id)
+        if known is None:
+            found[problem.id] = problem
+            repeats = 0
+            yield problem
+            continue
+        if known.payload != problem.payload:
+            raise EnvironmentSetupError(f"two different problems are called {problem.id!r}: rename one of their files")
+        repeats += 1
+        if repeats >= max(FEWEST_REPEATS, len(found)):
+            return

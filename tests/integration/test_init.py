@@ -1,0 +1,63 @@
+"""The example project: written once, and it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.cli import init
+from pipelinerl.cli.parser import Commands
+from pipelinerl.errors import UserError
+
+from .runs import assert_conserved, command, groups, summary
+
+SMALL = (
+    "--trainer.steps=2",
+    "--trainer.batch_size=16",
+    "--trainer.threads=1",
+    "--engine.slots=16",
+    "--engine.threads=1",
+    "--actor.group_size=8",
+    "--evaluation.problems=8",
+    "--metrics.plot=false",
+    "--run_dir=r",
+)
+
+
+def pipelinerl_init(folder: Path) -> int:
+    commands = Commands()
+    init.add_to(commands)
+    options = commands.root.parse_args(["init", str(folder)])
+    status: int = options.run(options, [])
+    return status
+
+
+def test_what_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "task"
+    assert pipelinerl_init(folder) == 0
+    assert sorted(path.name for path in folder.iterdir()) == sorted(init.FILES)
+    assert f"cd {folder} && pipelinerl train run.yaml" in capsys.readouterr().out
+    (folder / "rewards.py").write_text("mine")
+    (folder / "run.yaml").unlink()
+    with pytest.raises(UserError, match=r"already has README.md, problems.jsonl, rewards.py"):
+        pipelinerl_init(folder)
+    assert (folder / "rewards.py").read_text() == "mine"
+    assert not (folder / "run.yaml").exists()
+    with pytest.raises(UserError, match="can't write the project into"):
+        pipelinerl_init(folder / "rewards.py" / "below")
+
+
+@pytest.mark.slow
+def test_the_project_runs_at_once(tmp_path: Path) -> None:
+    pipelinerl_init(tmp_path)
+    ended = command("train", "run.yaml", *SMALL, cwd=tmp_path)
+    assert ended.status == 0, ended.error
+    found = summary(tmp_path / "r")
+    assert (found["status"], found["optimizer_steps"], found["rollouts_dropped"]) == ("finished", 2, {})
+    assert_conserved(found)
+    rewarded = [group for group in groups(tmp_path / "r") if any(rollout.reward == 1.0 for rollout in group.rollouts)]
+    assert rewarded, "the model gets it right now and then"
+    for group in rewarded:
+        right = next(rollout for rollout in group.rollouts if rollout.reward == 1.0)
+        assert right.turns[-1].text.endswith(">" + group.problem.payload["answer"])

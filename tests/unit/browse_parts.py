@@ -1,0 +1,95 @@
+"""A run directory with rollouts to look at, and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
+
+
+class Bytes:
+    """A token is a byte; 256 is special."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        parts, text = b"", ""
+        for token_id in token_ids:
+            if token_id == 256:
+                text, parts = text + parts.decode("utf-8", "replace") + ("" if skip_special_tokens else "<end>"), b""
+            else:
+                parts += bytes([token_id])
+        return text + parts.decode("utf-8", "replace")
+
+
+def turn(prompt: str | Sequence[int], text: str, *spans: tuple[int, int], end: bool = True) -> Turn:
+    """`spans`: (version, how many tokens); the rest is the last version's."""
+    ids = (*text.encode(), *([256] if end else []))
+    made, start = [], 0
+    for number, (version, count) in enumerate(spans or ((0, len(ids)),)):
+        stop = len(ids) if number == len(spans or (0,)) - 1 else start + count
+        made.append(VersionSpan(version, start, stop))
+        start = stop
+    return Turn(
+        prompt_ids=tuple(prompt.encode() if isinstance(prompt, str) else prompt),
+        completion=Completion(
+            request_id="r",
+            token_ids=ids,
+            logprobs=tuple(-0.01 if i % 2 else -3.0 for i in range(len(ids))),
+            weight_versions=tuple(made),
+            finish_reason="stop" if end else "length",
+            prompt_versions=(VersionSpan(0, 0, 1),),
+        ),
+        text=text,
+    )
+
+
+def rollout(group: int, attempt: int, reward: float, *turns: Turn, **metrics: float) -> Rollout:
+    return Rollout(turns=turns, reward=reward, metrics=metrics, id=f"g{group}.a{attempt}", attempt=attempt)
+
+
+def group(index: int, *rollouts: Rollout, question: str = "2+3=", dropped: dict[str, int] | None = None) -> Group:
+    lost = dropped or {}
+    return Group(
+        index=index,
+        problem=Problem(id=f"sum/{index}", payload={"question": question}),
+        rollouts=rollouts,
+        started=len(rollouts) + sum(lost.values()),
+        dropped=lost,
+    )
+
+
+def some_groups() -> list[Group]:
+    return [
+        group(0, rollout(0, 0, 1.0, turn("2+3=", "five", (0, 2), (1, 0))), rollout(0, 1, 0.0, turn("2+3=", "Six", (0, 9)))),
+        group(2, rollout(2, 0, 0.25, turn("7*8=", "fifty", (3, 9), end=False), guesses=2.0), question="7*8="),
+        group(1, question="lost", dropped={"timeout": 2}),
+        group(3, rollout(3, 0, 0.5, turn("1-1=", "five", (4, 9))), rollout(3, 1, 1.0, turn("1-1=", "0", (5, 9)))),
+    ]
+
+
+def step(version: int, *samples: tuple[str, int, int], **dropped: list[int]) -> dict[str, Any]:
+    return {
+        "version": version,
+        "samples": [
+            {"id": name, "group_index": 0, "tokens": 3, "lag_min": low, "lag_max": high} for name, low, high in samples
+        ],
+        "dropped_lengths": dropped,
+    }
+
+
+STEPS = [step(1, ("g0.a0", 0, 0), zero_advantage=[4]), step(5, ("g2.a0", 1, 1), ("g3.a0", 0, 2), stale=[3, 4])]
+
+
+def lines(records: Sequence[Any]) -> bytes:
+    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+
+
+def run_directory(folder: Path, groups: Sequence[Any] | None = None, steps: Sequence[Any] = STEPS) -> Path:
+    rollouts = folder / "rollouts"
+    rollouts.mkdir(parents=True)
+    (rollouts / "rollouts.jsonl").write_bytes(lines(some_groups() if groups is None else groups))
+    (rollouts / "trained.jsonl").write_bytes(lines(steps))
+    return folder

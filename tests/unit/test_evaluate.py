@@ -1,0 +1,363 @@
+"""Evaluations without a model: who is asked what, what is counted and written, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipelinerl.actor.deadline import CodeAlarm
+from pipelinerl.actor.rollouts import TimeLimits
+from pipelinerl.cli import eval as command
+from pipelinerl.cli.parser import Commands
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.environments.single_turn import SingleTurn
+from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RunDirectoryError, UserError
+from pipelinerl.evaluate.answering import Questions, answer
+from pipelinerl.evaluate.evaluate import problems_of
+from pipelinerl.evaluate.folder import EvaluationFolder
+from pipelinerl.evaluate.passes import Interval, pass_at_k
+from pipelinerl.evaluate.records import AttemptRecord, EvaluationSettings, EvaluationSummary, ModelResult, PassRate
+from pipelinerl.evaluate.table import evaluation_table
+from pipelinerl.evaluate.tally import Tally
+from pipelinerl.evaluate.targets import Target, find_targets, run_config_of
+from pipelinerl.files import read_json_lines
+from pipelinerl.types import GenerationRequest, Problem, SamplingParams
+from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
+
+TARGET = Target("m", "m", ModelConfig(path="somewhere"))
+LIMITS = TimeLimits(5.0, CodeAlarm(5.0))
+SETTINGS = EvaluationSettings(
+    environment="letters",
+    environment_args={},
+    environment_seed=0,
+    problems=3,
+    training_problems=False,
+    attempts=4,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    max_tokens=8,
+    pass_at=1.0,
+    seed=0,
+    resamples=100,
+    level=0.95,
+)
+
+
+class Letters(SingleTurn):
+    """Problem n asks for as many letters as n says; half a point for any other answer, an error for a `!`."""
+
+    def problem(self, index: int) -> Problem:
+        return Problem(id=f"letters/{index % 5}", payload={"n": index % 5})
+
+    def held_out(self, count: int) -> list[Problem]:
+        return [Problem(id=f"held-out/{n}", payload={"n": n}) for n in range(1, 4)][:count]
+
+    def prompt(self, problem: Problem) -> str:
+        return str(problem.payload["n"])
+
+    def reward(self, problem: Problem, text: str) -> float:
+        if "!" in text:
+            raise ValueError("an exclamation")
+        return 1.0 if len(text) == problem.payload["n"] else 0.5
+
+
+def script(request: GenerationRequest) -> list[int]:
+    """One to four letters, by the seed; a prompt of `3` is shouted at half of the time."""
+    assert request.sampling.seed is not None
+    choice = request.sampling.seed % 8
+    if request.prompt_ids == (ord("3"),) and choice >= 4:
+        return [ord("!"), STOP]
+    return [ord("x")] * (choice % 4 + 1) + [STOP]
+
+
+def play(engine: ScriptedEngine, *, stop_after: int | None = None, seed: int = 0, slots: int = 4) -> list[AttemptRecord]:
+    environment = Letters(CharTokenizer(), 0)
+    sampling = SamplingParams(max_tokens=8, stop_token_ids=(STOP,))
+    questions = Questions(environment, environment.held_out(3), 4, sampling, LIMITS, 1.0, seed)
+    records: list[AttemptRecord] = []
+
+    def stop() -> bool:
+        return stop_after is not None and len(records) >= stop_after
+
+    done = asyncio.run(answer(questions, engine, CharTokenizer(), slots, stop=stop, on_attempt=records.append))
+    assert done == (stop_after is None)
+    return records
+
+
+def tally_of(records: list[AttemptRecord]) -> Tally:
+    tally = Tally(Letters(CharTokenizer(), 0).held_out(3), SETTINGS)
+    for record in records:
+        tally.add(record)
+    return tally
+
+
+# ------------------------------------------------------------------------------------------------ attempts
+
+
+def test_every_attempt_is_made_once_with_a_seed_of_its_own() -> None:
+    engine = ScriptedEngine(script)
+    records = play(engine)
+    assert sorted((record.number, record.attempt) for record in records) == [(n, k) for n in range(3) for k in range(4)]
+    assert {record.problem_id for record in records} == {"held-out/1", "held-out/2", "held-out/3"}
+    assert len({request.sampling.seed for request in engine.requests}) == 12
+    assert max(engine.batch_sizes) == 4
+    prompts = [request.prompt_ids for request in engine.requests]
+    assert prompts == sorted(prompts)  # the attempts at a problem follow one another
+
+
+def test_answers_depend_on_the_seed_and_not_on_the_slots() -> None:
+    def answers(**options: int) -> dict[tuple[int, int], str]:
+        return {(r.number, r.attempt): r.completion for r in play(ScriptedEngine(script), **options)}
+
+    assert answers() == answers(slots=1) == answers(slots=3)
+    assert answers() != answers(seed=1)
+
+
+def test_records_say_what_happened() -> None:
+    for record in play(ScriptedEngine(script)):
+        if record.failure is not None:
+            assert record.failure.startswith("raised: ValueError: an exclamation")
+            assert (record.reward, record.passed, record.length, record.finish_reason) == (0.0, False, 0, None)
+            continue
+        letters = record.completion.count("x")
+        assert record.passed == (letters == record.number + 1)
+        assert record.reward == (1.0 if record.passed else 0.5)
+        assert record.length == len(record.token_ids) == letters + 1
+        assert (record.prompt, record.finish_reason) == (str(record.number + 1), "stop")
+
+
+def test_a_stop_leaves_what_was_done_and_cancels_the_rest() -> None:
+    engine = ScriptedEngine(script, slots=2)
+    records = play(engine, stop_after=5, slots=2)
+    assert 5 <= len(records) < 12
+    assert len(engine.requests) == len(records) + len(engine.cancelled)
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def test_the_numbers_of_a_model() -> None:
+    records = play(ScriptedEngine(script))
+    tally = tally_of(records)
+    result = tally.result(TARGET, 7, None)
+    assert result.estimates is not None
+    by_problem: defaultdict[int, list[AttemptRecord]] = defaultdict(list)
+    for record in records:
+        by_problem[record.number].append(record)
+    passes = [sum(record.passed for record in by_problem[n]) for n in range(3)]
+    assert 0 < sum(passes) < 12  # else this shows little
+    assert result.estimates.reward.mean == pytest.approx(sum(record.reward for record in records) / 12)
+    assert {k: interval.mean for k, interval in result.estimates.passes.items()} == pytest.approx(
+        {k: sum(pass_at_k(4, c, k) for c in passes) / 3 for k in (1, 2, 4)}
+    )
+    answered = [record for record in records if record.failure is None]
+    assert result.failed == {"raised": 12 - len(answered)}
+    assert result.failed["raised"] > 0
+    assert result.length_mean == pytest.approx(sum(record.length for record in answered) / len(answered))
+    assert (result.problems, result.attempts, result.cut, result.version) == (3, 12, 0.0, 7)
+    assert tally.pass_rates() == [PassRate(f"held-out/{n + 1}", 4, passes[n]) for n in range(3)]
+
+
+def made(number: int, attempt: int, reward: float, finish: str = "stop") -> AttemptRecord:
+    record = AttemptRecord(number=number, attempt=attempt, problem_id="x", reward=reward, passed=reward >= 1, length=2)
+    return msgspec.structs.replace(record, finish_reason=finish)
+
+
+def test_a_problem_with_attempts_missing_is_left_out_of_the_estimates() -> None:
+    tally = tally_of([made(0, k, 1.0) for k in range(4)] + [made(1, k, 0.0, "length") for k in range(3)])
+    result = tally.result(TARGET, None, None)
+    assert (result.problems, result.attempts, result.cut) == (1, 7, 3 / 7)
+    assert result.estimates is not None
+    assert result.estimates.reward == Interval(1.0, 1.0, 1.0)
+    assert [(rate.attempts, rate.passes) for rate in tally.pass_rates()] == [(4, 4), (3, 0)]
+
+
+def test_differences_are_paired() -> None:
+    """Problems that differ a lot, and a second model that is a little better at each: only pairing can tell."""
+    one = tally_of([made(n, k, [0.0, 0.5, 0.9][n]) for n in range(3) for k in range(4)])
+    other = tally_of([made(n, k, [0.1, 0.6, 1.0][n]) for n in range(3) for k in range(4)])
+    first = one.result(TARGET, None, None)
+    second = other.result(TARGET, None, one.values())
+    assert first.minus_first is None
+    assert first.estimates is not None
+    assert second.minus_first is not None
+    assert first.estimates.reward.high > 0.85
+    difference = second.minus_first.reward
+    assert (difference.mean, difference.low, difference.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert second.minus_first.passes[1].mean == pytest.approx(1 / 3)
+
+
+def test_an_evaluation_in_which_everything_failed_is_known_as_one() -> None:
+    assert not tally_of([]).all_failed
+    assert not tally_of(play(ScriptedEngine(script))).all_failed
+    assert tally_of(play(ScriptedEngine(lambda request: [ord("!"), STOP]))).all_failed
+
+
+# ------------------------------------------------------------------------------------------------ problems
+
+
+def test_held_out_and_training_problems() -> None:
+    environment = Letters(CharTokenizer(), 0)
+    assert [problem.id for problem in problems_of(environment, SETTINGS, LIMITS)] == [f"held-out/{n}" for n in (1, 2, 3)]
+    training = msgspec.structs.replace(SETTINGS, training_problems=True, problems=12)
+    assert [problem.id for problem in problems_of(environment, training, LIMITS)] == [f"letters/{n}" for n in range(5)]
+    environment.problem = lambda index: 1 // index  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(EnvironmentSetupError, match=r"problem\(0\).*ZeroDivisionError"):
+        problems_of(environment, training, LIMITS)
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def run_dir_with(path: Path, *versions: int) -> Path:
+    for version in versions:
+        folder = path / "checkpoints" / f"step_{version:08d}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    path.mkdir(exist_ok=True)
+    (path / "config.yaml").write_text("seed: 3\nmodel: {dtype: bfloat16}\n")
+    return path
+
+
+def test_what_a_run_directory_stands_for(tmp_path: Path) -> None:
+    run = run_dir_with(tmp_path / "r", 5, 10, 200)
+
+    def found(text: str) -> list[tuple[str, int | None]]:
+        return [(target.name, target.version) for target in find_targets([text])]
+
+    assert found(f"{run}") == found(f"{run}@200") == [("r@200", 200)]
+    assert found(f"{run}@all") == [("r@5", 5), ("r@10", 10), ("r@200", 200)]
+    assert found(f"{run}@0") == [("r@0", 0)]
+    (last,) = find_targets([str(run)])
+    assert last.model == ModelConfig(path=str(run / "checkpoints" / "step_00000200"), dtype="bfloat16")
+    assert last.checkpoint
+    assert find_targets([f"{run}@0"])[0].model.path == "demo"
+    config = run_config_of(f"{run}@all")
+    assert config is not None
+    assert config.seed == 3
+    assert run_config_of("demo") is run_config_of("owner/name") is None
+
+
+def test_names_and_folders_are_distinct(tmp_path: Path) -> None:
+    paths = [run_dir_with(tmp_path / name / "r", 1) for name in "ab"]
+    targets = find_targets(["demo", "owner/name", "demo", *map(str, paths)])
+    assert [target.name for target in targets] == ["demo", "owner/name", "demo#2", "r@1", "r@1#2"]
+    assert [target.folder for target in targets] == ["demo", "owner-name", "demo#2", "r@1", "r@1#2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}/r@7", "give .*/r@all, or one of the versions that it has: 0, 5"),
+        ("{}/r@", "give .*/r@all, or one of the versions"),
+        ("{}/empty", "empty has no checkpoints; .*/empty@0 is the model"),
+        ("{}@all", "is not a run directory"),
+        ("{}", "has no config.json"),
+        ("{}/absent", "does not exist"),
+        ("{}/absent@all", "does not exist"),
+        ("{}/r/config.yaml", "is a file"),
+    ],
+)
+def test_what_is_no_model(tmp_path: Path, text: str, words: str) -> None:
+    run_dir_with(tmp_path / "r", 5)
+    run_dir_with(tmp_path / "empty")
+    with pytest.raises(UserError, match=words):
+        find_targets(["demo", text.format(tmp_path)])
+
+
+# ------------------------------------------------------------------------------------------------ the folder
+
+
+def test_an_evaluation_is_replaced_on_request_only_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    folder = EvaluationFolder(out, overwrite=False)
+    folder.write_summary(EvaluationSummary(status="unfinished", settings=SETTINGS))
+    folder = EvaluationFolder(out, overwrite=False)  # it never got to an attempt
+    folder.write_summary(EvaluationSummary(status="unfinished", settings=SETTINGS))
+    with folder.attempts("m") as attempts:
+        attempts.write(made(0, 0, 1.0))
+    folder.write_pass_rates("m", [PassRate("a", 4, 1)])
+    assert read_json_lines(out / "m" / "attempts.jsonl", AttemptRecord) == [made(0, 0, 1.0)]
+    assert (out / "m" / "pass_rates.jsonl").read_text() == '{"id":"a","attempts":4,"passes":1}\n'
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="replace it with --overwrite"):
+        EvaluationFolder(out, overwrite=False)
+    EvaluationFolder(out, overwrite=True)
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+    for other in (out, out / "notes.txt"):
+        with pytest.raises(RunDirectoryError, match="exists and is no evaluation"):
+            EvaluationFolder(other, overwrite=True)
+    (out / "summary.json").write_text('{"status": "finished", "wall_s": 3}')  # of a run, for example
+    with pytest.raises(RunDirectoryError, match="exists and is no evaluation"):
+        EvaluationFolder(out, overwrite=True)
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def test_the_table_has_a_row_for_every_model() -> None:
+    one = tally_of(play(ScriptedEngine(script)))
+    models: tuple[ModelResult, ...] = (
+        one.result(TARGET, None, None),
+        tally_of(play(ScriptedEngine(script), seed=1)).result(TARGET._replace(name="other"), 5, one.values()),
+        tally_of([]).result(TARGET._replace(name="stopped[/b]"), None, one.values()),
+    )
+    table = evaluation_table(EvaluationSummary(status="finished", settings=SETTINGS, models=models))
+    for text in (
+        "mean@4",
+        "pass@1",
+        "pass@2",
+        "pass@4",
+        "pass@1 - first",
+        "95% intervals",
+        "other",
+        "stopped[/b]",
+        "raised",
+    ):
+        assert text in table
+    alone = evaluation_table(EvaluationSummary(status="finished", settings=SETTINGS, models=models[:1]))
+    assert "first" not in alone
+    assert "INTERRUPTED" not in table
+    stopped = EvaluationSummary(status="interrupted", settings=SETTINGS, models=models)
+    assert "INTERRUPTED: short answers end first" in evaluation_table(stopped)
+
+
+def run_command(*arguments: str) -> int:
+    commands = Commands()
+    command.add_to(commands)
+    own, settings = commands.split(["eval", *arguments])
+    options = commands.root.parse_args(own)
+    status: int = options.run(options, settings)
+    return status
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo"], "give --env KIND"),
+        (["demo", "--env", "gdc"], "Did you mean 'gcd'"),
+        (["demo", "--env", "gcd", "--attempts", "0"], "--attempts 0: give a whole number of at least 1"),
+        (["demo", "--env", "gcd", "--problems", "0"], "--problems 0"),
+        (["demo", "--env", "gcd", "--temperature", "-1"], "--temperature -1"),
+        (["demo", "--env", "gcd", "--top-p", "0"], "--top-p 0"),
+        (["demo", "--env", "gcd", "--pass-at", "nan"], "--pass-at nan"),
+        (["demo", "--env", "gcd", "--env-arg", "x"], "--env-arg x: give KEY=VALUE"),
+        (["demo", "--env", "gcd", "--api-key-env", "NOT_SET_ANYWHERE"], "this environment variable is not set"),
+        (["demo", "--env", "gcd", "--trainer.steps", "3"], "knows no flag --trainer.steps"),
+        (["demo", "demo", "--env", "gcd", "--engine-url", "http://127.0.0.1:1"], "give one MODEL, not 2"),
+        (["./absent", "--env", "gcd"], "does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_loaded(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelinerl.evaluate.evaluate.load_tokenizer", lambda config: pytest.fail("it loads"))
+    with pytest.raises(PipelineRLError) as caught:
+        run_command(*arguments)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,316 @@
+"""Functions in processes of their own: what each of them can do wrong costs one call, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.environments.pool.messages import Limits
+from pipelinerl.environments.pool.pool import FunctionPool
+from pipelinerl.environments.user_functions import find_function
+from pipelinerl.errors import EnvironmentSetupError, RolloutError
+
+FUNCTIONS = """
+import ctypes, os, re, subprocess, sys, time
+
+calls = 0
+
+def act(what, *arguments):
+    global calls
+    calls += 1
+    if what == "count":
+        return calls
+    if what == "sleep":
+        time.sleep(arguments[0])
+        return arguments[0]
+    if what == "regex":  # holds the interpreter: no signal handler of Python's would ever run
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if what == "segfault":
+        ctypes.string_at(0)
+    if what == "_exit":
+        os._exit(3)
+    if what == "sys.exit":
+        sys.exit(3)
+    if what == "memory":
+        return len(bytearray(1 << 30))
+    if what == "key":
+        return {}[what]
+    if what == "print":
+        print("hello")
+        os.write(1, b"world")
+        return input() if arguments else None
+    if what == "child":
+        return subprocess.Popen(["sleep", "60"]).pid
+    if what == "forge":
+        for fd in range(3, 20):
+            try:
+                os.write(fd, b'{"number": 1000000}\\n')
+            except OSError:
+                pass
+        time.sleep(60)
+    return what if arguments == () else eval(arguments[0], {})
+"""
+
+LIMITS = Limits(timeout_s=5, memory_mb=256)
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return tmp_path / "functions.py"
+
+
+def play(pool, *calls):
+    """The outcomes of calls, one after the other: values, or exceptions."""
+
+    async def main():
+        return [(await asyncio.gather(pool.call("act", *call), return_exceptions=True))[0] for call in calls]
+
+    try:
+        return asyncio.run(main())
+    finally:
+        pool.close()
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone_soon(pid):
+    for _ in range(500):
+        if not alive(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+DEADLY = {
+    "segfault": (ChildProcessError, "act: its process was ended by SIGSEGV"),
+    "_exit": (ChildProcessError, "act: its process exited with status 3"),
+    "memory": (MemoryError, "act: it needed more than 256 MB"),
+    "forge": (ChildProcessError, "act: it replied to call 1000000, but was asked 8"),
+}
+
+
+def test_a_call_that_ends_its_process_costs_that_call(file):
+    calls = [[what] for deadly in DEADLY for what in ("count", deadly)]
+    outcomes = play(FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS), *calls)
+    assert outcomes[:-1:2] == [1, 1, 1, 1]  # each time a new process
+    assert [(type(error), str(error)) for error in outcomes[1::2]] == list(DEADLY.values())
+
+
+def test_what_a_call_raises_or_returns_costs_no_process(file):
+    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    outcomes = play(
+        pool,
+        ["sys.exit"],
+        ["key"],
+        ["value", "float('nan')"],
+        ["value", "object()"],
+        ["value", "__import__('numpy').float32(0.5)"],
+        ["value", "{'a': [1, None, 'ü\\n']}"],
+        ["print"],
+        ["print", "from standard input"],
+        ["count"],
+    )
+    assert [str(outcome) for outcome in outcomes[:4]] == [
+        "act: line 21: SystemExit: 3",
+        "act: line 25: KeyError: 'key'",
+        "act returned nan, not a finite number",
+        "act returned a object, which is not JSON",
+    ]
+    assert [type(outcome) for outcome in outcomes[:4]] == [RuntimeError, RuntimeError, RolloutError, RolloutError]
+    assert outcomes[4:7] == [0.5, {"a": [1, None, "ü\n"]}, None]
+    assert "EOFError" in str(outcomes[7])
+    assert outcomes[8] == 9  # the same process all along
+
+
+@pytest.mark.parametrize("what", [["sleep", 60], ["regex"]])
+def test_a_call_that_takes_too_long_is_ended(file, what):
+    limits = Limits(timeout_s=0.2)
+    dead, after = play(FunctionPool({"act": f"{file}:act"}, workers=1, limits=limits), what, ["count"])
+    assert (type(dead), str(dead)) == (TimeoutError, "act: it took longer than 0.2 s; its process was ended")
+    assert after == 1
+
+
+def test_a_reply_that_is_there_counts_however_late_the_loop_looks(file):
+    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=Limits(timeout_s=0.2))
+
+    async def main():
+        await pool.call("act", "count")
+        call = asyncio.create_task(pool.call("act", "count"))
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # an engine's step
+        return await call
+
+    assert asyncio.run(main()) == 2
+    pool.close()
+
+
+def test_calls_run_side_by_side_while_the_loop_goes_on(file):
+    """Two processes meet: each waits for what only the other one does."""
+    (file.parent / "meet.py").write_text(
+        "import os, time\n"
+        "def meet(mine, other):\n"
+        "    open(mine, 'w').close()\n"
+        "    while not os.path.exists(other): time.sleep(0.001)\n"
+        "    return os.getpid()\n"
+    )
+    pool = FunctionPool({"meet": f"{file.parent}/meet.py:meet"}, workers=2, limits=LIMITS)
+    a, b = str(file.parent / "a"), str(file.parent / "b")
+
+    async def main():
+        calls = asyncio.gather(pool.call("meet", a, b), pool.call("meet", b, a))
+        turns = 0
+        while not calls.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        more = await asyncio.gather(*(pool.call("meet", a, b) for _ in range(20)))
+        return await calls, turns, more
+
+    met, turns, more = asyncio.run(main())
+    assert len(set(met)) == 2
+    assert turns > 1
+    assert set(more) <= set(met) == set(pool.pids)  # no more processes than there may be
+    pool.close()
+
+
+def test_a_call_that_nobody_awaits_any_more_is_ended_and_its_place_is_free(file):
+    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+
+    async def main():
+        await pool.call("act", "count")
+        (pid,) = pool.pids
+        call = asyncio.create_task(pool.call("act", "sleep", 60))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        return pid, await pool.call("act", "count")
+
+    pid, count = asyncio.run(main())
+    assert count == 1
+    assert gone_soon(pid)
+    assert asyncio.run(pool.call("act", "count")) == 2  # in another loop
+    pool.close()
+
+
+def test_a_process_that_dies_between_calls_costs_nothing(file):
+    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    assert asyncio.run(pool.call("act", "count")) == 1
+    os.kill(pool.pids[0], signal.SIGKILL)
+    assert gone_soon(pool.pids[0])
+    assert play(pool, ["count"]) == [1]
+
+
+def test_processes_end_with_a_pool_that_is_closed_or_forgotten(file):
+    gc.collect()
+    open_files = len(os.listdir("/dev/fd"))
+    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    child = asyncio.run(pool.call("act", "child"))
+    (pid,) = pool.pids
+    pool.close()
+    pool.close()
+    assert not alive(pid)
+    assert gone_soon(child)
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(pool.call("act", "count"))
+
+    forgotten = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    asyncio.run(forgotten.call("act", "count"))
+    (pid,) = forgotten.pids
+    del forgotten
+    gc.collect()
+    assert not alive(pid)
+    assert len(os.listdir("/dev/fd")) == open_files
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit on CPU time ends them")
+def test_processes_end_when_that_of_the_pool_is_killed(file):
+    """In the midst of calls, even of those that never return to Python."""
+    code = (
+        "import asyncio\n"
+        "from pipelinerl.environments.pool.messages import Limits\n"
+        "from pipelinerl.environments.pool.pool import FunctionPool\n"
+        "async def main():\n"
+        f"    pool = FunctionPool({{'act': '{file}:act'}}, workers=4, limits=Limits(timeout_s=60))\n"
+        "    child = await pool.call('act', 'child')\n"
+        "    calls = (['regex'], ['sleep', 60], ['regex'], ['count'])\n"
+        "    calls = [asyncio.create_task(pool.call('act', *call)) for call in calls]\n"
+        "    await calls[-1]\n"  # one process waits for a call
+        "    print(child, *pool.pids, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pids = list(map(int, parent.stdout.readline().split()))
+    assert len(pids) == 5
+    time.sleep(0.1)  # for the calls to begin; the test holds as well if they have not
+    assert all(map(alive, pids))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert all(map(gone_soon, pids))
+
+
+WRONG_FILES = {
+    "no file": (None, "there is no file"),
+    "no function": ("def other(): pass", "has no function 'act'; it has other"),
+    "not a function": ("act = 3.5", "is a float, not a function"),
+    "async": ("async def act(): pass", "is `async def`; it must be a plain function"),
+    "not Python": ("x = 1\ndef act(:", "wrong.py can't be imported: line 2: SyntaxError"),
+    "raises": ("x = 1\ny = x / 0", "wrong.py can't be imported: line 2: ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FILES)
+def test_a_file_without_the_function_is_an_error_of_one_line(tmp_path, name):
+    text, said = WRONG_FILES[name]
+    if text is not None:
+        (tmp_path / "wrong.py").write_text(text)
+    with pytest.raises(EnvironmentSetupError) as caught:
+        find_function(f"{tmp_path}/wrong.py:act")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["act", ":act", "no_such_module:act", "os:", "math:pi", "rewards.py"])
+def test_a_name_that_is_no_functions_is_an_error(spec):
+    with pytest.raises(EnvironmentSetupError):
+        find_function(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise ValueError('no table')", "wrong.py can't be imported: line 1: ValueError: no table"),
+        ("import os\nos._exit(5)", "its process exited with status 5"),
+        ("import time\ntime.sleep(60)", "nothing came of it in 0.7 s"),
+    ],
+)
+def test_a_file_that_fails_in_the_process_is_an_error_of_one_line(tmp_path, text, said):
+    (tmp_path / "wrong.py").write_text(text)
+    limits = Limits(start_timeout_s=0.7 if "sleep" in text else 30)
+    (error,) = play(FunctionPool({"act": f"{tmp_path}/wrong.py:act"}, limits=limits), ["count"])
+    assert isinstance(error, EnvironmentSetupError)
+    assert said in str(error)
+
+
+def test_a_file_may_import_its_neighbours_but_shadows_nothing(tmp_path):
+    (tmp_path / "helpers.py").write_text("BONUS = 2.0")
+    (tmp_path / "random.py").write_text("raise RuntimeError('shadowed')")
+    (tmp_path / "rewards.py").write_text(
+        "import random\nfrom helpers import BONUS\ndef act(): return BONUS * (random.random() < 1)"
+    )
+    assert play(FunctionPool({"act": f"{tmp_path}/rewards.py:act"}, limits=LIMITS), []) == [2.0]
