@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import torch
 from starlette.types import ASGIApp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -69,9 +69,9 @@ async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> 
         assert service.engine.close()
 
 
-def client_of(app: ASGIApp, **options: Any) -> httpx.AsyncClient:
+def client_of(app: ASGIApp, **options: Any) -> httpx2.AsyncClient:
     """Speaks to the application without a network; streams come whole."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30, **options)
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test", timeout=30, **options)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
