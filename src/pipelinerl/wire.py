@@ -3,6 +3,7 @@
     GET  /info                    ServerInfo
     POST /generate                GenerationRequest -> Completion; with `stream`, lines: TokenLine ... CompletionLine
     POST /cancel                  CancelRequest -> {}; the request itself then ends with reason "cancelled"
+    POST /init_process_group      ProcessGroupRequest -> {}, once the group is formed
     POST /request_weight_update   WeightUpdateRequest -> UpdateReceipt
     any error                     ErrorBody, with the status that `ErrorCode` is listed with
 
@@ -54,12 +55,24 @@ class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
+class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Join the trainer's broadcast at `host`:`port` as receiver `index` of `receivers` (see `weights.collective`)."""
+
+    host: str
+    port: int
+    index: int
+    receivers: int
+
+
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Take the weights in the safetensors file at `path` (within the directory that the server allows)."""
+    """Take the weights in the safetensors file at `path` (within the directory that the server allows).
+
+    Without a path: those that the trainer broadcasts to the process group.
+    """
 
     version: int
     checksum: str
-    path: str
+    path: str | None = None
 
 
 class TokenLine(msgspec.Struct, frozen=True, tag="token"):

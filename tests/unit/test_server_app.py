@@ -385,8 +385,6 @@ def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
 def test_paths_methods_and_what_is_not_built(shared: Shared) -> None:
     assert error_of(shared.post("/nowhere", {})).error.code == "not_found"
     assert shared.post("/info", {}).status_code == 404
-    response = shared.post("/init_process_group", {})
-    assert (response.status_code, error_of(response).error.code) == (501, "not_supported")
     other = shared.post("/v1/completions", PLAIN | {"model": "gpt"})
     assert other.status_code == 404
     assert "no model 'gpt' here, but 'bytes'" in error_of(other).error.message

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import closing
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,9 +18,11 @@ from pipelinerl.models.state import checksum, first_names, named_weights
 from pipelinerl.server.refusal import RefusedError
 from pipelinerl.server.weight_files import allowed_file, read_update
 from pipelinerl.types import UpdateReceipt
+from pipelinerl.weights.collective import CollectiveWeightSender
+from pipelinerl.weights.collective_control import listen
 from pipelinerl.wire import WeightUpdateRequest
 from tests.parity.models import make_model
-from tests.unit.server_parts import byte_model, running
+from tests.unit.server_parts import byte_model, client_of, running, until
 
 HELD = named_weights(make_model("llama"))
 TIED = "lm_head.weight"
@@ -116,12 +120,12 @@ def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_path: Pa
             async def refused(request: WeightUpdateRequest) -> PipelineRLError:
                 before = service.engine.holding
                 with pytest.raises(PipelineRLError) as caught:
-                    await service.updates.take_file(request)
+                    await service.updates.take(request)
                 assert service.engine.holding == before
                 return caught.value
 
             async def take(request: WeightUpdateRequest) -> UpdateReceipt:
-                return await service.updates.take_file(request)
+                return await service.updates.take(request)
 
             loaded = WeightUpdateRequest(version=0, checksum=checksum(weights[0]), path="nowhere")
             assert (await take(loaded)).checksum == checksum(weights[0])  # it holds these already
@@ -148,7 +152,39 @@ def test_the_first_update_may_have_the_version_of_the_loaded_model(tmp_path: Pat
     async def scenario() -> None:
         tensors = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
         async with running(tmp_path) as (service, _):
-            await service.updates.take_file(saved(tmp_path / "w", tensors, version=0))
+            await service.updates.take(saved(tmp_path / "w", tensors, version=0))
             assert service.engine.holding == (0, checksum(tensors))
+
+    asyncio.run(scenario())
+
+
+def test_weights_may_be_broadcast_to_a_process_group(tmp_path: Path) -> None:
+    """As in the paper: the trainer and the server form a group once, and then updates come over it."""
+    newer, newest = named_weights(byte_model(1)), named_weights(byte_model(2))
+
+    async def scenario() -> None:
+        async with running(tmp_path) as (service, app), client_of(app) as client:
+
+            async def update(version: int, said: str) -> httpx2.Response:
+                return await client.post("/request_weight_update", json={"version": version, "checksum": said})
+
+            assert (await update(1, "0")).status_code == 400, "there is no group"
+            with closing(listen()) as listener, closing(CollectiveWeightSender(listener, 1, timeout_s=20)) as sender:
+                group = {"host": sender.host, "port": sender.port, "index": 0, "receivers": 1}
+                sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
+                assert (await client.post("/init_process_group", json=group)).json() == {}
+                response = await update(1, checksum(newer))
+                assert await sending == checksum(newer) == response.json()["checksum"]
+                assert service.engine.holding == (1, checksum(newer))
+                await until(lambda: not sender.unanswered())
+                assert [receipt.version for receipt in sender.receipts()] == [1]
+
+                await asyncio.to_thread(sender.send, 2, newest)
+                assert (await update(2, "0" * 32)).status_code == 422, "not what was broadcast"
+                assert service.engine.holding == (1, checksum(newer))
+                await until(lambda: not sender.unanswered())
+                with pytest.raises(WeightUpdateError, match="nothing was changed"):
+                    sender.receipts()
+            await service.updates.close()
 
     asyncio.run(scenario())

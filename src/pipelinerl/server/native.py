@@ -11,10 +11,10 @@ from starlette.responses import Response
 from pipelinerl.server.exchange import Generation
 from pipelinerl.server.http import Stream, answer, body_of, decoded, json_line, unless_gone
 from pipelinerl.server.limits import check_request
-from pipelinerl.server.refusal import RefusedError, unavailable
+from pipelinerl.server.refusal import unavailable
 from pipelinerl.server.service import Front
 from pipelinerl.types import GenerationRequest
-from pipelinerl.wire import CancelRequest, CompletionLine, TokenLine, WeightUpdateRequest
+from pipelinerl.wire import CancelRequest, CompletionLine, ProcessGroupRequest, TokenLine, WeightUpdateRequest
 
 RETRY_GRACE_S = 5.0
 """How long a generation goes on after its connection broke: whoever lost it may be about to ask for it again."""
@@ -55,13 +55,13 @@ class Native:
 
     async def request_weight_update(self, request: Request) -> Response:
         wanted = decoded(await body_of(request), WeightUpdateRequest)
-        return answer(await self._front.service.updates.take_file(wanted))
+        return answer(await self._front.service.updates.take(wanted))
 
-    async def init_process_group(self, _: Request) -> Response:
-        """The seam for a collective transport: one that is set up here would end in `WeightUpdates.apply`."""
-        raise RefusedError(
-            "not_supported", "this server takes weights from files alone: write them and POST /request_weight_update"
-        )
+    async def init_process_group(self, request: Request) -> Response:
+        """Answers once the trainer and all its receivers are a group."""
+        wanted = decoded(await body_of(request), ProcessGroupRequest)
+        await self._front.service.updates.join(wanted)
+        return answer({})
 
 
 async def _lines(generation: Generation) -> AsyncGenerator[bytes]:

@@ -141,6 +141,7 @@ class _Process:
         while engine.open_requests and time.monotonic() < until_s:
             await asyncio.sleep(LOOK_EVERY_S)
         await asyncio.to_thread(engine.close, CLOSE_S)
+        await service.updates.close()
 
 
 class _Server(uvicorn.Server):

@@ -44,7 +44,7 @@ def read_update(request: WeightUpdateRequest, directories: Sequence[Path], held:
     `held` are the engine's own tensors, of which only names, types, shapes and ties are looked at. A tied name may be
     missing in the file. Raises RefusedError for the path, WeightUpdateError for what is in the file.
     """
-    path = allowed_file(request.path, directories)
+    path = allowed_file(request.path or "", directories)
     most = sum(tensor.nbytes for tensor in held.values()) + _HEADER_BYTES
     if (size := path.stat().st_size) > most:
         raise WeightUpdateError(f"{path} has {size} bytes, the engine's weights at most {most}: it is another model's")
@@ -77,6 +77,13 @@ def _read(path: Path, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
             # A copy: whatever happens to the file afterwards does not reach the engine.
             tensors[name] = tensors.setdefault(first, tensor.clone() if known is None else known)
     return {name: tensors[first] for name, first in firsts.items()}
+
+
+def check_fit(tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    """Raises WeightUpdateError unless these are all the engine's tensors, with their types and shapes."""
+    _check_names(set(tensors), first_names(held))
+    for name, tensor in tensors.items():
+        _check_kind(name, tensor, held[name])
 
 
 def _check_names(names: set[str], firsts: Mapping[str, str]) -> None:
