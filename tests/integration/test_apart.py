@@ -102,7 +102,7 @@ def test_everything_apart_and_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 @NEEDS_REDIS
-@pytest.mark.parametrize("victim", ["generation", "preprocessing", "training", "server-1", "redis-server"])
+@pytest.mark.parametrize("victim", ["preprocessing", "server-1", "redis-server"])
 def test_whatever_is_killed_ends_the_run_and_is_named(victim: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     with no_leftovers(run_dir) as pids:
@@ -128,20 +128,6 @@ def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) ->
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found.values()), timeout_s=60.0)
     newest = max(int(re.sub(r"\D", "", path.name)) for path in (run_dir / "checkpoints").glob("step_*"))
     resume_to(run_dir, newest + 2)
-
-
-@NEEDS_REDIS
-def test_ctrl_c_then_resume(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process, found = start_endless(run_dir, **APART)
-        pids.update(found)
-        process.send_signal(signal.SIGINT)
-        ended = wait(process)
-    assert ended.status == 130
-    stopped = summary(run_dir)
-    assert_conserved(stopped)
-    resume_to(run_dir, stopped["version"] + 2)
 
 
 def test_a_preprocessor_with_a_reference_model_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -193,7 +179,7 @@ def test_servers_that_do_not_start_are_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
-    settings = {"engine__kind": "http", "engine__urls": "[http://127.0.0.1:9]", "launch__startup_timeout_s": 30}
+    settings = {"engine__kind": "http", "engine__urls": "[http://127.0.0.1:9]", "launch__startup_timeout_s": 8}
     ended = command("train", *flags(tmp_path / "r", launch__kind="processes", **settings))
     assert ended.status != 0
     assert "http://127.0.0.1:9" in ended.error

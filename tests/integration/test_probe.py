@@ -29,9 +29,9 @@ def test_a_run_compares_what_engine_and_trainer_compute(tmp_path: Path, monkeypa
     check = ProbeCheck.check
 
     def noted(self: ProbeCheck, readings: Any) -> None:
-        known = dict(self._checked)
+        before = self._checked.get("engine", -1)
         check(self, readings)
-        compared.extend(r for r in readings if self._checked.get(r.engine, -1) == r.version != known.get(r.engine))
+        compared.extend(reading for reading in readings if before < reading.version <= self._checked["engine"])
 
     monkeypatch.setattr(ProbeCheck, "check", noted)
     run(tmp_path / "r", trainer__steps=4)

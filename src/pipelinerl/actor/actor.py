@@ -269,6 +269,9 @@ class Actor:
 
     def _report(self, admission: Verdict, stepped: bool) -> None:
         self._note_timeline()
+        if self._probe.news:  # the trainer is to know at once
+            self._probe.news = False
+            self._engine_status.report(self._engine_state, "has answered a probe", self._engine_progress, now=True)
         if not (self._actor_status.due("working" if stepped else "waiting") or self._engine_status.due(self._engine_state)):
             return
         if stepped:

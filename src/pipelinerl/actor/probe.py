@@ -21,10 +21,11 @@ LONGEST_S = 60.0
 
 
 class WeightProbe:
-    """`readings` are the latest answers, oldest first."""
+    """`readings` are the latest answers, oldest first; `news` says that there is one which was not told yet."""
 
     def __init__(self, engine: Engine, client: EngineClient, name: str) -> None:
         self.readings: deque[ProbeReading] = deque(maxlen=READINGS_KEPT)
+        self.news = False
         self._engine = engine
         self._client = client
         self._name = name
@@ -64,3 +65,4 @@ class WeightProbe:
                 engine=name, version=versions.pop(), token_id=completion.token_ids[0], logprob=completion.logprobs[0]
             )
             self.readings.append(reading)
+            self.news = True
