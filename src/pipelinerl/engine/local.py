@@ -375,6 +375,7 @@ class LocalEngine:
                 f"version {update.version} is older than the engine's {self._version}; nothing was changed"
             )
         load_weights(self._runner.model, update.tensors)
+        self._runner.weights_changed()
         held = checksum(self._weights)
         if held != update.checksum:
             raise WeightUpdateError(

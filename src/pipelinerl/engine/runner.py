@@ -54,6 +54,11 @@ class ModelRunner:
     def flat(self) -> bool:
         return self._flat is not None
 
+    def weights_changed(self) -> None:
+        """To be called whenever the model's parameters were written to."""
+        if self._flat is not None:
+            self._flat.weights_changed()
+
     def forward(
         self,
         kv: KVCache,
