@@ -110,7 +110,13 @@ def _cell(value: object) -> str:
 
 def settings_of(options: argparse.Namespace) -> Record:
     """Command-line options as they are written down."""
-    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    return {key: _shown(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+
+
+def _shown(path: Path) -> str:
+    """Within this repository: from its root. Where that lies is nobody's business."""
+    root = RESULTS.parent.parent
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def fresh_model(path: str) -> Any:

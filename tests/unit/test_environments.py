@@ -156,6 +156,9 @@ def test_text_is_decoded_as_the_tokenizer_says():
     ids = [int(i) for i in np.random.default_rng(0).integers(len(tokenizer), size=200)]
     assert text_decoder(tokenizer)(ids) == tokenizer.decode(ids, skip_special_tokens=True) != tokenizer.decode(ids)
 
+    text = tokenizer.decode(ids[:20])
+    assert list(encode_prompt(tokenizer, text)) == tokenizer.encode(text)
+
     class Shouting(type(tokenizer)):
         def _decode(self, *args, **options):
             return super()._decode(*args, **options) + "!"

@@ -143,7 +143,8 @@ class Actor:
             self._ready_since_s = self._clock()  # another engine is being evaluated: this one has had nothing to do yet
         self._hand_over()
         self._take_weights()
-        self._probe.ask(self._probe_ids)
+        if self._probe.asked != self._engine.version:
+            self._probe.ask(self._probe_ids)
         started = self._groups.groups_started
         admission = self._start_groups()
         if self._groups.groups_started > started:

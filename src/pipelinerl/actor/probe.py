@@ -21,7 +21,10 @@ LONGEST_S = 60.0
 
 
 class WeightProbe:
-    """`readings` are the latest answers, oldest first; `news` says that there is one which was not told yet."""
+    """`readings` are the latest answers, oldest first; `news` says that there is one which was not told yet.
+
+    `asked` is the version that was asked about last.
+    """
 
     def __init__(self, engine: Engine, client: EngineClient, name: str) -> None:
         self.readings: deque[ProbeReading] = deque(maxlen=READINGS_KEPT)
@@ -29,15 +32,15 @@ class WeightProbe:
         self._engine = engine
         self._client = client
         self._name = name
-        self._asked = -1
+        self.asked = -1
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ask(self, prompt_ids: Sequence[int]) -> None:
         """Ask every copy of the model, once for each version. Does not wait."""
         version = self._engine.version
-        if version == self._asked or not prompt_ids:
+        if version == self.asked or not prompt_ids:
             return
-        self._asked = version
+        self.asked = version
         for copy in range(self._engine.copies):
             request = GenerationRequest(
                 id=f"probe-v{version}.{copy}",

@@ -21,7 +21,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> tupl
     Raises ValueError for messages if the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
-        return tuple(tokenizer.encode(prompt))
+        backend = _plain_backend(tokenizer, "encode", "_encode_plus")
+        if backend is None or backend.truncation is not None or backend.padding is not None:
+            return tuple(tokenizer.encode(prompt))
+        return tuple(backend.encode(prompt).ids)
     if not has_chat_template(tokenizer):
         raise ValueError("the model's tokenizer has no chat template: give the prompt as plain text")
     messages = [dict(message) for message in prompt]
@@ -34,17 +37,19 @@ def text_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
 
     Two thirds of a call of `decode` go into looking at the type of every id, in a place where each rollout passes.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    own = {_module(tokenizer, "decode"), _module(tokenizer, "_decode")}
-    untouched = own == {"transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"}
-    if backend is None or not untouched or getattr(tokenizer, "clean_up_tokenization_spaces", True):
+    backend = _plain_backend(tokenizer, "decode", "_decode")
+    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True):
         return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
     return lambda ids: str(backend.decode(ids, skip_special_tokens=True))
 
 
-def _module(tokenizer: Tokenizer, method: str) -> str | None:
-    """Where the class of `tokenizer` has `method` from."""
-    return getattr(getattr(type(tokenizer), method, None), "__module__", None)
+def _plain_backend(tokenizer: Tokenizer, outer: str, inner: str) -> Any:
+    """The Rust part of a fast tokenizer whose methods `outer` and `inner` are those of transformers; else None."""
+    kind = type(tokenizer)
+    modules = [getattr(getattr(kind, method, None), "__module__", None) for method in (outer, inner)]
+    if modules != ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]:
+        return None
+    return getattr(tokenizer, "backend_tokenizer", None)
 
 
 def encode_reply(tokenizer: Tokenizer, completion_ids: Sequence[int], reply: str) -> tuple[int, ...]:
