@@ -42,7 +42,8 @@ def deadlines_work() -> bool:
 class CodeAlarm:
     """The timer that interrupts code that holds the thread for longer than `code_timeout_s`.
 
-    The handler is put back after each call; with `stays` only by `release`, which saves most of a call's cost.
+    Handler and timer are put back after each call; with `stays` only by `release`, which saves most of a call's cost. In
+    between the timer runs on unheard, until the next call sets it anew.
     """
 
     def __init__(self, code_timeout_s: float, *, stays: bool = False) -> None:
@@ -51,6 +52,7 @@ class CodeAlarm:
         self._stays = stays
         self._armed = False
         self._installed = False
+        self._runs_on = False
         self._previous: Any = signal.SIG_DFL
 
     def call(self, step: Callable[[], T]) -> T:
@@ -62,6 +64,9 @@ class CodeAlarm:
 
     def release(self) -> None:
         """Put the signal's handler back as it was."""
+        if self._runs_on:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._runs_on = False
         if self._installed:
             signal.signal(signal.SIGALRM, self._previous)
             self._installed = False
@@ -71,6 +76,8 @@ class CodeAlarm:
             self._previous = signal.signal(signal.SIGALRM, self._ring) or signal.SIG_DFL
             self._installed = True
         outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, self._seconds, REPEAT_S)
+        if self._runs_on:
+            outer_s, self._runs_on = 0.0, False
         started = time.monotonic() if outer_s else 0.0
         try:
             try:
@@ -80,12 +87,18 @@ class CodeAlarm:
                 self._armed = False
         finally:  # of its own, because the timer may strike in the line above: after `step`, and before it is disarmed
             self._armed = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            if not self._stays:
-                self.release()
-            if outer_s:
-                left_s = max(outer_s - (time.monotonic() - started), 1e-6)
-                signal.setitimer(signal.ITIMER_REAL, left_s, outer_repeat_s)
+            if self._stays and not outer_s:
+                self._runs_on = True
+            else:
+                self._put_back(outer_s and max(outer_s - (time.monotonic() - started), 1e-6), outer_repeat_s)
+
+    def _put_back(self, outer_s: float, outer_repeat_s: float) -> None:
+        """Stop the timer, or have somebody else's go on where it was."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if not self._stays:
+            self.release()
+        if outer_s:
+            signal.setitimer(signal.ITIMER_REAL, outer_s, outer_repeat_s)
 
     def _ring(self, _signal: int, _frame: FrameType | None) -> None:
         if self._armed:
