@@ -116,14 +116,14 @@ class CodeDeadline:
         self._watched = False
         self.closing = False
 
-    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await `coroutine`; no stretch of it between two awaits may hold the thread for longer than the alarm
-        allows.
+    async def run(self, coroutine: Coroutine[Any, Any, T], task: asyncio.Task[Any] | None = None) -> T:
+        """Await `coroutine` in `task`, the current one.
 
+        No stretch of it between two awaits may hold the thread for longer than the alarm allows.
         Tasks that it starts are bound likewise, and are cancelled when it ends. Costs a few microseconds a resumption.
         Raises CodeDeadlineError, and RuntimeError for code that calls `sys.exit`; else what the coroutine raises.
         """
-        self._task = asyncio.current_task()
+        self._task = task or asyncio.current_task()
         try:
             return await self._guard(coroutine)
         finally:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -58,7 +58,7 @@ async def attempt(
 
     timer = asyncio.get_running_loop().call_later(limits.rollout_s, expire)
     try:
-        outcome = await _play(environment, problem, client, deadline)
+        outcome = await _play(environment, problem, client, deadline, task)
     except asyncio.CancelledError as error:
         if not expired:
             raise
@@ -88,18 +88,21 @@ def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tup
 
 
 async def _play(
-    environment: Environment, problem: Problem, client: RolloutClient, deadline: CodeDeadline
+    environment: Environment,
+    problem: Problem,
+    client: RolloutClient,
+    deadline: CodeDeadline,
+    task: asyncio.Task[Any] | None,
 ) -> Rollout | Failure:
     async def play() -> Rollout:  # so that code of a `rollout` that isn't `async def` is under the deadline as well
         return await environment.rollout(problem, client)
 
     try:
-        returned = await deadline.run(play())
+        returned = await deadline.run(play(), task)
         return check_rollout(returned, client.produced())
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
         return Failure("raised", "the environment awaited something that was cancelled", _format(error))
@@ -136,7 +139,7 @@ def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout
     """
     if not isinstance(returned, Rollout):
         raise RolloutError(f"the environment returned {_kind(returned)}, not a Rollout")
-    if not isinstance(returned.turns, Sequence) or not returned.turns:
+    if not isinstance(returned.turns, (tuple, Sequence)) or not returned.turns:
         raise RolloutError("the rollout has no turns")
     turns: dict[str, Turn] = {}
     for number, turn in enumerate(returned.turns):
@@ -144,7 +147,7 @@ def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout
         if checked.completion.request_id in turns:
             raise RolloutError(f"turn {number} repeats request {checked.completion.request_id}")
         turns[checked.completion.request_id] = checked
-    if not isinstance(returned.metrics, Mapping):
+    if not isinstance(returned.metrics, (dict, Mapping)):
         raise RolloutError(f"metrics are {_kind(returned.metrics)}, not a dict of numbers")
     metrics = {str(name): _finite(value, f"metric {name!r}") for name, value in returned.metrics.items()}
     return Rollout(turns=tuple(turns.values()), reward=_finite(returned.reward, "the reward"), metrics=metrics)
@@ -173,6 +176,8 @@ def _check_turn(turn: object, number: int, produced: Mapping[str, Produced]) -> 
 
 def _finite(value: object, what: str) -> float:
     """Any real number (bool, int, float, NumPy's) as a float."""
+    if type(value) is float and math.isfinite(value):  # nearly always; asking for abstract types is slow
+        return value
     if not isinstance(value, numbers.Real):
         raise RolloutError(f"{what} is {_kind(value)}, not a number")
     try:
