@@ -94,7 +94,7 @@ async def evaluate(
                 await asyncio.sleep(IDLE_S)
             for task in [task for task in running if task.done()]:
                 number = running.pop(task)
-                done[number] = _record(problems[number], task.result(), tokenizer)
+                done[number] = evaluated(problems[number], task.result(), tokenizer)
             on_progress(len(done))
     finally:
         for task in running:
@@ -132,7 +132,8 @@ def held_out_problems(environment: Environment, count: int) -> Sequence[Problem]
     return problems
 
 
-def _record(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer) -> EvaluatedProblem:
+def evaluated(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer) -> EvaluatedProblem:
+    """The record of one answer."""
     if isinstance(outcome, Failure):
         return EvaluatedProblem(problem_id=str(problem.id), reward=0.0, failure=f"{outcome.reason}: {outcome.message}")
     completions = [turn.completion for turn in outcome.turns]

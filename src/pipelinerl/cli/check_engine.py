@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from pipelinerl.cli.parser import Commands, refuse_settings, write
+from pipelinerl.cli.parser import Commands, api_key_from, refuse_settings, write
 from pipelinerl.errors import UserError
 from pipelinerl.remote.adapter import EngineServer
 from pipelinerl.remote.contract import Check, Result, run_checks
@@ -76,7 +75,7 @@ async def _check(server: EngineServer, checks: Sequence[Check], without: frozens
 
 
 def _server(options: argparse.Namespace) -> EngineServer:
-    key = _api_key(options.api_key_env)
+    key = api_key_from(options.api_key_env)
     if options.kind == "vllm":
         if options.update_url is not None:
             raise UserError("--update-url is for --kind http: vLLM takes weights at its one address")
@@ -84,11 +83,3 @@ def _server(options: argparse.Namespace) -> EngineServer:
 
         return VllmServer(options.url, api_key=key)
     return PipelineServer(options.url, api_key=key, update_url=options.update_url)
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not (key := os.environ.get(variable)):
-        raise UserError(f"--api-key-env {variable}: this environment variable is not set")
-    return key

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelinerl.cli.parser import Commands, refuse_settings, write
+from pipelinerl.cli.parser import Commands, api_key_from, refuse_settings, write
 from pipelinerl.config import yaml_text
 from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig
 from pipelinerl.environments.registry import find_class
@@ -120,8 +119,6 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--top-p {options.top_p:g}: give a number above 0, and at most 1")
     if not math.isfinite(options.pass_at):
         raise UserError(f"--pass-at {options.pass_at:g}: give a finite number")
-    if options.api_key_env is not None and not os.environ.get(options.api_key_env):
-        raise UserError(f"--api-key-env {options.api_key_env}: this environment variable is not set")
 
 
 def _arguments(texts: Sequence[str]) -> dict[str, Any]:
@@ -165,7 +162,7 @@ def _plan(options: argparse.Namespace, arguments: dict[str, Any]) -> EvaluationP
             level=LEVEL,
         ),
         engine=_engine(options, config.engine),
-        api_key=os.environ[options.api_key_env] if options.api_key_env else None,
+        api_key=api_key_from(options.api_key_env),
         rollout_timeout_s=config.actor.rollout_timeout_s,
         code_timeout_s=config.actor.code_timeout_s,
         out=options.out or Path("evaluations") / f"{time.strftime('%Y%m%d-%H%M%S')}-{_short(environment.kind)}",

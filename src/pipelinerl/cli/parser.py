@@ -111,6 +111,15 @@ def refuse_settings(command: str, settings: Sequence[str]) -> None:
         raise UserError(f"{command} knows no flag {settings[0].partition('=')[0]} (see `pipelinerl --help`)")
 
 
+def api_key_from(variable: str | None) -> str | None:
+    """The key in an environment variable, so that none stands on a command line. Raises UserError if it is not set."""
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable)):
+        raise UserError(f"--api-key-env {variable}: this environment variable is not set")
+    return key
+
+
 def write(text: str) -> int:
     """Print a command's result. Returns its exit status: 0, or 141 when whoever read it (`| head`) has gone."""
     try:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl.cli.parser import Commands, refuse_settings
+from pipelinerl.cli.parser import Commands, api_key_from, refuse_settings
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError, UserError
 from pipelinerl.server.options import SHARED_MEMORY, Address, ServeOptions
@@ -87,7 +86,7 @@ def serve_options(options: argparse.Namespace) -> ServeOptions:
         name=options.served_name or options.model,
         listen=Address(options.host, options.port),
         updates=updates,
-        api_key=_api_key(options.api_key_env),
+        api_key=api_key_from(options.api_key_env),
         slots=options.slots,
         max_length=options.max_length,
         max_queue=options.max_queue,
@@ -100,11 +99,3 @@ def serve_options(options: argparse.Namespace) -> ServeOptions:
         ready_file=options.ready_file,
         lifeline_fd=options.lifeline_fd,
     )
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not (key := os.environ.get(variable)):
-        raise UserError(f"--api-key-env {variable}: this environment variable is not set")
-    return key

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed, let_rollouts_run
+from pipelinerl.actor.evaluation import evaluated
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
 from pipelinerl.evaluate.records import AttemptRecord
 from pipelinerl.interfaces import Engine, Environment, Tokenizer
-from pipelinerl.types import Problem, Rollout, SamplingParams, spans_from_versions, versions_from_spans
+from pipelinerl.types import Problem, Rollout, SamplingParams
 
 IDLE_S = 0.002
 END_S = 2.0
@@ -71,27 +74,6 @@ async def answer(
 
 
 def _record(questions: Questions, number: int, k: int, outcome: Rollout | Failure, tokenizer: Tokenizer) -> AttemptRecord:
-    name = str(questions.problems[number].id)
-    if isinstance(outcome, Failure):
-        failure = f"{outcome.reason}: {outcome.message}"
-        return AttemptRecord(number=number, attempt=k, problem_id=name, reward=0.0, passed=False, failure=failure)
-    completions = [turn.completion for turn in outcome.turns]
-    token_ids = tuple(token_id for completion in completions for token_id in completion.token_ids)
-    versions = [
-        version
-        for completion in completions
-        for version in versions_from_spans(completion.weight_versions, len(completion.token_ids))
-    ]
-    return AttemptRecord(
-        number=number,
-        attempt=k,
-        problem_id=name,
-        reward=outcome.reward,
-        passed=outcome.reward >= questions.pass_at,
-        prompt=tokenizer.decode(outcome.turns[0].prompt_ids),
-        completion="\n".join(tokenizer.decode(completion.token_ids) for completion in completions),
-        token_ids=token_ids,
-        weight_versions=spans_from_versions(versions),
-        length=len(token_ids),
-        finish_reason=completions[-1].finish_reason,
-    )
+    record = evaluated(questions.problems[number], outcome, tokenizer)
+    passed = record.failure is None and record.reward >= questions.pass_at
+    return AttemptRecord(number=number, attempt=k, passed=passed, **msgspec.structs.asdict(record))

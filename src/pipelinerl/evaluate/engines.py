@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.config.schema import EngineConfig
@@ -14,12 +14,8 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import UserError
 from pipelinerl.evaluate.targets import Target
 from pipelinerl.interfaces import Engine, Tokenizer
-from pipelinerl.launch.engines import LONGEST_SLOT
-from pipelinerl.models.loading import load_model, model_max_length, stop_token_ids
-
-if TYPE_CHECKING:
-    from pipelinerl.remote.adapter import EngineServer
-
+from pipelinerl.launch.engines import server_clients
+from pipelinerl.models.loading import LONGEST_SLOT, load_model, model_max_length, stop_token_ids
 
 STARTUP_S = 30.0
 """For servers to answer at first: they are there already, or are not coming."""
@@ -72,16 +68,10 @@ def _local(target: Target, config: EngineConfig, tokenizer: Tokenizer, max_token
 def _remote(target: Target, config: EngineConfig, api_key: str | None) -> Iterator[Answering]:
     from pipelinerl.remote.bounds import Bounds  # noqa: PLC0415 - what talks HTTP is for this alone
     from pipelinerl.remote.engine import RemoteEngine  # noqa: PLC0415 - as above
-    from pipelinerl.remote.server_client import PipelineServer  # noqa: PLC0415 - as above
-    from pipelinerl.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
     from pipelinerl.vllm.model import model_facts  # noqa: PLC0415 - as above
 
     facts = model_facts(target.model.path)
-    servers: Sequence[EngineServer]
-    if config.kind == "http":
-        servers = [PipelineServer(url, api_key=api_key) for url in config.urls]
-    else:
-        servers = [VllmServer(url, facts=facts, api_key=api_key) for url in config.urls]
+    servers = server_clients(config.kind, config.urls, facts, api_key)
     with closing(RemoteEngine(servers, bounds=Bounds(startup_s=STARTUP_S))) as engine:
         if engine.limits.vocabulary != facts.vocabulary:
             raise UserError(

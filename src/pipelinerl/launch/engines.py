@@ -19,9 +19,8 @@ from pipelinerl.launch.session import Session
 
 if TYPE_CHECKING:
     from pipelinerl.remote.adapter import EngineServer
+    from pipelinerl.vllm.model import ModelFacts
 
-LONGEST_SLOT = 2048
-"""Slots are no longer than this unless `engine.max_length` says so: KV memory grows with it."""
 LOOK_EVERY_S = 0.05
 START_SHARE = 0.8
 """Of `launch.startup_timeout_s`: who waits for servers should say which, before the launcher loses its patience."""
@@ -61,14 +60,14 @@ def make_engine(session: Session, name: str, tokenizer: Tokenizer) -> EngineHand
 
 def _local(session: Session, name: str, tokenizer: Tokenizer) -> EngineHandle:
     from pipelinerl.engine import LocalEngine  # noqa: PLC0415 - only the process that computes needs it
-    from pipelinerl.models.loading import load_model, model_max_length, stop_token_ids  # noqa: PLC0415 - as above
+    from pipelinerl.models.loading import load_model, slot_length, stop_token_ids  # noqa: PLC0415 - as above
 
     config = session.config
     model = load_model(config.model, config.engine.device)
     engine = LocalEngine(
         model,
         slots=config.engine.slots,
-        max_length=config.engine.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT),
+        max_length=slot_length(model, config.engine.max_length),
         prefill_tokens=config.engine.prefill_tokens,
         kv_on_update=config.engine.kv_on_update,
         name=name,
@@ -79,9 +78,7 @@ def _local(session: Session, name: str, tokenizer: Tokenizer) -> EngineHandle:
 def _remote(session: Session, name: str) -> EngineHandle:
     from pipelinerl.remote.bounds import Bounds  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.remote.engine import RemoteEngine  # noqa: PLC0415 - as above
-    from pipelinerl.remote.server_client import PipelineServer  # noqa: PLC0415 - as above
     from pipelinerl.remote.weights_file import SHARED_MEMORY  # noqa: PLC0415 - as above
-    from pipelinerl.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
     from pipelinerl.vllm.model import model_facts  # noqa: PLC0415 - as above
 
     config = session.config
@@ -89,14 +86,10 @@ def _remote(session: Session, name: str) -> EngineHandle:
     deadline_s = time.monotonic() + START_SHARE * config.launch.startup_timeout_s
     facts = model_facts(config.model.path)
     urls = config.engine.urls or _started(session.run, server_roles(config), deadline_s - time.monotonic())
-    servers: list[EngineServer]
-    if config.engine.kind == "http":
-        servers = [PipelineServer(url, api_key=key) for url in urls]
-    else:
-        servers = [VllmServer(url, facts=facts, api_key=key) for url in urls]
     shared = config.engine.weights_dir
     directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
     bounds = Bounds(startup_s=max(1.0, deadline_s - time.monotonic()))
+    servers = server_clients(config.engine.kind, urls, facts, key)
     engine = RemoteEngine(servers, name=name, weight_dirs=directories, bounds=bounds)
     if engine.version > session.plan.version:
         engine.close()
@@ -105,6 +98,16 @@ def _remote(session: Session, name: str) -> EngineHandle:
             f"and this one begins with version {session.plan.version}; start the servers again"
         )
     return EngineHandle(engine, engine.slots, facts.stop_token_ids, engine.close)
+
+
+def server_clients(kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None) -> list[EngineServer]:
+    """One for each address; `kind` is `http` or `vllm`, and `facts` are those of the model that they serve."""
+    from pipelinerl.remote.server_client import PipelineServer  # noqa: PLC0415 - needs httpx2, an extra
+    from pipelinerl.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
+
+    if kind == "http":
+        return [PipelineServer(url, api_key=api_key) for url in urls]
+    return [VllmServer(url, facts=facts, api_key=api_key) for url in urls]
 
 
 def _started(run: RunDirectory, roles: Sequence[str], timeout_s: float) -> list[str]:

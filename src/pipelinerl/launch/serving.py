@@ -6,7 +6,6 @@ It listens on a free port of this machine, says which in its ready file, and end
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -16,9 +15,10 @@ import msgspec
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.engines import LONGEST_SLOT, Listening
+from pipelinerl.launch.engines import Listening
 from pipelinerl.launch.resources import plan_threads, usable_cores
 from pipelinerl.launch.session import Session
+from pipelinerl.ports import free_port
 
 if TYPE_CHECKING:
     from pipelinerl.vllm.start import VllmSettings
@@ -63,7 +63,7 @@ def become_vllm(session: Session, role: str, lifeline_fd: int) -> None:
     from pipelinerl.vllm.start import command_line, environment  # noqa: PLC0415 - as above
 
     settings = _vllm_settings(session)
-    port = _free_port()
+    port = free_port()
     write_atomically(session.run.ready_file(role), msgspec.json.encode(Listening(f"http://{HOST}:{port}")))
     os.dup2(lifeline_fd, 0)  # the guard ends vLLM when its standard input closes
     command = [sys.executable, "-m", "pipelinerl.vllm.guard", *command_line(settings, port)]
@@ -94,17 +94,11 @@ def _vllm_settings(session: Session) -> VllmSettings:
 def _max_length(model: ModelConfig) -> int:
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
 
-    from pipelinerl.models.loading import model_max_length, resolve_path  # noqa: PLC0415 - with torch
+    from pipelinerl.models.loading import resolve_path, slot_length  # noqa: PLC0415 - with torch
 
     config = AutoConfig.from_pretrained(resolve_path(model.path), trust_remote_code=model.trust_remote_code)
-    return min(model_max_length(SimpleNamespace(config=config)) or LONGEST_SLOT, LONGEST_SLOT)
+    return slot_length(SimpleNamespace(config=config), None)
 
 
 def _threads(session: Session) -> int:
     return plan_threads(session.config, session.schedule, usable_cores()).generation
-
-
-def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port

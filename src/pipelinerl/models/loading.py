@@ -15,6 +15,8 @@ from pipelinerl.errors import ModelLoadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEMO = "demo"
+LONGEST_SLOT = 2048
+"""Slots are no longer than this unless asked to be: KV memory grows with it."""
 
 
 def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
@@ -84,6 +86,11 @@ def model_max_length(model: Any) -> int | None:
     """Most tokens a sequence of this model may have, by its config; None if the config does not say."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
+
+
+def slot_length(model: Any, asked: int | None) -> int:
+    """Longest prompt + completion of an engine's slot: `asked`, else the model's maximum, at most `LONGEST_SLOT`."""
+    return asked or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -17,8 +17,7 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.launch.engines import LONGEST_SLOT
-from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.stream import FileStreamWriter
 from pipelinerl.types import Group
@@ -62,7 +61,7 @@ def load_generator(config: RunConfig) -> Generator:
     engine = LocalEngine(
         model,
         slots=config.engine.slots,
-        max_length=config.engine.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT),
+        max_length=slot_length(model, config.engine.max_length),
         prefill_tokens=config.engine.prefill_tokens,
         kv_on_update=config.engine.kv_on_update,
     )

@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import UserError
 
-LONGEST_SLOT = 2048
-"""Slots are no longer than this unless `max_length` says so: KV memory grows with it."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where trainers put weights, under names of their own
 
 

@@ -12,12 +12,12 @@ import torch
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.interfaces import Tokenizer
-from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.server.engine_thread import EngineThread
 from pipelinerl.server.exchange import Exchange
 from pipelinerl.server.once import OncePerId
-from pipelinerl.server.options import LONGEST_SLOT, ServeOptions
+from pipelinerl.server.options import ServeOptions
 from pipelinerl.server.prompts import Prompts
 from pipelinerl.server.refusal import unavailable
 from pipelinerl.server.weight_updates import WeightUpdates
@@ -47,7 +47,7 @@ def load(options: ServeOptions) -> Loaded:
 
 def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: bool = True) -> Loaded:
     """As `load` does it, from a model and its tokenizer; `flatten` as in `LocalEngine`."""
-    max_length = options.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
+    max_length = slot_length(model, options.max_length)
     engine = LocalEngine(
         model,
         slots=options.slots,

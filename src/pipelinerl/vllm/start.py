@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import StageDiedError, StalledError, UserError
+from pipelinerl.ports import free_port
 from pipelinerl.vllm.guard import SAID
 from pipelinerl.vllm.messages import BACKEND
 
@@ -86,7 +86,7 @@ class VllmProcess:
         if not os.access(settings.python, os.X_OK):
             raise UserError(f"{settings.python} is no Python interpreter; scripts/install_vllm_cpu.sh makes one with vLLM")
         self.log = log
-        self._port = _free_port()
+        self._port = free_port()
         command = [sys.executable, "-m", "pipelinerl.vllm.guard", *command_line(settings, self._port)]
         with log.open("ab") as output:
             self._guard = subprocess.Popen(  # noqa: S603 - our own module, the run file's interpreter
@@ -159,13 +159,6 @@ def running_vllm(settings: VllmSettings, logs: Sequence[Path], timeout_s: float 
             server.ask_to_stop()
         for server in servers:
             server.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _healthy(port: int) -> bool:

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pipelinerl.errors import MissingDependencyError, PipelineRLError, StreamError
+from pipelinerl.ports import free_port
 from pipelinerl.stream.redis.connection import RedisConnection
 
 STARTUP_TIMEOUT_S = 20.0
@@ -110,7 +110,7 @@ def _start(program: str, directory: Path, port: int | None, durable: bool) -> Re
         lines += ["port 0", f"unixsocket {_quoted(address)}", "unixsocketperm 700"]
         url = f"unix://{quote(str(address))}"
     else:
-        port, password = port or _free_port(), secrets.token_hex(16)
+        port, password = port or free_port(), secrets.token_hex(16)
         lines += [f"port {port}", "bind 127.0.0.1", f"requirepass {password}"]
         url = f"redis://:{password}@127.0.0.1:{port}/0"
     configuration = directory / "redis.conf"
@@ -147,12 +147,6 @@ def _quoted(path: Path) -> str:
     if not text.isprintable():
         raise StreamError(f"redis-server can't be started in {text!r}: choose a run_dir of printable characters")
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _last_line(log: Path) -> str:
