@@ -1,6 +1,10 @@
-"""Tasks: where problems come from and how attempts are judged. `SingleTurn` is the shortest way to one of your own."""
+"""Tasks: where problems come from and how attempts are judged.
+
+`SingleTurn` is the shortest way to one of your own, `ToolTask` to one with tools.
+"""
 
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.single_turn import SingleTurn
+from pipelinerl.environments.tool_use import ToolTask
 
-__all__ = ["SingleTurn", "make_environment"]
+__all__ = ["SingleTurn", "ToolTask", "make_environment"]

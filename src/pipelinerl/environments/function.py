@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
-from threading import Thread
+from collections.abc import Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -16,6 +13,7 @@ from pipelinerl.environments.examples import Split, read_examples, split, withou
 from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.prompts import Message, encode_prompt, has_chat_template, text_decoder
+from pipelinerl.environments.trial import try_out
 from pipelinerl.environments.user_functions import describe, find_function, finite_number, names_a_function
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
@@ -107,7 +105,7 @@ class Function:
         functions = {"reward": reward} | ({} if self._field else {"prompt": prompt})
         limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
         self._calls: Calls = FunctionPool(functions, workers=workers, limits=limits) if isolate else InProcess(functions)
-        _try_out(self._trial(self._training[0]), 2 * limits.start_timeout_s)
+        try_out(self._trial(self._training[0]), 2 * limits.start_timeout_s, "an empty answer to the first example")
         self._epochs = Epochs(len(self._training), f"function/{seed}")
 
     def problem(self, index: int) -> Problem:
@@ -122,16 +120,20 @@ class Function:
         prompt_ids = self._encoded.get(key) or self._remember(key, await self._prompt(problem.payload))
         completion = await client.generate(prompt_ids)
         text = self._decode(completion.token_ids)
+        reward, metrics = await self._judged(text, problem.payload)
+        turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
+        return Rollout(turns=(turn,), reward=reward, metrics=metrics)
+
+    async def _judged(self, text: str, example: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        """The reward, and the metrics about it."""
         ended = 0.0
         try:
-            reward = await self._reward(text, problem.payload)
+            reward = await self._reward(text, example)
         except ENDED:
             if self._ended_reward is None:
                 raise
             reward, ended = self._ended_reward, 1.0
-        metrics = {} if self._ended_reward is None else {"reward_ended": ended}
-        turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
-        return Rollout(turns=(turn,), reward=reward, metrics=metrics)
+        return reward, {} if self._ended_reward is None else {"reward_ended": ended}
 
     async def _reward(self, text: str, example: dict[str, Any]) -> float:
         return finite_number(await self._calls.call("reward", text, example), "reward")
@@ -220,23 +222,3 @@ def _check_types(**arguments: object) -> None:
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$.")
         raise EnvironmentSetupError(f"environment.args.{where.rstrip('`')}: {what[:1].lower()}{what[1:]}") from error
-
-
-def _try_out(trial: Coroutine[Any, Any, None], bound_s: float) -> None:
-    """Run it now, whether or not a loop runs in this thread. Raises EnvironmentSetupError with what goes wrong."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(asyncio.run(trial))
-        except BaseException as error:  # noqa: BLE001 - code that isn't ours: raised below
-            done.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    try:
-        done.result(bound_s)
-    except EnvironmentSetupError:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - code that isn't ours: whatever it raises is said
-        what = str(error) or f"it took longer than {bound_s:g} s"
-        raise EnvironmentSetupError(f"tried on an empty answer to the first example, {what}") from None

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from pipelinerl.environments.prompts import encode_prompt, encode_reply, has_chat_template
+from pipelinerl.environments.prompts import Message, encode_prompt, encode_reply, has_chat_template, try_prompt
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
@@ -46,6 +46,7 @@ class GuessNumber:
         numbers = list(range(1, highest + 1))
         random.Random(f"guess/{highest}").shuffle(numbers)  # the same numbers are held out whatever the run's seed
         self._held_out, self._training = numbers[: highest // 10], numbers[highest // 10 :]
+        try_prompt(tokenizer, self._first_prompt())
 
     def problem(self, index: int) -> Problem:
         number = random.Random(f"guess/{self._seed}/{index}").choice(self._training)
@@ -56,7 +57,7 @@ class GuessNumber:
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         number = int(problem.payload["number"])
-        prompt_ids = self._first_prompt()
+        prompt_ids = encode_prompt(self._tokenizer, self._first_prompt())
         turns: list[Turn] = []
         for _ in range(self._max_turns):
             completion = await client.generate(prompt_ids, max_tokens=self._max_tokens)
@@ -68,12 +69,12 @@ class GuessNumber:
             prompt_ids = (*prompt_ids, *completion.token_ids, *self._feedback(completion.token_ids, guess, number))
         return Rollout(turns=tuple(turns), reward=0.0, metrics={"guesses": len(turns)})
 
-    def _first_prompt(self) -> tuple[int, ...]:
+    def _first_prompt(self) -> str | Sequence[Message]:
         rules = f"I am thinking of a whole number from 1 to {self._highest}. Guess it; I will say higher or lower."
         if self._chat:
             content = f"{rules} Answer with a number and nothing else."
-            return encode_prompt(self._tokenizer, [{"role": "user", "content": content}])
-        return encode_prompt(self._tokenizer, f"{rules}\nGuess:")
+            return [{"role": "user", "content": content}]
+        return f"{rules}\nGuess:"
 
     def _feedback(self, completion_ids: Sequence[int], guess: int | None, number: int) -> tuple[int, ...]:
         answer = "not a number" if guess is None else "higher" if number > guess else "lower"

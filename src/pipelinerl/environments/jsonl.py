@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if len(line) > MAX_LINE_BYTES:
                     raise EnvironmentSetupError(f"{path}:{number} has over {MAX_LINE_BYTES >> 20} MiB: not JSON lines?")
                 if line.strip():
                     yield number, _value(line, f"{path}:{number}")
     except OSError as error:
-        raise EnvironmentSetupError(f"can't read {path}: {error.strerror or error}") from error
+        place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
+        raise EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}") from error
 
 
 def field_of(row: Any, name: str) -> Any:

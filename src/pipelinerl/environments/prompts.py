@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 
 Message = Mapping[str, str]
 """One message of a chat: `{"role": "user", "content": "..."}`."""
+
+
+SHOWN_CHARACTERS = 60
+"""Of a prompt, in a message about it."""
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:
@@ -30,6 +35,39 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> tupl
     messages = [dict(message) for message in prompt]
     encoded = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
     return tuple(map(int, encoded["input_ids"]))
+
+
+def try_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> None:
+    """Encode a prompt before the run: what would fail every rollout is better known before the first.
+
+    Raises EnvironmentSetupError if it can't be encoded, if nothing is left of it, or if a chat template ignores the user.
+    """
+    if isinstance(prompt, str):
+        if not _tried(tokenizer, "the model's tokenizer", prompt):
+            raise EnvironmentSetupError(f"the model's tokenizer makes an empty prompt of {_short(prompt)}")
+        return
+    who = "the model's chat template"
+    last = prompt[-1]
+    other = [*prompt[:-1], {**last, "content": last["content"] * 2}]
+    ids = _tried(tokenizer, who, prompt)
+    if not ids or ids == _tried(tokenizer, who, other):
+        how = "ignores the user's message" if ids else "makes an empty prompt"
+        raise EnvironmentSetupError(f"{who} {how} ({_short(last['content'])}): it is of another model, or damaged")
+
+
+def _tried(tokenizer: Tokenizer, who: str, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+    try:
+        return encode_prompt(tokenizer, prompt)
+    except Exception as error:  # code of many origins, which raises what it likes
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        system = not isinstance(prompt, str) and any(message["role"] == "system" for message in prompt)
+        advice = '; if it takes no system message, set environment.args.system to ""' if system else ""
+        raise EnvironmentSetupError(f"{who} can't make a prompt of {_short(text)}: {what}{advice}") from error
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
 
 
 def text_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

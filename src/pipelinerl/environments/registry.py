@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
 from collections.abc import Mapping
 from difflib import get_close_matches
-from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
+from pipelinerl.environments.prompts import try_prompt
+from pipelinerl.environments.single_turn import SingleTurn
+from pipelinerl.environments.user_files import module_named
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
@@ -22,9 +19,14 @@ BUILT_IN = {
     "guess_number": "pipelinerl.environments.guess_number:GuessNumber",
     "math": "pipelinerl.environments.maths:Maths",
     "countdown": "pipelinerl.environments.countdown:Countdown",
+    "reasoning_gym": "pipelinerl.environments.reasoning_gym:ReasoningGym",
+    "verifiers": "pipelinerl.environments.verifiers_env.environment:Verifiers",
     "mixture": "pipelinerl.environments.mixture:Mixture",
     "curriculum": "pipelinerl.environments.curriculum:Curriculum",
     "function": "pipelinerl.environments.function:Function",
+    "tools": "pipelinerl.environments.tools:Tools",
+    "calculator": "pipelinerl.environments.calculator:Calculator",
+    "agent": "pipelinerl.agents.environment:Agent",
 }
 
 
@@ -37,11 +39,23 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
     _check_methods(kind, found)
     _check_arguments(kind, found, args)
     try:
-        return cast("Environment", found(tokenizer, seed, **args))
+        environment = cast("Environment", found(tokenizer, seed, **args))
     except PipelineRLError:
         raise
     except Exception as error:
         raise EnvironmentSetupError(f"environment {kind} can't be built: {type(error).__name__}: {error}") from error
+    if isinstance(environment, SingleTurn):
+        _try_first_prompt(environment, tokenizer)
+    return environment
+
+
+def _try_first_prompt(environment: SingleTurn, tokenizer: Tokenizer) -> None:
+    """Raises EnvironmentSetupError if the model's tokenizer or chat template can't do with it."""
+    try:
+        prompt = environment.prompt(environment.problem(0))
+    except Exception:  # noqa: BLE001 - perhaps this problem's alone: rollouts that fail are reported, counted and bounded
+        return
+    try_prompt(tokenizer, prompt)
 
 
 def find_class(kind: str) -> type:
@@ -54,8 +68,7 @@ def find_class(kind: str) -> type:
             f"environment.kind {kind!r} is unknown.{hint} It is one of {', '.join(BUILT_IN)}, `path/to/file.py:ClassName` "
             "or `package.module:ClassName`"
         )
-    is_file = module_name.endswith(".py") or "/" in module_name
-    module = _module_of_file(Path(module_name)) if is_file else _module(module_name)
+    module = module_named(module_name)
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
         classes = [
@@ -65,39 +78,6 @@ def find_class(kind: str) -> type:
         hint = f"; it has {', '.join(close)}" if close else ""
         raise EnvironmentSetupError(f"{module_name} has no class {class_name!r}{hint} (environment.kind {kind})")
     return found
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise EnvironmentSetupError(f"environment.kind names a file that isn't there: {path}")
-    # A name of its own, so that no file can shadow a real module or another file of the same name.
-    name = f"pipelinerl_environment_{path.stem}_{zlib.crc32(bytes(path)):08x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise EnvironmentSetupError(f"environment.kind names a file that isn't Python: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise EnvironmentSetupError(f"{path} can't be imported: {_with_line(error, path)}") from error
-    return module
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise EnvironmentSetupError(
-                f"environment.kind names a module that isn't there: {name} (is it installed, or on PYTHONPATH? A file is "
-                "named by its path, with `.py`)"
-            ) from error
-        raise EnvironmentSetupError(f"module {name} can't be imported: {error}") from error
-    except Exception as error:
-        raise EnvironmentSetupError(f"module {name} can't be imported: {type(error).__name__}: {error}") from error
 
 
 def _check_methods(kind: str, found: type) -> None:
@@ -130,17 +110,3 @@ def _check_arguments(kind: str, found: type, args: Mapping[str, Any]) -> None:
         raise EnvironmentSetupError(
             f"environment.args don't fit {kind}: {error}; after `tokenizer` and `seed` it takes {takes or 'nothing'}"
         ) from error
-
-
-def _with_line(error: Exception, path: Path) -> str:
-    """The error and, if it came from the file itself, the line."""
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: SyntaxError: {error.msg}"
-    lines = []
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {error}"

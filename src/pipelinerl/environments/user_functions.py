@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
-import zlib
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pipelinerl.environments.user_files import module_named, told
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
 UserFunction = Callable[..., Any]
@@ -25,7 +22,7 @@ def names_a_function(text: str) -> bool:
     return bool(colon and name.isidentifier() and (module.endswith(".py") or module.replace(".", "").isidentifier()))
 
 
-def find_function(spec: str) -> UserFunction:
+def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
     """The function that `spec` names; its file is imported, with the folder it is in as the last place to import from.
 
     Raises EnvironmentSetupError, with the file's line where there is one, if there is no such function.
@@ -33,30 +30,20 @@ def find_function(spec: str) -> UserFunction:
     module_name, colon, name = spec.rpartition(":")
     if not colon or not module_name or not name:
         raise EnvironmentSetupError(f"{spec!r} names no function; write path/to/file.py:function or package.module:function")
-    module = _module_of_file(Path(module_name)) if module_name.endswith(".py") else _module(module_name)
+    module = module_named(module_name)
     found = getattr(module, name, None)
     if not callable(found):
         what = f"{name!r} of {module_name} is a {type(found).__name__}, not a function"
         raise EnvironmentSetupError(what if hasattr(module, name) else _no_such(module, module_name, name))
-    if inspect.iscoroutinefunction(found):
+    if inspect.iscoroutinefunction(found) and not allow_async:
         raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may take its time")
     function: UserFunction = found
     return function
 
 
 def describe(error: BaseException, spec: str) -> str:
-    """One line for what a function raised, with the last line of its own file that took part."""
-    file = spec.rpartition(":")[0]
-    lines = []
-    trace = error.__traceback__
-    while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename).name == Path(file).name:
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    if isinstance(error, SyntaxError) and error.lineno is not None:
-        return f"line {error.lineno}: SyntaxError: {error.msg}"
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"
+    """One line for what the function `spec` raised, with the last line of its own file that took part."""
+    return told(error, Path(spec.rpartition(":")[0]))
 
 
 def plain(value: object) -> object:
@@ -83,36 +70,6 @@ def finite_number(value: object, name: str) -> float:
 
 def not_finite(name: str, value: float) -> str:
     return f"{name} returned {value}, not a finite number"
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    # A name of its own, so that no file can shadow a real module or another file of the same name.
-    name = f"pipelinerl_functions_{path.stem}_{zlib.crc32(bytes(path)):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise EnvironmentSetupError(f"there is no file {path} (a path is relative to the working directory, {Path.cwd()})")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look their module up there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise EnvironmentSetupError(f"{path} can't be imported: {describe(error, f'{path}:')}") from error
-    return module
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise EnvironmentSetupError(
-            f"module {name} can't be imported: {type(error).__name__}: {error} (a file is named by its path, with `.py`)"
-        ) from error
 
 
 def _no_such(module: ModuleType, module_name: str, name: str) -> str:
