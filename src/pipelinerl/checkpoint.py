@@ -2,6 +2,7 @@
 
     checkpoints/step_00000010/
         config.json, model.safetensors, tokenizer...   Hugging Face layout: AutoModelForCausalLM.from_pretrained(folder)
+        adapter/                                       of a run with `model.lora`: what was trained, in peft's layout
         optimizer.safetensors                          moments and step counts by parameter name
         state.json                                     version, RNG, positions, counters, size and checksum of each file
 
@@ -112,6 +113,8 @@ def save_checkpoint(
     keep: int = 2,
 ) -> Path:
     """Write `directory/step_XXXXXXXX`, then delete all but the last `keep` checkpoints.
+
+    `model` and `tokenizer` write themselves, by `save_pretrained(folder)`.
 
     Raises CheckpointError when it can't be written (full disk, no permission); what was there before is still there.
     """

@@ -28,6 +28,7 @@ def add_to(commands: Commands) -> None:
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-name", metavar="NAME", help="the model's name for clients (default: MODEL)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="type of the weights")
+    parser.add_argument("--head-dtype", choices=["float32"], help="type that logits are computed in (default: --dtype)")
     parser.add_argument("--device", default="cpu", help="where it computes (default: cpu)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
 
@@ -82,7 +83,12 @@ def serve_options(options: argparse.Namespace) -> ServeOptions:
     elif options.update_host is not None:
         raise UserError("--update-host needs --update-port")
     return ServeOptions(
-        model=ModelConfig(path=options.model, dtype=options.dtype, trust_remote_code=options.trust_remote_code),
+        model=ModelConfig(
+            path=options.model,
+            dtype=options.dtype,
+            head_dtype=options.head_dtype,
+            trust_remote_code=options.trust_remote_code,
+        ),
         name=options.served_name or options.model,
         listen=Address(options.host, options.port),
         updates=updates,

@@ -15,7 +15,19 @@ _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 def check(config: RunConfig) -> None:
     """Raises ConfigError with the first thing that is wrong with how the settings fit together."""
-    for checks in (_schedule, _stream, _sampling, _groups, _lengths, _trainer, _hardware, _engines, _processes):
+    for checks in (
+        _model,
+        _schedule,
+        _stream,
+        _sampling,
+        _groups,
+        _lengths,
+        _trainer,
+        _evaluation,
+        _hardware,
+        _engines,
+        _processes,
+    ):
         for problem in checks(config):
             raise ConfigError(problem)
 
@@ -24,6 +36,20 @@ def groups_needed(config: RunConfig) -> int:
     """How many groups the trainer must have before it may take its next step: one step's, or a whole round's."""
     rounds = 1 if config.schedule.kind == "pipeline" else config.schedule.steps_per_round
     return -(-config.trainer.batch_size * rounds // config.actor.group_size)
+
+
+def _model(config: RunConfig) -> Iterator[str]:
+    if config.model.head_dtype is not None and config.engine.kind == "vllm":
+        yield (
+            "model.head_dtype: vLLM computes its output head in model.dtype, and the trainer should do as it does; set it "
+            "to null, or engine.kind to local or http"
+        )
+    targets = config.model.lora.target_modules if config.model.lora is not None else None
+    if targets is not None and (not targets or not all(targets)):
+        yield (
+            f"model.lora.target_modules: {list(targets)} names no layers to train; name linear layers, like "
+            "[q_proj, v_proj], or set it to null for all"
+        )
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
@@ -120,6 +146,11 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         )
     if not all(0 <= beta < 1 for beta in trainer.betas):
         yield f"trainer.betas: {list(trainer.betas)} must both be at least 0 and below 1; the usual ones are [0.9, 0.95]"
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    if config.evaluation.every and not config.evaluation.problems:
+        yield "evaluation.every: there are no problems to evaluate with; set evaluation.problems, or evaluation.every to 0"
 
 
 def _hardware(config: RunConfig) -> Iterator[str]:

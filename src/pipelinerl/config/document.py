@@ -39,6 +39,11 @@ def _documented(field: Field, value: Any) -> str:
     wrap = textwrap.TextWrapper(
         WIDTH - indent, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False
     )
-    default = spell(msgspec.to_builtins(field.default))
-    lines = [*wrap.wrap(field.description), *wrap.wrap(f"Takes {field.allowed}. Default: {default}")]
+    lines = [*wrap.wrap(field.description), *wrap.wrap(_values(field))]
+    wrap.subsequent_indent += "  "
+    lines += [line for inner in field.inner for line in wrap.wrap(f"- {inner.name}: {inner.description} {_values(inner)}")]
     return "\n".join(lines) + "\n" + yaml_text.dump({field.name: value})
+
+
+def _values(field: Field) -> str:
+    return f"Takes {field.allowed}. Default: {spell(msgspec.to_builtins(field.default))}"

@@ -58,7 +58,13 @@ class Field:
 
     @property
     def is_mapping(self) -> bool:
-        return any(isinstance(kind, inspect.DictType) for kind in self.kinds)
+        return any(isinstance(kind, inspect.DictType | inspect.StructType) for kind in self.kinds)
+
+    @property
+    def inner(self) -> tuple[Field, ...]:
+        """The keys of a mapping whose keys are known."""
+        structs = (kind.cls for kind in self.kinds if isinstance(kind, inspect.StructType))
+        return tuple(field for struct in structs for field in _fields_of(struct, self.key))
 
     def convert(self, value: Any) -> Any:
         """`value` in this field's type. Raises ValueError with what is wrong with it."""
@@ -68,7 +74,18 @@ class Field:
         try:
             return msgspec.convert(value, self.annotation)
         except msgspec.ValidationError as error:
+            self._convert_inner(value)
             raise ValueError(f"{show(value)} is not allowed here; this takes {self.allowed}") from error
+
+    def _convert_inner(self, value: Any) -> None:
+        """Raise ValueError for the key of a mapping that is wrong, if it is one."""
+        known = {field.name: field for field in self.inner}
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            if name in known:
+                try:
+                    known[name].convert(inner)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
 
 
 def show(value: Any) -> str:
@@ -130,6 +147,8 @@ def _in_words(kind: inspect.Type) -> str:
             return f"a list of {len(items)}: " + ", ".join(_in_words(item) for item in items)
         case inspect.VarTupleType(item_type=item):
             return f"a list of any length: {_in_words(item)}"
+        case inspect.StructType(fields=fields):
+            return f"a mapping of {', '.join(field.name for field in fields)}"
         case inspect.IntType() | inspect.FloatType():
             return _WORDS[type(kind)] + _range_in_words(kind)
     return _WORDS[type(kind)]

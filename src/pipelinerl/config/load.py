@@ -67,13 +67,15 @@ def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
 
 def validate(config: RunConfig) -> RunConfig:
     """Check a configuration built in Python the way a run file is checked, and return it. Raises ConfigError."""
-    values = {
-        name: msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
-        for name, value in msgspec.structs.asdict(config).items()
-    }
-    checked = _build({setting.key: setting for setting in _settings_of_mapping(values, "RunConfig", {})})
+    checked = _build({setting.key: setting for setting in _settings_of_mapping(_as_mapping(config), "RunConfig", {})})
     check(checked)
     return checked
+
+
+def _as_mapping(value: Any) -> Any:
+    if not isinstance(value, msgspec.Struct):
+        return value
+    return {name: _as_mapping(inner) for name, inner in msgspec.structs.asdict(value).items()}
 
 
 def _read(path: Path) -> str:

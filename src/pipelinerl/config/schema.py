@@ -16,6 +16,20 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every section of the run file."""
 
 
+class LoraConfig(Section, frozen=True):
+    """Low-rank adapters. No dropout: the policy that samples has none."""
+
+    rank: Annotated[int, Meta(ge=1, description="r: the change of each layer is scale * B A, of rank r at most.")] = 16
+    alpha: Annotated[
+        float,
+        Meta(gt=0, description="scale = alpha / rank. With alpha fixed, the best learning rate hardly depends on the rank."),
+    ] = 32.0
+    target_modules: Annotated[
+        tuple[str, ...] | None,
+        Meta(description="Names of linear layers, like `[q_proj, v_proj]`. null: all but the output head."),
+    ] = None
+
+
 class ModelConfig(Section, frozen=True):
     path: Annotated[
         str, Meta(description="Folder or hub id of a Hugging Face causal LM; `demo` is the small model in the package.")
@@ -27,14 +41,30 @@ class ModelConfig(Section, frozen=True):
     trust_remote_code: Annotated[
         bool, Meta(description="Run Python code that comes with the model. Only for models you have read.")
     ] = False
+    head_dtype: Annotated[
+        Literal["float32"] | None,
+        Meta(
+            description="float32: trainer and engine compute logits in float32 though weights are bfloat16, and agree "
+            "better on log-probabilities. null: in `dtype`."
+        ),
+    ] = None
+    lora: Annotated[
+        LoraConfig | None,
+        Meta(
+            description="Train low-rank adapters (extra `lora`), not the weights themselves; engines get merged weights. "
+            "`{}`: with the defaults. null: train all weights."
+        ),
+    ] = None
 
 
 class EnvironmentConfig(Section, frozen=True):
     kind: Annotated[
         str,
         Meta(
-            description="`gcd`, `math`, `math_words`, `countdown`, `guess_number`, `function` (a reward function of yours), "
-            "`mixture`, `curriculum`, or a class of yours: `path/to/file.py:ClassName` or "
+            description="`gcd`, `math`, `math_words`, `countdown`, `guess_number`, `calculator`, `reasoning_gym`, "
+            "`verifiers` (environments of these packages), `function` (a reward function of yours), `tools` (and functions "
+            "that the model may call), `agent` (a program of yours that speaks to an OpenAI-compatible API), `mixture`, "
+            "`curriculum`, or a class of yours: `path/to/file.py:ClassName` or "
             "`package.module:ClassName`."
         ),
     ] = "gcd"
@@ -184,8 +214,8 @@ class WeightsConfig(Section, frozen=True):
     kind: Annotated[
         Literal["shared", "collective"],
         Meta(
-            description="How weights get from the trainer to generation processes. `shared`: shared memory. `collective`: "
-            "broadcast by torch.distributed (nccl from one GPU to another, else gloo)."
+            description="How weights get from the trainer to engines. `shared`: shared memory, then to servers as a file. "
+            "`collective`: broadcast by torch.distributed, straight into servers; nccl if every end has a GPU, else gloo."
         ),
     ] = "shared"
 
@@ -229,7 +259,10 @@ class TrainerConfig(Section, frozen=True):
     ] = "tokens"
     kl_coefficient: Annotated[
         float,
-        Meta(ge=0, description="Weight of the KL penalty to the initial model; above 0 costs a second copy and a forward."),
+        Meta(
+            ge=0,
+            description="Weight of the KL penalty to the initial model; above 0 costs a forward and, but for LoRA, a copy.",
+        ),
     ] = 0.0
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
     lr_schedule: Annotated[
@@ -266,9 +299,20 @@ class TrainerConfig(Section, frozen=True):
 
 class EvaluationConfig(Section, frozen=True):
     problems: Annotated[
-        int, Meta(ge=0, description="Held-out problems answered once each before and after training; 0: no evaluation.")
+        int, Meta(ge=0, description="Held-out problems answered once each, before and after training; 0: no evaluation.")
     ] = 0
     temperature: Annotated[float, Meta(ge=0, description="Sampling temperature of evaluations; 0 = greedy.")] = 1.0
+    every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Optimizer steps between evaluations while training goes on, by the weights that the engine has "
+            "meanwhile; 0: none but before and after.",
+        ),
+    ] = 0
+    share: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the slots that an evaluation may take while training goes on.")
+    ] = 0.25
 
 
 class MetricsConfig(Section, frozen=True):

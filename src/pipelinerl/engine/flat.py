@@ -44,6 +44,7 @@ class FlatForward:
         _share_repeated(graph)
         _call_attention(graph, calls)
         self._inputs = _own_tensors(program, model)
+        self._converted = _convert_once(graph, self._inputs)
         _shorten_rms(graph)
         self._packed = _pack_linears(graph, self._inputs)
         _bind_fast(graph)
@@ -53,7 +54,9 @@ class FlatForward:
         self._run: Callable[..., tuple[Tensor]] = program.graph_module.forward
 
     def weights_changed(self) -> None:
-        """To be called whenever the model's parameters were written to: some are used in another layout."""
+        """To be called whenever the model's parameters were written to: some are used in another type or layout."""
+        for converted in self._converted:
+            converted.convert()
         for linear in self._packed:
             linear.pack()
 
@@ -258,6 +261,35 @@ class _InverseRms:
     def __call__(self, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, 2, -1, True)
         return torch.addcmul(self._epsilon, norm, norm, value=self._share).rsqrt_()
+
+
+class _Converted:
+    """A copy of a weight in another type: a head in float32 would else be converted at every step."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self._weight = weight
+        with torch.inference_mode(False):  # it is written to outside of it
+            self.copy = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+        self.convert()
+
+    @torch.no_grad()
+    def convert(self) -> None:
+        self.copy.copy_(self._weight)
+
+
+def _convert_once(graph: fx.Graph, inputs: list[Tensor]) -> list[_Converted]:
+    """Make what the graph converts of its own tensors inputs too, behind those that are in `inputs`, and add it there."""
+    own = dict(zip([node for node in graph.nodes if node.op == "placeholder"], inputs, strict=False))
+    found: list[_Converted] = []
+    last = list(own)[-1]
+    for node in [node for node in graph.nodes if node.target is _ATEN.to.dtype and node.args[0] in own]:
+        found.append(_Converted(own[node.args[0]], node.meta["val"].dtype))
+        inputs.append(found[-1].copy)
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"converted_{len(found)}")
+        last.meta = node.meta
+        _replace(graph, node, last)
+    return found
 
 
 class _PackedLinear:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import ModelLoadError
+from pipelinerl.models.folder import find_model, resolve_path
+from pipelinerl.models.head import use_float32_head
+from pipelinerl.models.shape import LONGEST_SLOT
+
+__all__ = ["LONGEST_SLOT", "resolve_path"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DEMO = "demo"
-LONGEST_SLOT = 2048
-"""Slots are no longer than this unless asked to be: KV memory grows with it."""
 
 
 def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
     """The model in `config.dtype` on `device`, in eval mode: the policy that samples has no dropout, so training has none.
 
-    Raises ModelLoadError for anything that can't be loaded, and for weights that are not all there (transformers would
-    fill the gaps with random numbers).
+    It has no adapters: `config.lora` is for who trains it. Raises UnsupportedModelError if it can't have the head that
+    `config.head_dtype` asks for, ModelLoadError for anything that can't be loaded, and for weights that are not all there
+    (transformers would fill the gaps with random numbers).
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only loading needs it
 
-    path = resolve_path(config.path)
+    path = find_model(config.path)
     with _quiet(), _one_line(config.path, "model"):
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code, output_loading_info=True
@@ -38,6 +39,8 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
             f"model {config.path!r}: the weights do not fit its config.json: {shown} missing or of another shape; "
             "get a complete copy of the model"
         )
+    if config.head_dtype == "float32":
+        use_float32_head(model)
     return model.to(device).eval()
 
 
@@ -45,31 +48,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer. Raises ModelLoadError when there is none or it can't be read."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and only loading needs it
 
-    path = resolve_path(config.path)
+    path = find_model(config.path)
     with _quiet(), _one_line(config.path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-
-
-def resolve_path(path: str) -> str:
-    """Where `model.path` points: `demo` is a folder of this package, an existing folder is itself, the rest is a hub id.
-
-    Raises ModelLoadError for what is neither a folder nor can be a hub id.
-    """
-    if path == DEMO:
-        folder = Path(str(importlib.resources.files("pipelinerl"))) / "assets" / "demo_base"
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"the demo model is missing from this installation ({folder}); install the package again")
-        return str(folder)
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"model.path {path!r} has no config.json: give a folder written by save_pretrained")
-        return str(folder)
-    if folder.exists():
-        raise ModelLoadError(f"model.path {path!r} is a file: give the folder that holds config.json and the weights")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or not path:
-        raise ModelLoadError(f"model.path {path!r} does not exist: give a folder with a model, or a hub id like owner/name")
-    return path
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -122,20 +103,34 @@ def _one_line(path: str, what: str) -> Iterator[None]:
 
 def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        return "it comes with Python code of its own; read that code, then set model.trust_remote_code to true"
-    if "Unrecognized configuration class" in text or "for this kind of AutoModel: AutoModelForCausalLM" in text:
-        return "it is not a causal language model; give one that AutoModelForCausalLM can load"
-    if "connect to" in text or "offline" in text.lower() or "LocalEntryNotFound" in type(error).__name__:
-        return (
-            "it is not a folder here and the Hugging Face hub can't be reached; give a folder, or download the model first"
-        )
-    if "is not a local folder and is not a valid model identifier" in text or "404" in text:
-        return (
-            "it is neither a folder here nor a model on the Hugging Face hub (private ones need a login); check model.path"
-        )
+    for marks, meaning in _KNOWN_ERRORS.items():
+        if any(mark in f"{type(error).__name__}: {text}" for mark in marks):
+            return meaning
     first = text.split(". ")[0]
     return (first[:300] or type(error).__name__) + " (get a complete copy of the model)"
+
+
+_KNOWN_ERRORS = {
+    ("trust_remote_code",): (
+        "it comes with Python code of its own; read that code, then set model.trust_remote_code to true"
+    ),
+    ("Unrecognized configuration class", "for this kind of AutoModel: AutoModelForCausalLM"): (
+        "it is not a causal language model; give one that AutoModelForCausalLM can load"
+    ),
+    ("connect to", "offline", "Offline", "LocalEntryNotFound"): (
+        "it is not a folder here and the Hugging Face hub can't be reached; give a folder, or download the model first"
+    ),
+    ("is not a local folder and is not a valid model identifier", "404"): (
+        "it is neither a folder here nor a model on the Hugging Face hub (private ones need a login); check model.path"
+    ),
+    ("does not recognize this architecture",): (
+        "this version of transformers does not know its architecture (model_type); upgrade transformers"
+    ),
+    ("Couldn't instantiate the backend tokenizer",): (
+        "it has no tokenizer (tokenizer.json); copy that from the model it was made from"
+    ),
+}
+"""What transformers says, by parts of it, and what it means for the user."""
 
 
 @contextmanager

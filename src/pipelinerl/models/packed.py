@@ -35,7 +35,7 @@ def use_packed_attention(model: Any) -> None:
 
 
 def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
-    """Logits [P, V], in the model's dtype, of the positions that predict the row's sampled tokens.
+    """Logits [P, V], in the type of the model's head, of the positions that predict the row's sampled tokens.
 
     Call `use_packed_attention(model)` once before. Raises UnsupportedModelError if a layer asks for attention that is not
     honoured here.

@@ -27,7 +27,7 @@ from pipelinerl.config import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.models.loading import load_model
-from pipelinerl.models.state import named_weights
+from pipelinerl.models.lora import LoraModel
 from pipelinerl.planner.calibration import TrainingCost
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.preprocess.preprocessor import Preprocessor
@@ -105,12 +105,15 @@ def prepare(config: RunConfig, stream: Path) -> Prepared:
 def make_learner(config: RunConfig) -> Learner:
     """The run's learner, but for steps that change next to nothing: the same rollouts are trained on again and again."""
     harmless = msgspec.structs.replace(config.trainer, learning_rate=1e-12, ess_threshold=0.0, kl_coefficient=0.0)
+    model = load_model(config.model, config.trainer.device)
+    lora = LoraModel(model, config.model.lora, seed=config.seed) if config.model.lora else None
     return Learner(
-        load_model(config.model, config.trainer.device),
+        model,
         harmless,
         temperature=config.actor.temperature,
         pack=pack,
         skip_zero_advantage=skips(config),
+        lora=lora,
     )
 
 
@@ -135,7 +138,7 @@ def take_steps(
         batch = list(itertools.islice(rollouts, sizes[number % 2]))
         begin_s = time.perf_counter()
         learner.step(batch, version=0)
-        sender.send(number, named_weights(learner.model))
+        sender.send(number, learner.weights())
         steps.append(Step(used_tokens(config, batch), time.perf_counter() - begin_s))
         measured = len(steps) - 2  # the first two warm up
         if number == 1:

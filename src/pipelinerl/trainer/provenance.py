@@ -24,17 +24,23 @@ class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
 class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step. `version` is that of the weights after it.
 
-    `dropped_lengths`: the sampled tokens of each rollout that the trainer dropped since the record before, by reason. A
-    resumed run repeats the steps after its checkpoint: of equal versions the last line counts.
+    `dropped_lengths`: the sampled tokens of each rollout that the trainer dropped since the record before, by reason;
+    `dropped_ids`: which ones these were. A resumed run repeats the steps after its checkpoint: of equal versions the last
+    line counts.
     """
 
     version: int
     samples: tuple[TrainedSample, ...]
     dropped_lengths: dict[str, list[int]] = {}
+    dropped_ids: dict[str, list[str]] = {}
 
 
 def trained_record(
-    samples: Sequence[TrainingSample], *, version: int, dropped_lengths: Mapping[str, list[int]]
+    samples: Sequence[TrainingSample],
+    *,
+    version: int,
+    dropped_lengths: Mapping[str, list[int]],
+    dropped_ids: Mapping[str, list[str]],
 ) -> TrainedRecord:
     """The record of the step from the weights of `version` to those of `version + 1`."""
     return TrainedRecord(
@@ -50,4 +56,5 @@ def trained_record(
             for sample in samples
         ),
         dropped_lengths=dict(dropped_lengths),
+        dropped_ids=dict(dropped_ids),
     )

@@ -23,7 +23,7 @@ RECENT_ROLLOUTS = 1024
 
 
 class PreparedGroup(Protocol):
-    """What became of the rollouts of group `index`, `ids`: samples to train on, and the lengths of those left out."""
+    """What became of the rollouts of group `index`, `ids`: samples to train on; lengths and ids of those left out."""
 
     @property
     def index(self) -> int: ...
@@ -36,6 +36,9 @@ class PreparedGroup(Protocol):
 
     @property
     def dropped_by_length(self) -> Mapping[str, Sequence[int]]: ...
+
+    @property
+    def dropped_ids(self) -> Mapping[str, Sequence[str]]: ...
 
 
 class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +100,7 @@ class SampleQueue:
         self._trained = counts.trained
         self._dropped = dict(counts.dropped)
         self._dropped_lengths: dict[str, list[int]] = {}
+        self._dropped_ids: dict[str, list[str]] = {}
         self._recent_lengths: deque[int] = deque(maxlen=RECENT_ROLLOUTS)
 
     @property
@@ -174,13 +178,18 @@ class SampleQueue:
     def drop(self, samples: Sequence[TrainingSample], reason: str) -> None:
         """These won't be trained on."""
         for sample in samples:
-            self._count_dropped(reason, [sample.sampled_count])
+            self._count_dropped(reason, [sample.sampled_count], [sample.id])
             self._settle(sample)
 
     def dropped_lengths(self) -> dict[str, list[int]]:
         """Sampled tokens of each rollout dropped since the last call, by reason."""
         lengths, self._dropped_lengths = self._dropped_lengths, {}
         return lengths
+
+    def dropped_ids(self) -> dict[str, list[str]]:
+        """Likewise, which rollouts these were."""
+        ids, self._dropped_ids = self._dropped_ids, {}
+        return ids
 
     def position(self) -> QueuePosition:
         """What a checkpoint needs so that nothing is trained on twice or counted twice, and nothing is lost."""
@@ -203,7 +212,7 @@ class SampleQueue:
         self._settled_before -= settled_before
         if not settled_before:  # else its drops were counted when it came first
             for reason, lengths in group.dropped_by_length.items():
-                self._count_dropped(reason, lengths)
+                self._count_dropped(reason, lengths, group.dropped_ids.get(reason, ()))
         self._recent_lengths.extend(sample.sampled_count for sample in group.samples)
         self._recent_lengths.extend(length for lengths in group.dropped_by_length.values() for length in lengths)
         opened.open_ids -= settled_before
@@ -222,6 +231,7 @@ class SampleQueue:
             del self._groups[sample.group_index]
             self._ledger.add(sample.group_index)
 
-    def _count_dropped(self, reason: str, lengths: Sequence[int]) -> None:
+    def _count_dropped(self, reason: str, lengths: Sequence[int], ids: Sequence[str]) -> None:
         self._dropped[reason] = self._dropped.get(reason, 0) + len(lengths)
         self._dropped_lengths.setdefault(reason, []).extend(lengths)
+        self._dropped_ids.setdefault(reason, []).extend(ids)

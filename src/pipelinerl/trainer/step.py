@@ -10,16 +10,20 @@ Z belongs to the step, not to the micro-batch (see `losses`), so the gradient do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.loading import checkpoint_activations
+from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import sampled_logits, use_packed_attention
+from pipelinerl.models.state import named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import LossInputs, make_loss
 from pipelinerl.trainer.lr_schedule import learning_rate
@@ -54,19 +58,28 @@ class Learner:
     """A model with its loss and optimizer.
 
     `temperature` is the one rollouts were sampled at: log-probabilities are of the distribution that was sampled from.
-    With `skip_zero_advantage`, rollouts without a gradient cost no forward pass, but count in Z like the others.
+    With `skip_zero_advantage`, rollouts without a gradient cost no forward pass, but count in Z like the others. `lora`:
+    what `model` has adapters from, if it has; they alone are trained then.
     Raises UnsupportedModelError if the model can't be trained on packed rows, and ModelLoadError if it can't recompute
     activations and the configuration asks for it.
     """
 
     def __init__(
-        self, model: Any, config: TrainerConfig, *, temperature: float, pack: Packer, skip_zero_advantage: bool = True
+        self,
+        model: Any,
+        config: TrainerConfig,
+        *,
+        temperature: float,
+        pack: Packer,
+        skip_zero_advantage: bool = True,
+        lora: LoraModel | None = None,
     ) -> None:
         model.eval()  # no dropout: the policy that is trained is the one that sampled
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         use_packed_attention(model)
         self.model = model
+        self.lora = lora
         self.optimizer = Optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
         self._config = config
         self._loss = make_loss(config)
@@ -75,6 +88,14 @@ class Learner:
         # With a KL penalty every token has a gradient, whatever its advantage.
         self._skip_zero_advantage = skip_zero_advantage and config.kl_coefficient == 0
         self._device: torch.device = next(model.parameters()).device
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """What engines compute with at this version: every weight, by the name that their own model has it under."""
+        return named_weights(self.model) if self.lora is None else self.lora.weights()
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write these weights as a Hugging Face folder, and beside them the adapter if there is one."""
+        (self.model if self.lora is None else self.lora).save_pretrained(folder)
 
     def step(
         self,

@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 
 import msgspec
 
-from pipelinerl.metrics.records import EngineRecord, StepRecord
+from pipelinerl.metrics.records import EngineRecord, StepRecord, mean_metrics
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.step import StepResult
 from pipelinerl.types import EngineProgress, TrainingSample
@@ -30,6 +30,7 @@ def step_record(
     metrics = result.metrics
     rewards = [sample.reward for sample in samples]
     lengths = [sample.sampled_count for sample in samples]
+    averaged = mean_metrics(sample.metrics for sample in samples)
     record = StepRecord(
         version=version,
         time_s=time_s,
@@ -53,6 +54,8 @@ def step_record(
         dropped=queue.dropped,
         ess_guard_trips=ess_guard_trips,
         engine=engine,
+        metrics=averaged.means,
+        metric_counts=averaged.counts,
     )
     if metrics is None:
         return record

@@ -27,7 +27,6 @@ from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Schedule, WeightSender
 from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.totals import engine_total
-from pipelinerl.models.state import named_weights
 from pipelinerl.status import ALONE, StatusReporter
 from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.provenance import trained_record
@@ -57,7 +56,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def resume(cls, checkpoint: Checkpoint, learner: Learner) -> TrainerState:
-        """Put optimizer and random numbers back as they were at `checkpoint`, from which the model was loaded.
+        """Put optimizer and random numbers back as they were at `checkpoint`, from which the model (or, with adapters,
+        these) were loaded.
 
         Raises CheckpointError if the optimizer's state can't be read or does not fit the model.
         """
@@ -202,7 +202,7 @@ class Trainer:
         save_checkpoint(
             self._checkpoints.directory,
             version=self._version,
-            model=self._learner.model,
+            model=self._learner,
             tokenizer=self._checkpoints.tokenizer,
             optimizer=self._learner.optimizer.state(),
             rng=rng_state(),
@@ -256,7 +256,7 @@ class Trainer:
 
     def _publish(self) -> None:
         self._probe.expect(self._version)
-        self._sender.send(self._version, named_weights(self._learner.model))
+        self._sender.send(self._version, self._learner.weights())
         self._published_version = self._version
 
     def _check_probes(self) -> None:
@@ -284,10 +284,12 @@ class Trainer:
             engine=self._engine.record(progress, now_s) if progress is not None else None,
         )
         self._sink.write(record)
-        self._latest = record.numbers()
-        dropped_lengths = self._queue.dropped_lengths()
+        self._latest = record.headline()
+        lengths, ids = self._queue.dropped_lengths(), self._queue.dropped_ids()
         if self._trained_log is not None:
-            self._trained_log.write(trained_record(samples, version=self._version - 1, dropped_lengths=dropped_lengths))
+            self._trained_log.write(
+                trained_record(samples, version=self._version - 1, dropped_lengths=lengths, dropped_ids=ids)
+            )
 
     def _report(self, state: StageState, detail: str, *, now: bool = False) -> None:
         self._status.report(state, detail, self._progress, now=now)

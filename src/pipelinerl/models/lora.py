@@ -1,0 +1,151 @@
+"""LoRA: the weights stay as they are, and small matrices beside them are trained (Hu et al., arXiv 2106.09685).
+
+Engines know nothing of it: they get W + scale * B A under the names that the model has without adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipelinerl.config.schema import LoraConfig
+from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError, UnsupportedModelError
+from pipelinerl.models.state import checksum, named_weights
+
+ADAPTER_FOLDER = "adapter"
+"""In a checkpoint. Beside `model.safetensors`, transformers would take the whole folder for an adapter's."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_BASE = "base_checksum"
+
+
+class LoraModel:
+    """`model`, frozen, with adapters in its linear layers that are trained instead of it.
+
+    The model is changed in place: it is called as before, and computes with the very weights that `weights` returns (see
+    `lora_linear`). At first B is 0, so these are the model's own. A is drawn by `seed`, and adapters are in float32 at
+    least. Raises MissingDependencyError without `peft`, ConfigError for layers that can't have adapters.
+    """
+
+    def __init__(self, model: Any, config: LoraConfig, *, seed: int) -> None:
+        if importlib.util.find_spec("peft") is None:
+            raise MissingDependencyError("model.lora needs peft: pip install 'pipelinerl[lora]'")
+        import peft  # noqa: PLC0415 - an extra, and it takes seconds
+
+        from pipelinerl.models.lora_linear import LoraLinear  # noqa: PLC0415 - as above
+
+        targets = _targets(model, config.target_modules)
+        self._base_checksum = checksum(named_weights(model))
+        adapter = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=config.rank, lora_alpha=config.alpha, target_modules=targets, bias="none"
+        )
+        adapter._register_custom_module({nn.Linear: LoraLinear})
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in an old way
+            torch.default_generator.manual_seed(seed)
+            self._peft = peft.get_peft_model(model, adapter)
+        self.model = model.eval()
+        self._layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, LoraLinear)}
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        """Every weight of the model by the name that it has without adapters, those of linear layers merged.
+
+        Merged ones are new tensors, in the type of the model's weights; nothing is written to the model.
+        """
+        found = {
+            name.replace(".base_layer.", "."): weight
+            for name, weight in named_weights(self.model).items()
+            if ".lora_" not in name
+        }
+        return found | {f"{path}.weight": layer.merged_weight() for path, layer in self._layers.items()}
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, the model computes with its own weights alone: it is the reference of a KL penalty."""
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """The merged model as transformers loads it and, in `ADAPTER_FOLDER`, the adapter as peft does."""
+        self.model.save_pretrained(folder, state_dict=self.weights())
+        config = copy.copy(self._peft.peft_config["default"])
+        config.inference_mode = True  # as peft itself writes it: who loads it gets it frozen, unless they ask
+        config.save_pretrained(folder / ADAPTER_FOLDER)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._adapter().items()}
+        save_file(tensors, folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS, {"format": "pt", _BASE: self._base_checksum})
+
+    @torch.no_grad()
+    def load_adapter(self, folder: Path) -> None:
+        """Put the adapter that `save_pretrained(folder)` wrote into the model. Raises CheckpointError if it does not fit."""
+        path = folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS
+        if not path.exists():
+            raise CheckpointError(f"{folder} has no adapter: its run trained all weights; set model.lora to null to go on")
+        own = self._adapter()
+        try:
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get(_BASE) != self._base_checksum:
+                    raise CheckpointError(
+                        f"the adapter in {path.parent} was trained beside other weights than model.path has; give the "
+                        "model that the run started from, in the same model.dtype"
+                    )
+                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"can't read {path}: {str(error).splitlines()[0]}") from error
+        if odd := sorted(dict(_shapes(own).items() ^ _shapes(saved).items())):
+            raise CheckpointError(
+                f"the adapter in {path.parent} has another rank or other layers ({odd[0]} and {len(odd) - 1} more differ); "
+                "set model.lora to what it was"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+
+    def _adapter(self) -> dict[str, Tensor]:
+        """The adapter's own tensors (not copies), by peft's names."""
+        from peft import get_peft_model_state_dict  # noqa: PLC0415 - as above
+
+        tensors: dict[str, Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        return tensors
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise CheckpointError if `folder` is a checkpoint of a run with adapters."""
+    if (folder / ADAPTER_FOLDER).exists():
+        raise CheckpointError(f"{folder} is of a run that trained adapters; set model.lora to what it was to go on")
+
+
+def _targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
+    """Names of the layers that get adapters, as peft takes them: the last parts of modules' names."""
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    if not kinds:
+        raise UnsupportedModelError(f"{type(model).__name__} has no linear layers for model.lora to train; set it to null")
+    targets = kinds if wanted is None else list(wanted)
+    for target in targets:
+        found = [name for name, _ in model.named_modules() if name == target or name.endswith(f".{target}")]
+        if not found or not set(found) <= set(linear):
+            what = "isn't one" if not found else f"means {found[0]}, which isn't one"
+            raise ConfigError(
+                f"model.lora.target_modules: {type(model).__name__} can have adapters in the linear layers "
+                f"{', '.join(kinds)}; {target!r} {what}"
+            )
+    return targets

@@ -1,0 +1,136 @@
+"""What a model's folder says of its size: read from `config.json` and the headers of its weights, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.errors import ModelLoadError
+
+LONGEST_SLOT = 2048
+"""Slots are no longer than this unless asked to be: KV memory grows with it."""
+_MAX_HEADER_BYTES = 100_000_000
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_LOOKUPS = ("embed", "wte", "wpe")
+"""In names of matrices that are looked up in, not multiplied with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder. `parameters` counts a tensor that has two names once.
+
+    `linears` are the shapes of the matrices that tokens are multiplied with, by name, that of the output `head` included
+    (which is also the embedding where the two are tied). `query_width` and `kv_width` are heads times head size,
+    `feed_forward` is the inner width of a layer's MLP (of all experts that a token goes through). `max_length` is None
+    where it is not said.
+    """
+
+    parameters: int
+    linears: Mapping[str, tuple[int, int]]
+    head: str
+    layers: int
+    hidden: int
+    query_width: int
+    kv_width: int
+    feed_forward: int
+    vocabulary: int
+    max_length: int | None
+
+    def slot_length(self, asked: int | None) -> int:
+        """Longest prompt + completion of an engine's slot: `asked`, else the model's maximum, at most `LONGEST_SLOT`."""
+        return asked or min(self.max_length or LONGEST_SLOT, LONGEST_SLOT)
+
+
+def read_shape(folder: Path) -> ModelShape | None:
+    """The sizes of the model in `folder`; None if it does not say them (weights that are not safetensors, an odd config).
+
+    Raises ModelLoadError for files that are damaged or not all there.
+    """
+    config = _json(folder / "config.json")
+    tensors = dict(_tensors(folder))
+    inner_config = config.get("text_config")
+    text = inner_config if isinstance(inner_config, dict) else config
+    hidden = _first(text, "hidden_size", "n_embd", "d_model")
+    layers = _first(text, "num_hidden_layers", "n_layer", "n_layers")
+    heads = _first(text, "num_attention_heads", "n_head", "n_heads")
+    vocabulary = _first(text, "vocab_size")
+    if not tensors or not (hidden and layers and heads and vocabulary):
+        return None
+    head_dim = _first(text, "head_dim") or hidden // heads
+    inner = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    head = next((name for name in tensors if name.endswith(_HEADS)), None)
+    if head and config.get("tie_word_embeddings") is True and len(tensors) > 1:
+        del tensors[head]  # the same tensor as the embedding, stored under both names
+        head = None
+    linears = {
+        name: (shape[0], shape[1])
+        for name, shape in tensors.items()
+        if len(shape) == 2 and (name == head or not any(part in name for part in _LOOKUPS))
+    }
+    if head is None:
+        head = _HEADS[0]
+        linears[head] = (vocabulary, hidden)
+    return ModelShape(
+        parameters=sum(prod(shape) for shape in tensors.values()),
+        linears=linears,
+        head=head,
+        layers=layers,
+        hidden=hidden,
+        query_width=heads * head_dim,
+        kv_width=(_first(text, "num_key_value_heads") or heads) * head_dim,
+        feed_forward=inner * (_first(text, "num_experts_per_tok") or 1),
+        vocabulary=vocabulary,
+        max_length=_first(text, "max_position_embeddings", "n_positions"),
+    )
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors in the folder's safetensors files."""
+    if (folder / _INDEX).is_file():
+        listed = _json(folder / _INDEX).get("weight_map")
+        names = sorted(set(listed.values())) if isinstance(listed, dict) else []
+        files = [folder / str(name) for name in names]
+    else:
+        files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else []
+    for file in files:
+        yield from _header(file).items()
+
+
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    """A safetensors file: 8 bytes with the length of a JSON header, which says where each tensor lies behind it."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = msgspec.json.decode(file.read(min(length, _MAX_HEADER_BYTES)), type=dict[str, Any])
+        header.pop("__metadata__", None)
+        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        missing = 8 + length + end - path.stat().st_size
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+    except OSError as error:
+        raise ModelLoadError(f"can't read {path}: {error.strerror}; get a complete copy of the model") from error
+    except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
+        raise ModelLoadError(f"{path} is no safetensors file, or damaged; get a complete copy of the model") from error
+    if missing > 0:
+        raise ModelLoadError(f"{path} is cut short: {missing} bytes are missing; get a complete copy of the model")
+    return shapes
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ModelLoadError(f"can't read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ModelLoadError(f"{path} is not a JSON object: {error}; get a complete copy of the model") from error
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    """What different families call the same number by different names."""
+    return next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), None)

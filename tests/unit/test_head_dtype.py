@@ -1,0 +1,129 @@
+"""The output head in float32: trainer and engine agree better, and models in float32 are as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from pipelinerl.cli import serve
+from pipelinerl.cli.parser import Commands
+from pipelinerl.config import load_config
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.engine import LocalEngine, flat
+from pipelinerl.errors import ConfigError
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.head import Float32Head, use_float32_head
+from pipelinerl.models.loading import load_model
+from pipelinerl.models.packed import sampled_logits, use_packed_attention
+from pipelinerl.models.packed_row import PackedRow
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.trainer.logprobs import token_logprobs
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, Segment
+from tests.parity.models import CONFIGS, make_model
+
+
+def model(name: str = "llama", *, head: bool, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
+    made = make_model(name, seed).to(dtype)
+    made.model.norm.weight.data.mul_(2)  # logits as far apart as those of a model that knows something
+    if head:
+        use_float32_head(made)
+    return made
+
+
+def generated(engine: LocalEngine, count: int = 16) -> tuple[list[Segment], torch.Tensor]:
+    """Sequences and the engine's log-probabilities of their sampled tokens."""
+    requests = [
+        GenerationRequest(id=f"{i}", prompt_ids=(i + 1, 5, 7), sampling=SamplingParams(max_tokens=40)) for i in range(count)
+    ]
+    done: list[Completion] = engine.generate(requests)
+    segments = [
+        Segment(token_ids=(*r.prompt_ids, *c.token_ids), sampled=((3, 3 + len(c.token_ids)),))
+        for r, c in zip(requests, done, strict=True)
+    ]
+    return segments, torch.tensor([logprob for completion in done for logprob in completion.logprobs])
+
+
+def gaps(make: Callable[[], Any], *, flatten: bool = False) -> torch.Tensor:
+    """|trainer - engine| of log-probabilities, for what the engine samples."""
+    segments, theirs = generated(LocalEngine(make(), slots=8, max_length=64, flatten=flatten))
+    trained = make()
+    use_packed_attention(trained)
+    row = PackedRow.of(segments)
+    with torch.no_grad():
+        ours, _ = token_logprobs(sampled_logits(trained, row), row.sampled_ids_P, 1.0)
+    return (ours - theirs).abs()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-untied"])
+def test_trainer_and_engine_agree_better(name: str) -> None:
+    plain, exact = (gaps(lambda head=head: model(name, head=head)) for head in (False, True))
+    assert exact.mean() < 0.95 * plain.mean()
+
+
+def test_models_in_float32_are_as_they_were() -> None:
+    made = model(head=True, dtype=torch.float32)
+    assert not isinstance(made.get_output_embeddings(), Float32Head)
+    assert gaps(lambda: model(head=True, dtype=torch.float32)).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_weights_and_tying_stay(name: str) -> None:
+    plain, exact = make_model(name).to(torch.bfloat16), make_model(name).to(torch.bfloat16)
+    use_float32_head(exact)
+    assert list(named_weights(exact)) == list(named_weights(plain))
+    assert checksum(named_weights(exact)) == checksum(named_weights(plain))
+    head, embedding = exact.get_output_embeddings(), exact.get_input_embeddings()
+    assert isinstance(head, Float32Head)
+    assert (head.weight is embedding.weight) == plain.config.tie_word_embeddings
+
+
+def test_the_product_itself_is_in_float32() -> None:
+    made = model(head=True)
+    x = torch.randn(3, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = x.double() @ made.lm_head.weight.double().T
+    torch.testing.assert_close(made.lm_head(x).double(), exact, atol=1e-4, rtol=1e-6)
+    (gradient,) = torch.autograd.grad(made.lm_head(x).sum(), made.lm_head.weight)
+    torch.testing.assert_close(gradient, x.float().sum(0).bfloat16().expand_as(gradient))
+
+
+def test_a_flat_engine_converts_the_head_once_and_again_after_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_layer(seed: int) -> Any:
+        made = AutoModelForCausalLM.from_config(LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": 1}))
+        named = named_weights(model(head=False, seed=seed))
+        made.load_state_dict({name: named[name] for name in made.state_dict()})
+        made = made.bfloat16().eval()
+        use_float32_head(made)
+        return made
+
+    monkeypatch.setattr(flat, "PACK_FROM", 1)
+    engine = LocalEngine(one_layer(0), slots=8, max_length=64)
+    assert engine._runner.flat
+    tensors = named_weights(one_layer(1))
+    assert engine.update_weights(WeightUpdate(1, checksum(tensors), tensors)).error is None
+    plain = LocalEngine(one_layer(1), slots=8, max_length=64, flatten=False)
+    (segments, ours), (expected, theirs) = generated(engine, 4), generated(plain, 4)
+    assert segments == expected
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_the_run_file_says_so_to_all_who_load_the_model(tmp_path: Path) -> None:
+    model(head=False).save_pretrained(tmp_path)
+    config = load_config(None, [f"--model.path={tmp_path}", "--model.dtype=bfloat16", "--model.head_dtype=float32"])
+    assert isinstance(load_model(config.model).get_output_embeddings(), Float32Head)
+    plain = msgspec.structs.replace(config.model, head_dtype=None)
+    assert not isinstance(load_model(plain).get_output_embeddings(), Float32Head)
+    commands = Commands()
+    serve.add_to(commands)
+    options = commands.root.parse_args(["serve", str(tmp_path), "--dtype", "bfloat16", "--head-dtype", "float32"])
+    assert serve.serve_options(options).model == ModelConfig(path=str(tmp_path), dtype="bfloat16", head_dtype="float32")
+
+
+def test_vllm_has_a_head_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"model\.head_dtype: vLLM computes its output head"):
+        load_config(None, ["--model.head_dtype=float32", "--engine.kind=vllm", "--engine.python=/usr/bin/python3"])
