@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.types import (
     Completion,
     EngineProgress,
     GenerationRequest,
     Problem,
     Rollout,
+    SamplingParams,
     StageStatus,
     TokenEvent,
     UpdateReceipt,
@@ -45,6 +47,11 @@ class GenerationClient(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are sampled, but for what a call may ask for; `max_tokens` is the most that one gets."""
+        ...
 
     @property
     def completions(self) -> Sequence[Completion]:
@@ -80,10 +87,14 @@ class Environment(Protocol):
 
 
 class StepOutput(NamedTuple):
-    """What one engine step produced: new tokens of the requests that stream, and the requests that ended with it."""
+    """What one engine step produced: new tokens of the requests that stream, and the requests that ended with it.
+
+    `failed`: those that can't be served, though `submit` took them, each with the reason.
+    """
 
     tokens: Sequence[TokenEvent]
     finished: Sequence[Completion]
+    failed: Sequence[tuple[str, PipelineRLError]] = ()
 
 
 class Engine(Protocol):
@@ -166,7 +177,8 @@ class StreamReader(Protocol[ItemOut_co]):
 class WeightUpdate(NamedTuple):
     """A whole set of weights: parameter name -> tensor, with the checksum its sender computed over them.
 
-    The tensors are read-only views of the transport's memory, good until the receipt is given.
+    The tensors are read-only views of the transport's memory, good until the receipt is given. There are none if the
+    engine's servers receive them from the trainer by themselves.
     """
 
     version: int

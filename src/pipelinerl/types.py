@@ -161,6 +161,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     Usually a single segment, however many turns; a new one begins only where a turn's prompt does not continue the ids
     before it. `behaviour_logprobs`, `versions` and (when a KL coefficient is set) `reference_logprobs` have one entry per
     sampled token, over all segments in order. `finished` is False when the last completion was cut at its token limit.
+    `metrics` are the rollout's.
     """
 
     id: str
@@ -172,6 +173,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     finished: bool = True
     reference_logprobs: tuple[float, ...] | None = None
+    metrics: dict[str, float] = {}
 
     @property
     def sampled_count(self) -> int:

@@ -25,16 +25,17 @@ import msgspec
 from pipelinerl.actor.admission import Admission
 from pipelinerl.actor.client import EngineClient, let_rollouts_run
 from pipelinerl.actor.deadline import CodeAlarm, deadlines_work
-from pipelinerl.actor.evaluation import Evaluation, RecordSink, evaluate, held_out_problems, write_record
+from pipelinerl.actor.evaluation import Answers, Evaluation, RecordSink, evaluate, held_out_problems, write_record
 from pipelinerl.actor.failures import FailureLog
 from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.online_evaluation import OnlineEvaluation
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import TimeLimits
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.interfaces import Board, Engine, Environment, StreamWriter, Tokenizer, Verdict, WeightReceiver
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.status import ALONE, GenerationStages, StatusReporter
-from pipelinerl.types import ActorProgress, EngineProgress, Group, SamplingParams, StageState, TrainerProgress
+from pipelinerl.types import ActorProgress, EngineProgress, Group, Problem, SamplingParams, StageState, TrainerProgress
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Actor:
         self._recent_rewards: deque[float] = deque(maxlen=RECENT_ROLLOUTS)
         self._evaluations: dict[str, float] = {}
         self._evaluated = 0
+        self._online: OnlineEvaluation | None = None
         self._ready_since_s = clock()
         self._stages = stages
         self._engine_status = StatusReporter(board, stages.engine, clock)
@@ -145,6 +147,8 @@ class Actor:
         self._take_weights()
         if self._probe.asked != self._engine.version:
             self._probe.ask(self._probe_ids)
+        if self._online is not None and self._online.turn(self._engine.version):
+            await let_rollouts_run(2)  # what they ask of the engine leaves groups less room
         started = self._groups.groups_started
         admission = self._start_groups()
         if self._groups.groups_started > started:
@@ -157,7 +161,7 @@ class Actor:
 
     async def _rest(self, stepped: bool) -> None:
         """Sleep if there was nothing to do; longer and longer while no rollout is running that could want something."""
-        self._idle_turns = 0 if stepped or self._groups.running else self._idle_turns + 1
+        self._idle_turns = 0 if stepped or self._running else self._idle_turns + 1
         if not stepped:
             await asyncio.sleep(self._idle_s * min(max(1, self._idle_turns), LONGEST_IDLE))
 
@@ -232,34 +236,68 @@ class Actor:
     async def evaluate(self, when: str, config: EvaluationConfig, records: RecordSink) -> Evaluation:
         """Answer `config.problems` held-out problems, before the first or after the last iteration (`finish`)."""
         problems = held_out_problems(self._environment, config.problems)
-        sampling = msgspec.structs.replace(self._sampling, temperature=config.temperature, top_p=1.0, top_k=0)
 
         def report(done: int) -> None:
             self._evaluated = done
             self._note_timeline()
             self._publish(f"evaluates, {when} training: {done} of {len(problems)} held-out problems")
 
-        evaluation = await evaluate(
-            self._environment,
-            problems,
-            client=self._client,
-            tokenizer=self._tokenizer,
-            sampling=sampling,
-            limits=self._limits,
-            slots=self._slots,
-            records=records,
-            name=f"evaluation-{when}",
-            on_progress=report,
-        )
+        answers = self._answers(problems, config, when)
+        evaluation = await evaluate(answers, self._client, slots=self._slots, records=records, on_progress=report)
         if evaluation.reward is not None:
             self._evaluations[when] = evaluation.reward
         self._actor_status.report("done" if self._stopping else "waiting", "", self._actor_progress)
         return evaluation
 
+    def evaluate_online(
+        self, config: EvaluationConfig, *, until: int, reached: int, on_done: Callable[[int, Evaluation], None]
+    ) -> None:
+        """From now on evaluate between engine steps, `config.every` versions apart (see `OnlineEvaluation`)."""
+        problems = held_out_problems(self._environment, config.problems)
+        latest = ""
+
+        def done(version: int, evaluation: Evaluation) -> None:
+            nonlocal latest
+            self._evaluations.pop(latest, None)
+            latest = f"v{version}"
+            if evaluation.reward is not None:
+                self._evaluations[latest] = evaluation.reward
+            on_done(version, evaluation)
+
+        if problems:
+            self._online = OnlineEvaluation(
+                lambda version: self._answers(problems, config, f"v{version}"),
+                every=config.every,
+                until=until,
+                slots=max(1, int(self._slots * config.share)),
+                reached=reached,
+                on_done=done,
+            )
+
+    def take_skipped(self) -> int:
+        """How many evaluations were left out since the last call."""
+        if self._online is None:
+            return 0
+        skipped, self._online.skipped = self._online.skipped, 0
+        return skipped
+
+    def _answers(self, problems: Sequence[Problem], config: EvaluationConfig, name: str) -> Answers:
+        return Answers(
+            self._environment,
+            problems,
+            client=self._client,
+            tokenizer=self._tokenizer,
+            sampling=msgspec.structs.replace(self._sampling, temperature=config.temperature, top_p=1.0, top_k=0),
+            limits=self._limits,
+            name=f"evaluation-{name}",
+        )
+
     async def finish(self) -> None:
-        """Start nothing any more and cancel what is running: it stays counted as in progress."""
+        """Start nothing any more and cancel what is running: rollouts stay counted as in progress."""
         self._stopping = True
         self._groups.cancel()
+        if self._online is not None:
+            self._online.end()
         self._probe.cancel()
         await let_rollouts_run()  # they cancel their requests
         await self._client.step()  # the engine lets go of them
@@ -277,9 +315,10 @@ class Actor:
             return
         if stepped:
             limit = "" if admission.allowed else f"; starts no more, waiting for {admission.waiting_for}"
-            self._publish(f"{self._groups.running} rollouts running{limit}")
-        elif self._groups.running:
-            self._publish("", f"the environment: {self._groups.running} rollouts run code of their own")
+            evaluates = f"; {self._online.doing}" if self._online is not None and self._online.doing else ""
+            self._publish(f"{self._groups.running} rollouts running{limit}{evaluates}")
+        elif self._running:
+            self._publish("", f"the environment: {self._running} rollouts run code of their own")
         else:
             self._publish("", admission.waiting_for or "its next iteration")
 
@@ -289,6 +328,11 @@ class Actor:
         in_progress = self._engine.in_progress
         detail = f"{in_progress} sequences in progress" if in_progress else f"requests from the {self._stages.actor}"
         self._engine_status.report(self._engine_state, detail, self._engine_progress)
+
+    @property
+    def _running(self) -> int:
+        """Rollouts that have not ended, those of an evaluation included."""
+        return self._groups.running + (self._online.running if self._online is not None else 0)
 
     @property
     def _engine_state(self) -> StageState:
@@ -316,5 +360,5 @@ class Actor:
             oldest_version=self._admission.read().oldest_version,
             recent_reward=fmean(self._recent_rewards) if self._recent_rewards else None,
             evaluations=dict(self._evaluations),
-            evaluated=self._evaluated,
+            evaluated=self._evaluated + (self._online.answered if self._online is not None else 0),
         )

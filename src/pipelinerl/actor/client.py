@@ -61,6 +61,12 @@ class EngineClient:
                 request.completion.set_result(completion)
             if request.tokens is not None:
                 request.tokens.put_nowait(None)
+        for request_id, error in output.failed:
+            request = self._open.pop(request_id, None)
+            if request is not None and not request.completion.done():
+                request.completion.set_exception(error)
+            if request is not None and request.tokens is not None:
+                request.tokens.put_nowait(None)
 
     async def step(self) -> bool:
         """One engine step, delivered; then the rollouts that it wakes run. False, and no step, if the engine is empty."""
@@ -68,11 +74,11 @@ class EngineClient:
             return False
         output = self._engine.step()
         self.deliver(output)
-        await let_rollouts_run(TURNS_TO_REACT if output.finished else 1)
+        await let_rollouts_run(TURNS_TO_REACT if output.finished or output.failed else 1)
         return True
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Submit and await. Raises RequestError as `Engine.submit` does; cancelling the caller cancels the request."""
+        """Submit and await. Raises RequestError, at once or later, if it can't be served; cancelling cancels the request."""
         opened = self._submit(request, None)
         try:
             return await opened.completion
@@ -138,6 +144,10 @@ class RolloutClient:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._sampling
 
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
         """One completion of at most `max_tokens` tokens (never more than the run's limit).

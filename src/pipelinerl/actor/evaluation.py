@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +49,7 @@ class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
     length: int = 0
     finish_reason: FinishReason | None = None
     failure: str | None = None
+    metrics: dict[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -59,52 +60,118 @@ class Evaluation:
     reward: float | None
     failed: dict[str, int]
 
+    @classmethod
+    def of(cls, problems: Iterable[EvaluatedProblem]) -> Evaluation:
+        answered = tuple(problems)
+        reward = sum(record.reward for record in answered) / len(answered) if answered else None
+        failed = Counter(record.failure.partition(":")[0] for record in answered if record.failure is not None)
+        return cls(answered, reward, dict(failed))
+
+    @property
+    def tokens_by_version(self) -> dict[int, int]:
+        """How many of all sampled tokens each version of the weights has sampled."""
+        tokens: Counter[int] = Counter()
+        for problem in self.problems:
+            for span in problem.weight_versions:
+                tokens[span.version] += span.end - span.start
+        return dict(sorted(tokens.items()))
+
+
+class Answers:
+    """Problems being answered once each by an engine that somebody else steps.
+
+    Seeds depend on a problem's place in `problems` alone, so that evaluations of different weights, and of different runs,
+    differ by their weights only. `name` tells the requests from all others in the engine.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        problems: Sequence[Problem],
+        *,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        limits: TimeLimits,
+        name: str,
+    ) -> None:
+        self._environment = environment
+        self._problems = problems
+        self._client = client
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._limits = limits
+        self._name = name
+        self._waiting = deque(range(len(problems)))
+        self._running: dict[asyncio.Task[Rollout | Failure], int] = {}
+        self._done: dict[int, EvaluatedProblem] = {}
+
+    @property
+    def done(self) -> int:
+        """Problems that are answered, or failed."""
+        return len(self._done)
+
+    @property
+    def total(self) -> int:
+        return len(self._problems)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def start(self, slots: int) -> bool:
+        """Start answers until `slots` are running or none is left. They begin at the next turn. Was any started?"""
+        before = self.running
+        while self._waiting and self.running < slots:
+            number = self._waiting.popleft()
+            seed = derive_seed("evaluation", number)
+            view = RolloutClient(self._client, self._tokenizer, self._sampling, name=f"{self._name}.{number}", seed=seed)
+            answer = attempt(self._environment, self._problems[number], view, self._limits)
+            self._running[asyncio.create_task(answer)] = number
+        return self.running > before
+
+    def collect(self) -> None:
+        """Take in the answers that have ended. An attempt that fails is the record of one problem."""
+        for task in [task for task in self._running if task.done()]:
+            number = self._running.pop(task)
+            self._done[number] = evaluated(self._problems[number], task.result(), self._tokenizer)
+
+    def cancel(self) -> None:
+        """Give up what is running."""
+        for task in self._running:
+            task.cancel()
+
+    def result(self) -> Evaluation | None:
+        """Once all problems are dealt with; in the order of `problems`."""
+        return Evaluation.of(self._done[number] for number in range(self.total)) if self.done == self.total else None
+
 
 async def evaluate(
-    environment: Environment,
-    problems: Sequence[Problem],
-    *,
+    answers: Answers,
     client: EngineClient,
-    tokenizer: Tokenizer,
-    sampling: SamplingParams,
-    limits: TimeLimits,
+    *,
     slots: int,
     records: RecordSink,
-    name: str = "evaluation",
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> Evaluation:
-    """Answer each problem once, at most `slots` at a time, stepping the engine until all are done.
+    """Step the engine of `client`, at most `slots` answers at a time, until all are there.
 
-    Nothing else may be using the engine. Seeds depend on a problem's place in `problems` alone, so that evaluations of
-    different weights, and of different runs, differ by their weights only. `on_progress` is called after every engine
-    step with the number of problems done. Records are written at the end, in the order of `problems`.
+    Nothing else may be using the engine. `on_progress` is called after every engine step with the number of problems done.
+    Records are written at the end, in the order of the problems.
     """
-    waiting = deque(enumerate(problems))
-    running: dict[asyncio.Task[Rollout | Failure], int] = {}
-    done: dict[int, EvaluatedProblem] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < slots:
-                number, problem = waiting.popleft()
-                seed = derive_seed("evaluation", number)
-                view = RolloutClient(client, tokenizer, sampling, name=f"{name}.{number}", seed=seed)
-                running[asyncio.create_task(attempt(environment, problem, view, limits))] = number
+        while (evaluation := answers.result()) is None:
+            answers.start(slots)
             await let_rollouts_run(2)
             if not await client.step():
                 await asyncio.sleep(IDLE_S)
-            for task in [task for task in running if task.done()]:
-                number = running.pop(task)
-                done[number] = evaluated(problems[number], task.result(), tokenizer)
-            on_progress(len(done))
+            answers.collect()
+            on_progress(answers.done)
     finally:
-        for task in running:
-            task.cancel()
-    answered = tuple(done[number] for number in range(len(problems)))
-    for record in answered:
+        answers.cancel()
+    for record in evaluation.problems:
         write_record(records, record)
-    reward = sum(record.reward for record in answered) / len(answered) if answered else None
-    failed = Counter(record.failure.partition(":")[0] for record in answered if record.failure is not None)
-    return Evaluation(answered, reward, dict(failed))
+    return evaluation
 
 
 def write_record(records: RecordSink, record: object) -> None:
@@ -152,4 +219,5 @@ def evaluated(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer
         weight_versions=spans_from_versions(versions),
         length=len(token_ids),
         finish_reason=completions[-1].finish_reason,
+        metrics=outcome.metrics,
     )

@@ -17,7 +17,7 @@ from pipelinerl.browse import draw
 from pipelinerl.browse.colours import MODES, ColourBy
 from pipelinerl.browse.pages import RolloutPages
 from pipelinerl.browse.query import HELP, Query, TrainedBy, parse
-from pipelinerl.browse.records import Attempts, Damaged, RunRollouts
+from pipelinerl.browse.records import Attempts, Browsed, Damaged
 from pipelinerl.browse.tokens import one_line
 from pipelinerl.errors import UserError
 
@@ -41,7 +41,7 @@ _CLOSES: dict[Screen, Screen] = {"groups": "groups", "group": "groups", "rollout
 class Browser:
     """`pages` draws single rollouts."""
 
-    def __init__(self, run: RunRollouts, title: str, pages: RolloutPages) -> None:
+    def __init__(self, run: Browsed, title: str, pages: RolloutPages) -> None:
         self.screen: Screen = "groups"
         self.place = self.attempt = self.scroll = 0
         self.colour: ColourBy = "version"
@@ -217,12 +217,9 @@ class Browser:
         return partial(self._run.trained, place)
 
     def _header(self) -> Text:
-        steps = self._run.steps
-        facts = [f"{len(self._run)} groups", f"the trainer left out: {draw.reasons_text(steps.dropped) or 'none'}"]
-        if self._run.lines.share < 1:
-            facts.append(f"{self._run.lines.share:.0%} read")
-        if steps.damaged:
-            facts.append(f"trained.jsonl {steps.damaged[0]}")
+        facts = self._run.facts
+        if self._run.share < 1:
+            facts.append(f"{self._run.share:.0%} read")
         return Text(one_line(f"{self._title} · {' · '.join(facts)}"), "bold", no_wrap=True, overflow="ellipsis")
 
     def _footer(self) -> Text:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from pipelinerl.browse.colours import Colouring
 from pipelinerl.browse.query import TrainedBy
-from pipelinerl.browse.records import Attempt, Attempts, Damaged, Trained
+from pipelinerl.browse.records import Attempt, Attempts, Damaged, Trained, reasons_text
 from pipelinerl.browse.tokens import TokenText, one_line, printable
 from pipelinerl.types import Rollout, Turn, VersionSpan
 
@@ -32,10 +31,6 @@ def versions_text(versions: Iterable[int]) -> str:
 def lag_text(trained: Iterable[Trained | None]) -> str:
     found = [was for was in trained if was is not None]
     return versions_text(lag for was in found for lag in (was.lag_min, was.lag_max))
-
-
-def reasons_text(dropped: dict[str, int] | Counter[str]) -> str:
-    return ", ".join(f"{one_line(reason)} {count}" for reason, count in sorted(dropped.items()) if count)
 
 
 def groups_table(rows: Sequence[tuple[Attempts | Damaged, bool, TrainedBy]], selected: int) -> Table:
@@ -91,10 +86,12 @@ def _heading(one: Attempt, was: Trained | None) -> str:
     step = "not trained on" if was is None else f"step {was.step}, lag {lag_text([was])}"
     end = one.turns[-1].completion.finish_reason if one.turns else "-"
     versions = f"versions {versions_text(one.versions)}"
-    return f"attempt {one.attempt}  reward {one.reward:.4g}\n{one.tokens} tokens, {end}\n{versions}\n{step}"
+    return (
+        f"{one.label or f'attempt {one.attempt}'}  reward {one.reward:.4g}\n{one.tokens} tokens, {end}\n{versions}\n{step}"
+    )
 
 
-def rollout_facts(rollout: Rollout, was: Trained | None) -> Text:
+def rollout_facts(rollout: Rollout, was: Trained | None, left_out: str | None) -> Text:
     facts = (
         Text(no_wrap=True, overflow="ellipsis")
         .append(one_line(rollout.id), "bold")
@@ -103,6 +100,8 @@ def rollout_facts(rollout: Rollout, was: Trained | None) -> Text:
     )
     facts.append("   trained on in step ", "dim").append("-" if was is None else f"{was.step}", "bold")
     facts.append("   lag ", "dim").append(lag_text([was]), "bold")
+    if left_out is not None:
+        facts.append("   left out by the trainer: ", "dim").append(one_line(left_out), "bold")
     return facts
 
 

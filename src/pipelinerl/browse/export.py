@@ -27,7 +27,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout. `problem` (its payload) and `metrics` are JSON texts.
 
     Of several turns, `prompt` is the first one's with its special tokens, `completion` all that the model wrote, turns
-    joined by newlines. Versions are of sampled tokens; `step` (the version after it) and lags are null unless trained on.
+    joined by newlines. Versions are of sampled tokens; `step` (the version after it) and lags are null unless trained on,
+    `left_out` (the trainer's reason) unless it was.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     lag_min: int | None
     lag_max: int | None
+    left_out: str | None
 
 
 _ARROW_TYPES = {"str": "string", "int": "int64", "float": "float64"}
@@ -87,8 +89,8 @@ def export(run: RunRollouts, texts: TokenText, out: Path, query: Query | None, w
 
 
 def _rows(run: RunRollouts, texts: TokenText, query: Query | None, warn: Callable[[str], None]) -> Iterator[Row]:
-    for damaged in run.steps.damaged:
-        warn(f"{run.steps.lines.path}, {damaged}")
+    for damaged in run.damage:
+        warn(damaged)
     for place in range(len(run)):
         summary = run.summary(place)
         group = run.group(place) if not isinstance(summary, Damaged) else summary
@@ -129,6 +131,7 @@ def _row(run: RunRollouts, place: int, group: Group, rollout: Rollout, texts: To
         step=was.step if was else None,
         lag_min=was.lag_min if was else None,
         lag_max=was.lag_max if was else None,
+        left_out=run.left_out(place, rollout.id),
     )
 
 

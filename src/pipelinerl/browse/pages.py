@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pipelinerl.browse import draw
 from pipelinerl.browse.colours import ColourBy, Colouring, by_gap, by_logprob, by_version
-from pipelinerl.browse.records import Damaged, RunRollouts
+from pipelinerl.browse.records import Browsed, Damaged
 from pipelinerl.browse.tokens import TokenText, one_line
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.types import Rollout, versions_from_spans
@@ -23,7 +23,7 @@ class RolloutPages:
     So a page says that it waits for one, `work` gets it, and the next page has it. A PipelineRLError of `gaps` is shown.
     """
 
-    def __init__(self, run: RunRollouts, texts: Callable[[], TokenText], gaps: Callable[[Rollout], Sequence[float]]) -> None:
+    def __init__(self, run: Browsed, texts: Callable[[], TokenText], gaps: Callable[[Rollout], Sequence[float]]) -> None:
         self._run = run
         self._load_texts = texts
         self._compute_gaps = gaps
@@ -49,7 +49,7 @@ class RolloutPages:
         if isinstance(group, Damaged):
             return [Text(str(group), "red")], []
         rollout = group.rollouts[attempt]
-        facts = [draw.rollout_facts(rollout, self._run.trained(place, rollout.id))]
+        facts = [draw.rollout_facts(rollout, self._run.trained(place, rollout.id), self._run.left_out(place, rollout.id))]
         if self._texts is None:
             self._asked = self._load
             return [*facts, Text("loading the tokenizer", "dim")], []
@@ -71,11 +71,14 @@ class RolloutPages:
     def _colouring(self, which: tuple[int, int], rollout: Rollout, colour: ColourBy) -> Colouring | str:
         """Or why there is none. Raises ValueError for a rollout that does not fit together."""
         completions = [turn.completion for turn in rollout.turns]
-        if any(len(one.token_ids) != len(one.logprobs) for one in completions):
+        noted = any(one.logprobs for one in completions)
+        if noted and any(len(one.token_ids) != len(one.logprobs) for one in completions):
             raise ValueError("it has another number of log-probs than of tokens")
         if colour == "version":
             spans = [versions_from_spans(one.weight_versions, len(one.token_ids)) for one in completions if one.token_ids]
             return by_version([version for versions in spans for version in versions])
+        if not noted:
+            return "log-probs are not recorded of this one"
         if colour == "logprob":
             return by_logprob([logprob for one in completions for logprob in one.logprobs])
         known, gaps = self._gaps

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -22,23 +23,24 @@ _REMEMBERED = 512
 _INDEX = re.compile(rb'\{"index":(\d{1,18}),')
 
 
-class _Sampled(msgspec.Struct, frozen=True):
+class Sampled(msgspec.Struct, frozen=True):
     weight_versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
 
 
-class _Turn(msgspec.Struct, frozen=True):
-    completion: _Sampled
+class SampledTurn(msgspec.Struct, frozen=True):
+    completion: Sampled
     text: str = ""
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A rollout without its ids and log-probs, which are most of a line."""
+    """A rollout without its ids and log-probs, which are most of a line. `label`: what to call it instead of its number."""
 
-    turns: tuple[_Turn, ...]
+    turns: tuple[SampledTurn, ...]
     reward: float
     id: str = ""
     attempt: int = 0
+    label: str = ""
 
     @property
     def versions(self) -> list[int]:
@@ -93,6 +95,56 @@ class Trained(NamedTuple):
     lag_max: int
 
 
+class Browsed(Protocol):
+    """What can be browsed: groups by place, from 0. Nothing is read before `look`."""
+
+    @property
+    def path(self) -> Path:
+        """The file, or folder, that it is read from."""
+        ...
+
+    @property
+    def share(self) -> float:
+        """How much of it has been gone through, 0 to 1."""
+        ...
+
+    @property
+    def facts(self) -> list[str]:
+        """For the title."""
+        ...
+
+    @property
+    def damage(self) -> list[str]:
+        """What could not be read, besides groups."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def look(self) -> bool:
+        """Take in what is new, in part. Returns whether there is more."""
+        ...
+
+    def summary(self, place: int, /) -> Attempts | Damaged: ...
+
+    def group(self, place: int, /) -> Group | Damaged: ...
+
+    def place_of(self, index: int) -> int | None:
+        """Where group `index` is, if it has been seen; the last of several."""
+        ...
+
+    def is_replaced(self, place: int, /) -> bool:
+        """Whether a resumed run started this group again: a later line counts."""
+        ...
+
+    def trained(self, place: int, rollout_id: str, /) -> Trained | None:
+        """How the rollout was trained on; None: not yet, or not at all."""
+        ...
+
+    def left_out(self, place: int, rollout_id: str, /) -> str | None:
+        """Why the trainer will not train on it, if it said so."""
+        ...
+
+
 class _TrainedSample(msgspec.Struct, frozen=True):
     id: str
     lag_min: int
@@ -103,6 +155,7 @@ class _TrainedStep(msgspec.Struct, frozen=True):
     version: int
     samples: tuple[_TrainedSample, ...]
     dropped_lengths: dict[str, list[int]] = {}
+    dropped_ids: dict[str, list[str]] = {}
 
 
 class RunRollouts:
@@ -130,6 +183,24 @@ class RunRollouts:
     def __len__(self) -> int:
         return len(self.lines)
 
+    @property
+    def path(self) -> Path:
+        return self.lines.path
+
+    @property
+    def share(self) -> float:
+        return self.lines.share
+
+    @property
+    def facts(self) -> list[str]:
+        left_out = reasons_text(self.steps.dropped) or "none"
+        damaged = [f"trained.jsonl {self.steps.damaged[0]}"] if self.steps.damaged else []
+        return [f"{len(self)} groups", f"the trainer left out: {left_out}", *damaged]
+
+    @property
+    def damage(self) -> list[str]:
+        return [f"{self.steps.lines.path}, {damaged}" for damaged in self.steps.damaged]
+
     def look(self) -> bool:
         """Take in what the files hold beyond the last look, in part. Returns whether there is more."""
         more = self.lines.look()
@@ -152,6 +223,10 @@ class RunRollouts:
     def trained(self, place: int, rollout_id: str) -> Trained | None:
         """How the rollout was trained on; None: not yet, or not at all."""
         return None if self.is_replaced(place) else self.steps.of(rollout_id)
+
+    def left_out(self, place: int, rollout_id: str) -> str | None:
+        """Why the trainer will not train on it; None: it has, may yet, or did not note which ones it left out."""
+        return None if self.is_replaced(place) else self.steps.left_out(rollout_id)
 
     def _summary(self, place: int) -> Attempts | Damaged:
         return self._read(place, self._summaries)
@@ -178,12 +253,13 @@ class TrainedSteps:
     def __init__(self, path: Path) -> None:
         self.damaged: list[Damaged] = []
         self.dropped: Counter[str] = Counter()
-        """Rollouts that the trainer left out, by reason. Which ones they were is not recorded."""
+        """Rollouts that the trainer left out, by reason."""
         self.lines = Lines(path)
         self._decoder = msgspec.json.Decoder(_TrainedStep)
         self._read = 0
-        self._steps: list[tuple[int, list[str], Counter[str]]] = []
+        self._steps: list[_TrainedStep] = []
         self._trained: dict[str, Trained] = {}
+        self._left_out: dict[str, str] = {}
 
     def look(self) -> bool:
         more = self.lines.look(_TRAINED_LOOK_BYTES)
@@ -199,14 +275,31 @@ class TrainedSteps:
     def of(self, rollout_id: str) -> Trained | None:
         return self._trained.get(rollout_id)
 
+    def left_out(self, rollout_id: str) -> str | None:
+        return self._left_out.get(rollout_id)
+
     def _add(self, step: _TrainedStep) -> None:
-        while self._steps and self._steps[-1][0] >= step.version:
-            _, ids, dropped = self._steps.pop()
-            self.dropped.subtract(dropped)
-            for rollout_id in ids:
-                self._trained.pop(rollout_id, None)
+        while self._steps and self._steps[-1].version >= step.version:
+            self._forget(self._steps.pop())
         for sample in step.samples:
             self._trained[sample.id] = Trained(step.version, sample.lag_min, sample.lag_max)
-        dropped = Counter({reason: len(lengths) for reason, lengths in step.dropped_lengths.items()})
-        self.dropped.update(dropped)
-        self._steps.append((step.version, [sample.id for sample in step.samples], dropped))
+        for reason, ids in step.dropped_ids.items():
+            self._left_out.update(dict.fromkeys(ids, reason))
+        self.dropped.update(_counts(step))
+        self._steps.append(step)
+
+    def _forget(self, step: _TrainedStep) -> None:
+        self.dropped.subtract(_counts(step))
+        for sample in step.samples:
+            self._trained.pop(sample.id, None)
+        for ids in step.dropped_ids.values():
+            for rollout_id in ids:
+                self._left_out.pop(rollout_id, None)
+
+
+def _counts(step: _TrainedStep) -> Counter[str]:
+    return Counter({reason: len(lengths) for reason, lengths in step.dropped_lengths.items()})
+
+
+def reasons_text(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{one_line(reason)} {count}" for reason, count in sorted(dropped.items()) if count)

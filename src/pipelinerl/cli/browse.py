@@ -14,7 +14,7 @@ from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:
     from pipelinerl.browse.query import Query
-    from pipelinerl.browse.records import RunRollouts
+    from pipelinerl.browse.records import Browsed, RunRollouts
     from pipelinerl.browse.tokens import TokenText
 
 _EPILOG = (
@@ -29,6 +29,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument(
         "--find", metavar="QUERY", help="begin at the first rollout that fits; others are not listed or exported"
+    )
+    parser.add_argument(
+        "--evaluations", action="store_true", help="answers to held-out problems instead, of all evaluations side by side"
     )
     parser.add_argument("--plain", action="store_true", help="print a table (what happens anyway without a terminal)")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write a row a rollout: a .jsonl or .parquet file")
@@ -47,15 +50,25 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     from pipelinerl.browse.records import RunRollouts  # noqa: PLC0415
 
     query = parse(options.find) if options.find else None
-    rollouts = RunRollouts(options.run_dir)
+    if options.evaluations and options.export:
+        raise UserError(
+            "--export: evaluations are a row an answer already, in rollouts/evaluation-*.jsonl; take these files"
+        )
     if options.export:
-        return _export(options, rollouts, query)
+        return _export(options, RunRollouts(options.run_dir), query)
+    chosen = _evaluations(options.run_dir) if options.evaluations else RunRollouts(options.run_dir)
     if options.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return _print(rollouts, query)
-    return _browse(options, rollouts)
+        return _print(chosen, query)
+    return _browse(options, chosen)
 
 
-def _browse(options: argparse.Namespace, rollouts: RunRollouts) -> int:
+def _evaluations(run_dir: Path) -> Browsed:
+    from pipelinerl.browse.evaluations import RunEvaluations  # noqa: PLC0415 (with the others)
+
+    return RunEvaluations(run_dir)
+
+
+def _browse(options: argparse.Namespace, rollouts: Browsed) -> int:
     from rich.console import Console  # noqa: PLC0415
 
     from pipelinerl.browse.app import browse  # noqa: PLC0415
@@ -73,7 +86,7 @@ def _browse(options: argparse.Namespace, rollouts: RunRollouts) -> int:
     return 0
 
 
-def _print(rollouts: RunRollouts, query: Query | None) -> int:
+def _print(rollouts: Browsed, query: Query | None) -> int:
     from pipelinerl.browse.plain import plain_table  # noqa: PLC0415
 
     for line in plain_table(rollouts, query, _warn):

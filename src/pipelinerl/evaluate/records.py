@@ -59,8 +59,9 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `problems` counts those with all K attempts, which alone are in `estimates` (None without any); `attempts` are all that
     were made, and `failed` those of them that gave no rollout, by reason: they count as reward 0 and not passed.
-    `length_mean` (sampled tokens) and `cut` (the share that ended at the token limit) are over the others. `minus_first` is
-    this model minus the first one, problem by problem.
+    `length_mean` (sampled tokens) and `cut` (the share that ended at the token limit) are over the others. `metrics` are
+    means of what the environment measured, each over the `metric_counts` attempts that have it. `minus_first` is this model
+    minus the first one, problem by problem.
     """
 
     name: str
@@ -73,6 +74,8 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     length_mean: float | None
     cut: float | None
     failed: dict[str, int]
+    metrics: dict[str, float] = {}
+    metric_counts: dict[str, int] = {}
     minus_first: Estimates | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -38,8 +39,23 @@ def evaluation_table(summary: EvaluationSummary) -> str:
     for model in summary.models:
         table.add_row(Text(model.name), *_numbers(model, ks, compared), *_counts(model))
     text = io.StringIO()
-    Console(file=text, width=_WIDTH).print(table)
+    console = Console(file=text, width=_WIDTH)
+    console.print(table)
+    names = sorted({name for model in summary.models for name in model.metrics})
+    if names:
+        console.print(_metrics_table(names, summary.models))
     return text.getvalue()
+
+
+def _metrics_table(names: Sequence[str], models: Sequence[ModelResult]) -> Table:
+    """A row a metric of the environment, a column a model."""
+    table = Table(caption="means over the attempts that have the metric", caption_justify="left", border_style="dim")
+    table.add_column("metric", no_wrap=True)
+    for model in models:
+        table.add_column(Text(model.name), no_wrap=True, justify="right")
+    for name in names:
+        table.add_row(Text(name), *(f"{model.metrics[name]:.4g}" if name in model.metrics else "-" for model in models))
+    return table
 
 
 def _numbers(model: ModelResult, ks: tuple[int, ...], compared: bool) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from pipelinerl.evaluate.passes import Floats, mean_intervals, pass_at_k, powers_of_two
 from pipelinerl.evaluate.records import AttemptRecord, Estimates, EvaluationSettings, ModelResult, PassRate
 from pipelinerl.evaluate.targets import Target
+from pipelinerl.metrics.records import mean_metrics
 from pipelinerl.types import Problem
 
 
@@ -22,6 +23,7 @@ class Tally:
         self._rewards: defaultdict[int, list[float]] = defaultdict(list)
         self._passes: Counter[int] = Counter()
         self._failed: Counter[str] = Counter()
+        self._metrics: list[dict[str, float]] = []
         self._tokens = 0
         self._cut = 0
         self.attempts = 0
@@ -34,6 +36,8 @@ class Tally:
         if record.failure is not None:
             self.last_failure = record.failure
             self._failed[record.failure.partition(":")[0]] += 1
+        else:
+            self._metrics.append(record.metrics)
         self._tokens += record.length
         self._cut += record.finish_reason == "length"
 
@@ -70,6 +74,7 @@ class Tally:
         difference = None
         if first is not None:
             difference = {number: values[number] - first[number] for number in values if number in first}
+        averaged = mean_metrics(self._metrics)
         return ModelResult(
             name=target.name,
             path=target.model.path,
@@ -81,6 +86,8 @@ class Tally:
             length_mean=self._tokens / answered if answered else None,
             cut=self._cut / answered if answered else None,
             failed=dict(sorted(self._failed.items())),
+            metrics=averaged.means,
+            metric_counts=averaged.counts,
             minus_first=None if difference is None else self._estimates(difference),
         )
 

@@ -7,10 +7,11 @@ samples all have zero gradient has no ESS) or that the number was not finite, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +22,30 @@ from pipelinerl.types import EngineProgress
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+
+
+When = Literal["before", "online", "after"]
+"""An evaluation's place in the run: `online` ones are answered while training goes on."""
+
+
+class MetricMeans(NamedTuple):
+    """Means of rollouts' metrics by name, each over the `counts` rollouts that have it."""
+
+    means: dict[str, float]
+    counts: dict[str, int]
+
+
+def mean_metrics(rollouts: Iterable[Mapping[str, float]]) -> MetricMeans:
+    """Of the metrics of these rollouts, in order of name. A mean that no float can hold is left out."""
+    values: dict[str, list[float]] = {}
+    for metrics in rollouts:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    means: dict[str, float] = {}
+    for name in sorted(values):
+        with suppress(OverflowError):
+            means[name] = fmean(values[name])
+    return MetricMeans(means, {name: len(values[name]) for name in means})
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +93,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     queued                  rollouts at hand after the step
     dropped                 rollouts dropped at the trainer so far, by reason
     ess_guard_trips         batches refused so far because of their ESS
+    metrics                 means of the rollouts' metrics by name, `metric_counts` how many of them have it
     """
 
     version: int
@@ -104,18 +130,33 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int] = {}
     ess_guard_trips: int = 0
     engine: EngineRecord | None = None
+    metrics: dict[str, float] = {}
+    metric_counts: dict[str, int] = {}
 
     def numbers(self) -> dict[str, float]:
-        """Every finite number by field name, nested ones as `engine/version`, `dropped/stale`: for boards and charts."""
+        """Every finite number by field name, nested ones as `engine/version`, `dropped/stale`, `metrics/words/reward`."""
         flat: dict[str, float] = {}
         _flatten("", msgspec.to_builtins(self), flat)
         return flat
 
+    def headline(self) -> dict[str, float]:
+        """Those of them that every run has, for the board: there is no bound on what an environment measures."""
+        return msgspec.structs.replace(self, metrics={}, metric_counts={}).numbers()
+
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out problems, each answered once by the weights of `version`."""
+    """Held-out problems, each answered once.
 
-    when: Literal["before", "after"]
+    version           of the weights when it began. Those of an `online` evaluation change meanwhile:
+    version_*         lowest, highest and mean version over all sampled tokens; None without any
+    time_s            its end
+    reward_mean       over all problems, with failed attempts as 0; `failed` counts these by reason
+    completion_*      sampled tokens of those that did not fail
+    skipped           evaluations that were due since the record before and left out: another was running, or training ended
+    metrics           means of the answers' metrics by name, `metric_counts` how many of them have it
+    """
+
+    when: When
     version: int
     time_s: float
     problems: int
@@ -124,6 +165,13 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     completion_length_mean: float | None = None
     completion_length_p50: float | None = None
     completion_length_p99: float | None = None
+    version_min: int | None = None
+    version_max: int | None = None
+    version_mean: float | None = None
+    failed: dict[str, int] = {}
+    skipped: int = 0
+    metrics: dict[str, float] = {}
+    metric_counts: dict[str, int] = {}
 
     @classmethod
     def of(
@@ -131,15 +179,21 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
         rewards: Sequence[float],
         completion_lengths: Sequence[int],
         *,
-        when: Literal["before", "after"],
+        when: When,
         version: int,
         time_s: float,
+        tokens_by_version: Mapping[int, int] | None = None,
+        failed: Mapping[str, int] | None = None,
+        skipped: int = 0,
+        metrics: Iterable[Mapping[str, float]] = (),
     ) -> EvaluationRecord:
-        """Statistics of one evaluation: a reward and a number of sampled tokens for each problem that was answered.
+        """Statistics of one evaluation: a reward for each problem, a number of sampled tokens for each that was answered.
 
-        The standard error is s / sqrt(n) with the sample standard deviation s; None for fewer than two answers.
+        The standard error is s / sqrt(n) with the sample standard deviation s; None for fewer than two problems.
         """
         count = len(rewards)
+        tokens = tokens_by_version or {}
+        averaged = mean_metrics(metrics)
         return cls(
             when=when,
             version=version,
@@ -150,13 +204,26 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
             completion_length_mean=fmean(completion_lengths) if completion_lengths else None,
             completion_length_p50=quantile(completion_lengths, 0.5),
             completion_length_p99=quantile(completion_lengths, 0.99),
+            version_min=min(tokens, default=None),
+            version_max=max(tokens, default=None),
+            version_mean=fmean(tokens, tokens.values()) if tokens else None,
+            failed=dict(failed or {}),
+            skipped=skipped,
+            metrics=averaged.means,
+            metric_counts=averaged.counts,
         )
 
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that had to do with it."""
+        return max(self.version, self.version_max or 0)
+
     def numbers(self) -> dict[str, float]:
-        """The result's numbers as `evaluation/NAME`. Its when, version and time are the point on the axis."""
+        """The result's numbers as `evaluation/NAME`. When and by which weights it was is the point on the axis."""
         fields = msgspec.structs.asdict(self)
+        axis = {"when", "version", "version_min", "version_max", "version_mean", "time_s", "skipped"}
         flat: dict[str, float] = {}
-        _flatten("evaluation/", {key: fields[key] for key in fields if key not in ("when", "version", "time_s")}, flat)
+        _flatten("evaluation/", {key: fields[key] for key in fields if key not in axis}, flat)
         return flat
 
 
@@ -188,7 +255,8 @@ def read_records(path: Path, kind: type[RecordT]) -> list[RecordT]:
 
     A last line without its line break was being written when the process died: it is left out. A run that resumes from
     a checkpoint repeats the steps after it: of equal versions the later line counts, and lines of a later version that
-    precede a repeated one are of the abandoned past.
+    precede a repeated one are of the abandoned past. So are online evaluations that weights after the checkpoint have
+    answered in part.
 
     Raises RunDirectoryError for a file that can't be read and for any other line that is not such a record.
     """
@@ -209,8 +277,9 @@ def read_records(path: Path, kind: type[RecordT]) -> list[RecordT]:
 
 
 def _superseded(old: Record, new: Record) -> bool:
-    same_axis = isinstance(old, StepRecord) or (isinstance(new, EvaluationRecord) and old.when == new.when)
-    return same_axis and old.version >= new.version
+    if isinstance(old, StepRecord) or isinstance(new, StepRecord):
+        return old.version >= new.version
+    return old.when == new.when and (old.version >= new.version or old.newest_version > new.version)
 
 
 def _flatten(prefix: str, values: dict[str, object], into: dict[str, float]) -> None:

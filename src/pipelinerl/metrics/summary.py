@@ -36,6 +36,7 @@ def summarize(
 
     `reward_first` and `reward_last` are means over the first and last min(5, n/4) of n steps, at least one.
     Means over the run weigh every step equally, except lengths and lag, which weigh rollouts and tokens.
+    `eval_online` are the evaluations while training went on, `eval_skipped` counts those that were due and left out.
     `rollouts_dropped` adds up the actor's and the trainer's counts. If started rollouts are not exactly the sum of those
     trained, dropped, queued and in progress, there is one more key: `conservation_error`, with the numbers.
     """
@@ -60,6 +61,12 @@ def summarize(
         **_quality(steps),
         **_evaluated("before", next((e for e in evaluations if e.when == "before"), None)),
         **_evaluated("after", next((e for e in reversed(evaluations) if e.when == "after"), None)),
+        "eval_online": [
+            {"version": e.version, "reward": e.reward_mean, "standard_error": e.reward_standard_error, "metrics": e.metrics}
+            for e in evaluations
+            if e.when == "online"
+        ],
+        "eval_skipped": sum(e.skipped for e in evaluations),
         "weight_updates": engine.weight_updates if engine else None,
         "update_pause_s_p50": quantile(pauses_s, 0.5),
         "update_pause_s_p99": quantile(pauses_s, 0.99),
@@ -105,8 +112,13 @@ def account_for_rollouts(
     return account
 
 
+def edge_of(steps: Sequence[StepRecord]) -> int:
+    """How many steps are the beginning of a run, and how many its end."""
+    return max(1, min(5, len(steps) // 4))
+
+
 def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
-    edge = max(1, min(5, len(steps) // 4))
+    edge = edge_of(steps)
     ess = [step.ess for step in steps if step.ess is not None]
     return {
         "reward_first": _mean(step.reward_mean for step in steps[:edge]),
@@ -122,7 +134,8 @@ def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
 
 def _evaluated(when: str, record: EvaluationRecord | None) -> dict[str, Any]:
     if record is None:
-        return {f"eval_reward_{when}": None, f"eval_reward_{when}_standard_error": None, f"eval_{when}_lengths": None}
+        empty = {f"eval_reward_{when}": None, f"eval_reward_{when}_standard_error": None, f"eval_{when}_lengths": None}
+        return empty | {f"eval_{when}_metrics": {}}
     return {
         f"eval_reward_{when}": record.reward_mean,
         f"eval_reward_{when}_standard_error": record.reward_standard_error,
@@ -131,6 +144,7 @@ def _evaluated(when: str, record: EvaluationRecord | None) -> dict[str, Any]:
             "p50": record.completion_length_p50,
             "p99": record.completion_length_p99,
         },
+        f"eval_{when}_metrics": record.metrics,
     }
 
 

@@ -19,7 +19,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     `index` and `started_version` are the group's, `ids` those of all of its rollouts, and `newest_version` is the newest
     that has computed any token of it. `dropped_by_length` has, by reason, the number of sampled tokens of each rollout
-    dropped for it, so that a bias against a length shows.
+    dropped for it, so that a bias against a length shows; `dropped_ids`, in the same order, which ones these are.
     """
 
     index: int
@@ -28,6 +28,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[str, ...]
     samples: tuple[TrainingSample, ...]
     dropped_by_length: dict[str, tuple[int, ...]] = {}
+    dropped_ids: dict[str, tuple[str, ...]] = {}
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -50,14 +51,14 @@ class Preprocessor:
     def process(self, group: Group) -> Prepared:
         """Prepare one group. Raises RolloutError, naming the group and rollout, for what no engine can have produced."""
         samples: list[TrainingSample] = []
-        dropped: dict[str, list[int]] = {}
+        dropped: dict[str, list[TrainingSample]] = {}
         for rollout, advantage in zip(group.rollouts, self._advantages(group), strict=True):
             sample = _sample(group, rollout, advantage)
             reason = self._reason_to_drop(sample)
             if reason is None:
                 samples.append(sample)
             else:
-                dropped.setdefault(reason, []).append(sample.sampled_count)
+                dropped.setdefault(reason, []).append(sample)
         if self._reference is not None and samples:
             samples = _with_reference(samples, self._reference)
         return Prepared(
@@ -66,7 +67,8 @@ class Preprocessor:
             newest_version=newest_version(group),
             ids=tuple(rollout.id for rollout in group.rollouts),
             samples=tuple(samples),
-            dropped_by_length={reason: tuple(lengths) for reason, lengths in dropped.items()},
+            dropped_by_length={reason: tuple(out.sampled_count for out in left_out) for reason, left_out in dropped.items()},
+            dropped_ids={reason: tuple(out.id for out in left_out) for reason, left_out in dropped.items()},
         )
 
     def _advantages(self, group: Group) -> list[float]:
@@ -111,6 +113,7 @@ def _sample(group: Group, rollout: Rollout, advantage: float) -> TrainingSample:
         advantage=advantage,
         reward=rollout.reward,
         finished=not rollout.turns or rollout.turns[-1].completion.finish_reason != "length",
+        metrics=rollout.metrics,
     )
 
 

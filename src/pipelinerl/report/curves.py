@@ -1,23 +1,24 @@
-"""`curves.png`: how a run went, six plots from its `metrics.jsonl`."""
+"""`curves.png`: how a run went, six plots from its `metrics.jsonl`, or more if there is more to show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, cycle, pairwise, zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
-from pipelinerl.report.drawing import finish_axes, line, new_figure, png_of
+from pipelinerl.report.drawing import finish_axes, line, new_figure, png_of, points
 from pipelinerl.report.files import write_file
+from pipelinerl.report.series import REWARD, HeldOut, environments, held_out
 
 
 class Mark(NamedTuple):
-    """An evaluation on the axis of time: mean held-out reward, and half the height of its error bar."""
+    """An evaluation before or after training on the axis of time: mean reward, and half the height of its error bar."""
 
     label: str
     time_s: float
@@ -28,7 +29,8 @@ class Mark(NamedTuple):
 class Curves(NamedTuple):
     """What is drawn, one entry per optimizer step in every list; NaN where nothing was measured.
 
-    `samples` counts rollouts trained so far. Rates are tokens per second since the step before.
+    `samples` counts rollouts trained so far. Rates are tokens per second since the step before. `by_environment` has the
+    mean reward of each environment of a mixture, `held_out` all evaluations, by version.
     """
 
     version: list[int]
@@ -43,6 +45,13 @@ class Curves(NamedTuple):
     trained_length_mean: list[float]
     sampled_length_mean: list[float]
     evaluations: list[Mark]
+    by_environment: dict[str, list[float]]
+    held_out: list[HeldOut]
+
+    @property
+    def online(self) -> list[HeldOut]:
+        """Evaluations while training went on."""
+        return [one for one in self.held_out if one.when == "online"]
 
 
 def prepare(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Curves:
@@ -71,8 +80,10 @@ def prepare(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]
         evaluations=[
             Mark(f"held out, {e.when} training", e.time_s, e.reward_mean, e.reward_standard_error or 0.0)
             for e in evaluations
-            if e.reward_mean is not None
+            if e.reward_mean is not None and e.when != "online"
         ],
+        by_environment={name: [step.metrics.get(name + REWARD, math.nan) for step in steps] for name in environments(steps)},
+        held_out=held_out(evaluations),
     )
 
 
@@ -90,11 +101,19 @@ def draw_curves(run_dir: Path, path: Path) -> None:
 
 
 def _draw(curves: Curves) -> Figure:
-    figure = new_figure(15, 8)
-    (by_time, by_samples, ess), (lag, tokens, length) = figure.subplots(2, 3)
+    extras = [
+        draw for draw, wanted in ((draw_held_out, curves.online), (draw_environments, curves.by_environment)) if wanted
+    ]
+    columns = 4 if extras else 3
+    figure = new_figure(5 * columns, 8)
+    panels: Any = figure.subplots(2, columns)
+    (by_time, by_samples, ess), (lag, tokens, length) = panels[:, :3]
+    for axes, draw in zip_longest(panels[:, 3:].flat, extras):
+        draw(axes, curves) if draw else axes.set_visible(False)
     steps = curves.version
 
     line(by_time, curves.time_s, curves.reward, "training")
+    points(by_time, [(one.time_s, one) for one in curves.online], "held out, while training", color="0.45")
     for mark, face in zip(curves.evaluations, cycle(("white", "black"))):
         label = f"{mark.label}: {mark.reward:.3f}"
         style = {"fmt": "D", "color": "black", "markerfacecolor": face, "capsize": 4, "zorder": 3}
@@ -116,3 +135,20 @@ def _draw(curves: Curves) -> Figure:
     line(length, steps, curves.sampled_length_mean, "sampled")
     finish_axes(length, "Completion length", "optimizer step", "mean tokens")
     return figure
+
+
+def draw_held_out(axes: Any, curves: Curves) -> None:
+    """Held-out reward over versions, with the range of versions that answered and the standard error, above training's."""
+    line(axes, curves.version, curves.reward, "training", alpha=0.35)
+    points(axes, [(one.version, one) for one in curves.held_out], "held out", spans=True, color="black")
+    finish_axes(axes, "Held-out reward", "optimizer step", "mean reward")
+
+
+def draw_environments(axes: Any, curves: Curves) -> None:
+    """Training reward of each environment over optimizer steps; diamonds: held out."""
+    for number, (name, rewards) in enumerate(curves.by_environment.items()):
+        colour = f"C{number}"
+        line(axes, curves.version, rewards, name, color=colour)
+        known = [one for one in curves.held_out if name + REWARD in one.metrics]
+        axes.plot([one.version for one in known], [one.metrics[name + REWARD] for one in known], "D", color=colour)
+    finish_axes(axes, "Reward by environment (diamonds: held out)", "optimizer step", "mean reward")

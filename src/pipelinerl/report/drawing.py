@@ -10,6 +10,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from pipelinerl.report.series import HeldOut
+
 MANY_POINTS = 40
 """Above this, lines are drawn without a mark at each point."""
 
@@ -30,6 +32,22 @@ def line(axes: Any, x: Sequence[float], y: Sequence[float], label: str | None = 
     if not all(math.isnan(value) for value in y):
         marker = "o" if len(x) <= MANY_POINTS else None
         axes.plot(x, y, **{"label": label, "linewidth": 1.5, "marker": marker, "markersize": 3} | style)
+
+
+def points(
+    axes: Any, found: Sequence[tuple[float, HeldOut]], label: str | None = None, *, spans: bool = False, **style: Any
+) -> None:
+    """Evaluations, each at its place, with standard errors and, with `spans`, the versions that answered; or nothing."""
+    if found:
+        x = [place for place, _ in found]
+        wide = [[place - one.oldest for place, one in found], [one.newest - place for place, one in found]]
+        axes.errorbar(
+            x,
+            [one.reward for _, one in found],
+            yerr=[one.standard_error for _, one in found],
+            xerr=wide if spans else None,
+            **{"label": label, "fmt": "D--", "markersize": 4, "linewidth": 1, "capsize": 3, "zorder": 3} | style,
+        )
 
 
 def finish_axes(axes: Any, title: str, x_label: str, y_label: str) -> None:

@@ -6,14 +6,15 @@ that their spread is seen rather than averaged away.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, zip_longest
 from typing import Any, NamedTuple
 
 from pipelinerl.report.curves import Curves, prepare
-from pipelinerl.report.drawing import finish_axes, line, new_figure, png_of
+from pipelinerl.report.drawing import finish_axes, line, new_figure, png_of, points
 from pipelinerl.report.run_records import RunRecords
-from pipelinerl.report.series import BatchSize, LagByPosition, batch_size_over_time, windowed
+from pipelinerl.report.series import REWARD, WINDOW, BatchSize, LagByPosition, batch_size_over_time, pooled, windowed
 
 COLOURS = ("#1f5fbf", "#d1600a", "#2a8c4a", "#a03070", "#8a6d00", "#4b4b9f", "#00868b", "#7a3b10")
 SHOWN_S = 20.0
@@ -37,11 +38,17 @@ def drawn_run(records: RunRecords, label: str) -> DrawnRun:
     """The numbers of a run's figures. Pure; `records` has at least one step."""
     begin = records.begin_s
     curves = prepare(records.steps, records.evaluations)
+    if len(records.steps) >= 2 * WINDOW:
+        latest = [pooled(records.steps[max(0, end - WINDOW) : end]) for end in range(1, len(records.steps) + 1)]
+        curves = curves._replace(
+            reward=windowed(curves.reward),
+            by_environment={name: [m.get(name + REWARD, math.nan) for m in latest] for name in curves.by_environment},
+        )
     return DrawnRun(
         label=label,
         curves=curves._replace(
             time_s=[time_s - begin for time_s in curves.time_s],
-            reward=windowed([step.reward_mean for step in records.steps]) if len(curves.reward) >= 10 else curves.reward,
+            held_out=[one._replace(time_s=one.time_s - begin) for one in curves.held_out],
         ),
         slots=records.slots,
         lag=records.lag,
@@ -64,6 +71,44 @@ def learning(runs: Sequence[DrawnRun], target: float | None = None) -> bytes:
     finish_axes(by_time, "Reward over time", "seconds", "mean training reward")
     finish_axes(by_samples, "Reward over samples", "rollouts trained", "mean training reward")
     finish_axes(samples, "Samples over time", "seconds", "rollouts trained")
+    return png_of(figure)
+
+
+def held_out(runs: Sequence[DrawnRun]) -> bytes | None:
+    """Held-out reward over versions, with the versions that answered, and over time; None without online evaluations."""
+    if not any(run.curves.online for run in runs):
+        return None
+    figure = new_figure(15, 4.4)
+    by_version, by_time = figure.subplots(1, 2)
+    for run, style in _styled(runs):
+        found = run.curves.held_out
+        points(by_version, [(one.version, one) for one in found], spans=True, **style)
+        points(by_time, [(one.time_s, one) for one in found], **style)
+    finish_axes(by_version, "Held-out reward over versions", "optimizer step", "mean held-out reward")
+    finish_axes(by_time, "Held-out reward over time", "seconds", "mean held-out reward")
+    return png_of(figure)
+
+
+def environments(runs: Sequence[DrawnRun]) -> bytes | None:
+    """Training reward of each environment of a mixture, a panel each, and held-out ones; None if no run has several."""
+    names = list(dict.fromkeys(name for run in runs for name in run.curves.by_environment))
+    if not names:
+        return None
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    figure = new_figure(15, 4.4 * rows)
+    panels: Any = figure.subplots(rows, columns, squeeze=False)
+    for axes, name in zip_longest(panels.flat, names):
+        if name is None:
+            axes.set_visible(False)
+            continue
+        for run, style in _styled(runs):
+            if name in run.curves.by_environment:
+                line(axes, run.curves.version, run.curves.by_environment[name], **style)
+            known = [one for one in run.curves.held_out if name + REWARD in one.metrics]
+            rewards = [one.metrics[name + REWARD] for one in known]
+            axes.plot([one.version for one in known], rewards, "D--", **(style | {"label": None, "linewidth": 1}))
+        finish_axes(axes, name, "optimizer step", "mean reward")
     return png_of(figure)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import RunDirectoryError
+from pipelinerl.metrics.records import EvaluationRecord, StepRecord
+from pipelinerl.metrics.summary import edge_of
 from pipelinerl.report import figures, html
 from pipelinerl.report.run_records import RunRecords, read_run
-from pipelinerl.report.series import WINDOW, measure
+from pipelinerl.report.series import WINDOW, measure, pooled
 from pipelinerl.report.table import summary_sections
 
 
@@ -24,6 +26,8 @@ def report_page(run_dirs: Sequence[Path]) -> str:
         summary_table(runs),
         html.heading("Learning"),
         html.figure(figures.learning(drawn), LEARNING),
+        *_held_out(drawn),
+        *_environments(runs, drawn),
         html.heading("On-policyness"),
         html.figure(figures.on_policyness(drawn), ON_POLICYNESS),
         html.heading("Generation and training"),
@@ -34,9 +38,52 @@ def report_page(run_dirs: Sequence[Path]) -> str:
     return html.page("pipelinerl: " + ", ".join(runs), body)
 
 
+def _held_out(drawn: Sequence[figures.DrawnRun]) -> list[str]:
+    figure = figures.held_out(drawn)
+    return [html.heading("Held-out reward"), html.figure(figure, HELD_OUT)] if figure else []
+
+
+def _environments(runs: Mapping[str, RunRecords], drawn: Sequence[figures.DrawnRun]) -> list[str]:
+    """Rewards by environment, if there are several, and what became of all metrics of rollouts, if there are any."""
+    figure = figures.environments(drawn)
+    parts = [html.heading("By environment"), html.figure(figure, ENVIRONMENTS)] if figure else []
+    rows = [
+        [*([label] if len(runs) > 1 else []), *row]
+        for label, records in runs.items()
+        for row in metric_rows(records.steps, records.evaluations)
+    ]
+    if rows:
+        header = [*(["run"] if len(runs) > 1 else []), "metric", "training, first", "last", "held out, before", "after"]
+        parts += [html.heading("Metrics of the rollouts"), html.table(header, rows), html.paragraph(METRICS, "note")]
+    return parts
+
+
+def metric_rows(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> list[list[str]]:
+    """Each metric's name, its means at the beginning and at the end of training, and of the first and last evaluation."""
+    edge = edge_of(steps)
+    first, last = pooled(steps[:edge]), pooled(steps[-edge:])
+    before, after = (evaluations[0].metrics, evaluations[-1].metrics) if evaluations else ({}, {})
+    columns = (first, last, before, after)
+    return [
+        [name, *(f"{means[name]:.4g}" if name in means else "-" for means in columns)]
+        for name in sorted(set().union(*columns))
+    ]
+
+
 LEARNING = (
     f"Training reward is the mean over the last {WINDOW} optimizer steps (of runs of 10 steps or more). Time counts from "
     "when everything was ready and nothing had been generated."
+)
+HELD_OUT = (
+    "Evaluations before, during and after training, with standard errors. While training goes on the weights change during "
+    "an evaluation: it is drawn at the mean version of its tokens, and the bar is from the first version to the last."
+)
+ENVIRONMENTS = (
+    f"Training reward, the mean over the last {WINDOW} optimizer steps (of runs of 10 or more). Diamonds: held out."
+)
+METRICS = (
+    "Training: means over those rollouts of the first and last steps (a quarter of them, at most 5) that have the metric. "
+    "Held out: the first evaluation and the last."
 )
 ON_POLICYNESS = (
     "Lag of a token: optimizer steps between the weights that sampled it and those being trained. ESS is "

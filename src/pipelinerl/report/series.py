@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, takewhile
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord
+from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord, When
 
 WINDOW = 5
 """Steps over which a reward is averaged before it is compared with a target, or drawn."""
+REWARD = "/reward"
+"""What the name of an environment's reward ends with, among the metrics of a mixture's rollouts."""
 MOST_POINTS = 48
 """Positions are drawn in bins, at most this many."""
 
@@ -74,6 +77,19 @@ class VersionRun(NamedTuple):
     end: int
 
 
+class HeldOut(NamedTuple):
+    """One evaluation. `version` is the mean over its tokens, from `oldest` to `newest`; `time_s` is its end."""
+
+    when: When
+    version: float
+    oldest: int
+    newest: int
+    time_s: float
+    reward: float
+    standard_error: float
+    metrics: Mapping[str, float]
+
+
 def begin_s(
     steps: Sequence[StepRecord], timeline: Iterable[TimelineRecord] = (), evaluations: Sequence[EvaluationRecord] = ()
 ) -> float:
@@ -89,6 +105,40 @@ def begin_s(
     idle = list(takewhile(lambda look: not look.in_progress, looks))
     begin = max([begin, *(look.time_s for look in idle or looks[:1])])
     return min(max([begin, *(one.time_s for one in evaluations if one.when == "before")]), latest_s)
+
+
+def held_out(evaluations: Iterable[EvaluationRecord]) -> list[HeldOut]:
+    """The evaluations that have a reward, by version."""
+    found = [
+        HeldOut(
+            when=one.when,
+            version=one.version if one.version_mean is None else one.version_mean,
+            oldest=one.version if one.version_min is None else one.version_min,
+            newest=one.version if one.version_max is None else one.version_max,
+            time_s=one.time_s,
+            reward=one.reward_mean,
+            standard_error=one.reward_standard_error or 0.0,
+            metrics=one.metrics,
+        )
+        for one in evaluations
+        if one.reward_mean is not None
+    ]
+    return sorted(found, key=lambda one: one.version)
+
+
+def environments(steps: Iterable[StepRecord]) -> list[str]:
+    """The parts of a mixture: whatever has its reward among the rollouts' metrics, as `NAME/reward`. None if not several."""
+    names = {name.removesuffix(REWARD): None for step in steps for name in step.metrics if name.endswith(REWARD)}
+    return sorted(names) if len(names) > 1 else []
+
+
+def pooled(steps: Iterable[StepRecord]) -> dict[str, float]:
+    """Means of rollouts' metrics over several steps: each rollout that has a metric weighs the same."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for step in steps:
+        for name, mean in step.metrics.items():
+            found.setdefault(name, []).append((mean, step.metric_counts.get(name, 1)))
+    return {name: fmean([mean for mean, _ in some], [count for _, count in some]) for name, some in found.items()}
 
 
 def measure(steps: Sequence[StepRecord], begin: float) -> Measured:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.metrics.screen import duration, pause, short
+from pipelinerl.report.series import REWARD
 
 Row = tuple[str, str]
 _STYLES = {"held-out reward": "bold", "NOT ACCOUNTED FOR": "bold red"}
@@ -55,6 +56,8 @@ def sample_before_after(prompt: str, before: Attempt | None, after: Attempt | No
 def _learning(summary: Mapping[str, Any]) -> list[Row]:
     return [
         ("held-out reward", f"{_evaluated(summary, 'before')} -> {_evaluated(summary, 'after')}"),
+        *_environments(summary),
+        *_online(summary),
         ("held-out length", f"{_lengths(summary['eval_before_lengths'])} -> {_lengths(summary['eval_after_lengths'])}"),
         ("training reward", f"{_number(summary['reward_first'])} -> {_number(summary['reward_last'])}"),
     ]
@@ -109,6 +112,24 @@ def _rollouts(summary: Mapping[str, Any]) -> list[Row]:
     if "conservation_error" in summary:
         rows.append(("NOT ACCOUNTED FOR", f"{summary['conservation_error']['missing']} rollouts: see summary.json"))
     return rows
+
+
+def _environments(summary: Mapping[str, Any]) -> list[Row]:
+    """Held-out reward of each environment of a mixture. Summaries of older versions have none."""
+    before, after = (summary.get(f"eval_{when}_metrics", {}) for when in ("before", "after"))
+    names = sorted(name for name in {*before, *after} if name.endswith(REWARD))
+    rows = [
+        (f"  {name.removesuffix(REWARD)}", f"{_number(before.get(name))} -> {_number(after.get(name))}") for name in names
+    ]
+    return rows if len(rows) > 1 else []
+
+
+def _online(summary: Mapping[str, Any]) -> list[Row]:
+    evaluations, skipped = summary.get("eval_online", []), summary.get("eval_skipped", 0)
+    if not evaluations and not skipped:
+        return []
+    last = f", the last {_number(evaluations[-1]['reward'])} (version {evaluations[-1]['version']})" if evaluations else ""
+    return [("  while training", f"evaluations: {len(evaluations)}{last}" + (f"; {skipped} left out" if skipped else ""))]
 
 
 def _evaluated(summary: Mapping[str, Any], when: str) -> str:

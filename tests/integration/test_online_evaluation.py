@@ -1,0 +1,81 @@
+"""Evaluations while training goes on, in whole runs: what is recorded, that runs stay what they are, and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.actor.evaluation import EvaluatedProblem
+from pipelinerl.files import read_json_lines
+from pipelinerl.metrics.records import EvaluationRecord, read_records
+from tests.integration.runs import (
+    assert_conserved,
+    assert_provenance,
+    assert_trained_once,
+    resume,
+    rollouts_by_id,
+    run,
+    steps,
+    versions,
+)
+
+MIXTURE = "{environments: {plain: {kind: gcd, weight: 3}, rare: {kind: gcd, weight: 1}}}"
+
+
+def evaluations(run_dir: Path) -> list[EvaluationRecord]:
+    return read_records(run_dir / "evaluations.jsonl", EvaluationRecord)
+
+
+def assert_as_recorded(run_dir: Path, record: EvaluationRecord) -> None:
+    """The line is what its answers say."""
+    name = f"v{record.version}" if record.when == "online" else record.when
+    answers = read_json_lines(run_dir / "rollouts" / f"evaluation-{name}.jsonl", EvaluatedProblem)
+    found = [span.version for answer in answers for span in answer.weight_versions]
+    assert len({answer.problem_id for answer in answers}) == len(answers) == record.problems
+    assert (min(found), max(found)) == (record.version_min, record.version_max)
+    assert record.reward_mean == sum(answer.reward for answer in answers) / len(answers)
+
+
+@pytest.mark.slow
+def test_they_are_recorded_and_the_same_run_file_gives_the_same_run(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    settings = {"environment__kind": "mixture", "environment__args": MIXTURE, "schedule__max_lag": 3}
+    for run_dir in (one, other):
+        counts = run(
+            run_dir, trainer__steps=6, actor__max_tokens=24, evaluation__problems=6, evaluation__every=2, **settings
+        )
+        assert_conserved(counts)
+    assert_trained_once(one)
+    assert_provenance(one)
+    records = evaluations(one)
+    assert [record.when for record in records] == ["before", "online", "online", "after"]
+    assert [record.version for record in records] == [0, 2, 4, 6]
+    assert any(record.version_max > record.version for record in records), "weights change while they are answered"
+    for record in records:
+        assert_as_recorded(one, record)
+        assert record.metrics.keys() == {"plain/reward", "rare/reward"}
+        assert sum(record.metric_counts.values()) == record.problems
+    for path in (one / "rollouts").iterdir():
+        assert path.read_bytes() == (other / "rollouts" / path.name).read_bytes(), path.name
+    for step in steps(one):
+        assert sum(step.metric_counts.values()) == step.samples
+        rewards = [step.metrics[name] * step.metric_counts[name] for name in step.metrics]
+        assert sum(rewards) / step.samples == pytest.approx(step.reward_mean)
+
+
+@pytest.mark.slow
+def test_rounds_do_not_wait_for_them_and_a_resume_repeats_none(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    rounds = {"schedule__kind": "conventional", "schedule__steps_per_round": 2}
+    run(run_dir, trainer__steps=6, actor__max_tokens=24, evaluation__problems=6, evaluation__every=2, **rounds)
+    first = evaluations(run_dir)
+    assert_conserved(resume(run_dir, trainer__steps=10))
+    records = evaluations(run_dir)
+    assert records[: len(first)] == first
+    assert [(one.when, one.version) for one in first] == [("before", 0), ("online", 2), ("online", 4), ("after", 6)]
+    assert [(one.when, one.version) for one in records[len(first) :]] == [("online", 8), ("after", 10)]
+    for record in records[:3]:
+        assert_as_recorded(run_dir, record)
+    for rollout in rollouts_by_id(run_dir).values():
+        assert len(set(versions(rollout))) == 1, "weights are frozen in a round, whatever is being evaluated"
