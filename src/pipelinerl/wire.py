@@ -56,12 +56,17 @@ class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Join the trainer's broadcast at `host`:`port` as receiver `index` of `receivers` (see `weights.collective`)."""
+    """Join the trainer's broadcast at `host`:`port` as receiver `index` of `receivers` (see `weights.collective`).
+
+    `timeout_s`: how long to wait for the others. `name`: what errors of the trainer call this one; "": its own name.
+    """
 
     host: str
     port: int
     index: int
     receivers: int
+    timeout_s: float = 120.0
+    name: str = ""
 
 
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True):

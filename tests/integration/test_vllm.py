@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipelinerl.errors import PromptTooLongError, RequestError, StageDiedError, 
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model, resolve_path
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.adapter import BroadcastWeights, SavedWeights
 from pipelinerl.remote.engine import RemoteEngine
 from pipelinerl.remote.errors import ServerUnreachableError
 from pipelinerl.remote.weights_file import write_safetensors
@@ -31,6 +32,9 @@ from pipelinerl.vllm.adapter import VllmServer
 from pipelinerl.vllm.guard import members
 from pipelinerl.vllm.model import kv_cache_bytes, model_facts
 from pipelinerl.vllm.start import VllmProcess, VllmSettings, running_vllm
+from pipelinerl.weights.collective import CollectiveWeightCoordinator, CollectiveWeightSender
+from pipelinerl.weights.collective_control import listen
+from pipelinerl.wire import ProcessGroupRequest
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
 pytestmark = [
@@ -249,6 +253,63 @@ def test_it_serves_behind_the_engine_protocol(vllm: VllmProcess) -> None:
     assert logprob_error(newest, (3, 4, 5), done["new"]) < TOLERANCE
     assert {span.version for span in done["new"].weight_versions} == {version}
     assert all(len(done[f"old-{i}"].token_ids) == 200 for i in range(4))
+
+
+def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess, tmp_path: Path) -> None:
+    """Two updates over torch.distributed while requests are in progress; no file is written."""
+    models = [perturbed(load_model(ModelConfig()), seed) for seed in (5, 6)]
+    first = version_at(vllm) + 1
+    with closing(CollectiveWeightSender(listen(), 1, timeout_s=60.0, bucket_bytes=1 << 18, coordinated=True)) as sender:
+        coordinator = CollectiveWeightCoordinator(sender.host, sender.port, receivers=1)
+        engine = RemoteEngine([VllmServer(vllm.url)], weight_dirs=[tmp_path])
+        done: dict[str, Completion] = {}
+
+        def step() -> dict[str, Completion]:
+            return {completion.request_id: completion for completion in engine.step().finished}
+
+        with closing(coordinator), closing(engine):
+            engine.join_broadcast(sender.host, sender.port)
+            for version, model in enumerate(models, first):
+                weights = named_weights(model)
+                digest = sender.send(version, weights)
+                assert until(lambda version=version: coordinator.offered() == version)
+                for i in range(4):
+                    engine.submit(request(f"v{version}-{i}", max_tokens=200))
+                update = coordinator.poll()
+                assert update is not None
+                receipt = engine.update_weights(update)
+                assert (receipt.error, receipt.version, receipt.checksum) == (None, version, digest)
+                assert receipt.pause_s > 0
+                coordinator.acknowledge(receipt)
+                assert until(lambda: not sender.unanswered())
+                assert [one.checksum for one in sender.receipts()] == [digest]
+                engine.submit(request(f"new-{version}"))
+                assert until(lambda version=version: f"new-{version}" in (done.update(step()) or done))
+            assert until(lambda: len(done.update(step()) or done) == 10)
+    for version, model in enumerate(models, first):
+        new = done[f"new-{version}"]
+        assert {span.version for span in new.weight_versions} == {version}
+        assert logprob_error(model, (3, 4, 5), new) < TOLERANCE
+    for completion in done.values():
+        versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
+        assert versions == sorted(versions)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broadcast_that_never_begins_leaves_it_as_it_was(vllm: VllmProcess) -> None:
+    held = version_at(vllm)
+
+    async def join(client: VllmServer) -> Completion:
+        with listen() as nobody:
+            host, port = nobody.getsockname()
+            group = ProcessGroupRequest(host=host, port=port, index=0, receivers=1, timeout_s=0.5)
+            with pytest.raises(WeightUpdateError, match=r"did not join .* in 0\.5 s"):
+                await client.join_broadcast(group)
+        with pytest.raises(WeightUpdateError, match="no broadcast was joined"):
+            await client.update_weights(BroadcastWeights(held + 1, "0" * 32))
+        return await client.generate(request("still"))
+
+    assert {span.version for span in at(vllm, join).weight_versions} == {held}
 
 
 def until(condition: Any, timeout_s: float = 30.0) -> bool:

@@ -313,7 +313,7 @@ def test_a_sender_that_is_not_there() -> None:
 def test_a_wrong_number_is_refused_and_the_others_go_on(rig: Rig, index: int, receivers: int | None, complaint: str) -> None:
     sender = rig.sender(2)
     first = rig.receiver(sender, 0, receivers=2)
-    eventually(lambda: first._connection is not None and sender._peers.all[0].here)
+    eventually(lambda: first._link.connection is not None and sender._peers.all[0].here)
     assert complaint in problem(rig.receiver(sender, index, receivers=receivers))
     second = rig.receiver(sender, 1)
     second.wait_joined(BOUND_S)
@@ -360,7 +360,7 @@ def test_a_receiver_that_leaves_is_named(rig: Rig) -> None:
     eventually(lambda: sender._peers.all[1].gone is not None)
     assert len(sender.receipts()) == 2
     sender._peers.require_on_its_way(1)  # It has that update: nobody is held up by its leaving.
-    with pytest.raises(WeightUpdateError, match=r"engine number 1 \(engine-0\) has left"):
+    with pytest.raises(WeightUpdateError, match=r"engine number 1 \(engine-1\) has left"):
         sender.send(1, named_weights(Tied()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.errors import PromptTooLongError, RequestError, UserError
+from pipelinerl.actor.client import EngineClient
+from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError
 from pipelinerl.remote.bounds import Bounds
 from pipelinerl.remote.engine import RemoteEngine
 from pipelinerl.remote.errors import EngineUnavailableError, ServerBusyError, ServerError, ServerUnreachableError
@@ -108,7 +110,7 @@ def test_what_exceeds_the_slots_is_queued() -> None:
         for request in requests(6):
             engine.submit(request)
         assert (engine.in_progress, engine.queued) == (4, 2)
-        assert engine.step() == ([], [])
+        assert engine.step() == ([], [], [])
         progress = engine.progress()
         assert (progress.in_progress, progress.queued, progress.slots) == (4, 2, 4)
         assert progress.busy_s > 0
@@ -116,7 +118,7 @@ def test_what_exceeds_the_slots_is_queued() -> None:
 
 def test_an_idle_engine_steps_at_once_and_does_nothing() -> None:
     with engine_over(FakeServer("a"), step_s=60.0) as engine:
-        assert engine.step() == ((), [])
+        assert engine.step() == ((), [], ())
         assert engine.progress().busy_s == 0
 
 
@@ -250,10 +252,44 @@ def test_an_answer_that_can_not_be_the_completion_ends_the_engine() -> None:
         serve(engine, requests(1))
 
 
-def test_a_request_that_the_server_refuses_ends_alone() -> None:
+def test_a_request_that_every_server_refuses_fails_alone() -> None:
+    servers = [RefusingServer("a"), RefusingServer("b")]
+    with engine_over(*servers) as engine:
+        for request in requests(2):
+            engine.submit(request)
+        failed: dict[str, PipelineRLError] = {}
+        wait_until(lambda: len(failed.update(engine.step().failed) or failed) == 2)
+        assert engine.in_progress == engine.queued == 0
+    assert failed.keys() == {"g0", "g1"}
+    assert all(isinstance(error, RequestError) and "is wrong" in str(error) for error in failed.values())
+    assert [len(server.calls) for server in servers] == [2, 2]
+
+
+def test_who_awaits_a_request_that_fails_gets_the_reason() -> None:
+    async def ask(engine: RemoteEngine) -> list[BaseException]:
+        client = EngineClient(engine)
+        plain, streamed = requests(2)
+        waiting = [
+            asyncio.ensure_future(client.generate(plain)),
+            asyncio.ensure_future(anext(client.stream(streamed))),
+        ]
+        while not all(task.done() for task in waiting):
+            await asyncio.sleep(0)
+            await client.step()
+        return [error for task in waiting if (error := task.exception()) is not None]
+
     with engine_over(RefusingServer("a")) as engine:
-        done, _ = serve(engine, requests(2))
-    assert {completion.finish_reason for completion in done.values()} == {"cancelled"}
+        errors = asyncio.run(asyncio.wait_for(ask(engine), PATIENCE_S))
+    assert [type(error) for error in errors] == [RequestError, RequestError]
+
+
+def test_a_request_that_one_server_refuses_is_answered_by_another() -> None:
+    unfit, fit = RefusingServer("a"), FakeServer("b", slots=1)
+    wanted = requests(6)
+    with engine_over(unfit, fit) as engine:
+        done, _ = serve(engine, wanted)
+    assert_as_asked(done, wanted)
+    assert len(fit.calls) == 6
 
 
 def test_a_completion_that_the_server_cancelled_by_itself_is_asked_for_again() -> None:

@@ -129,9 +129,9 @@ def test_a_request_for_one_server_goes_there_or_waits() -> None:
     router = router_of(2, 2)
     home = router.place("a", (1,), now_s=0.0)
     other = "s1" if home == "s0" else "s0"
-    assert router.place("b", (1,), now_s=0.0, only=other) == other
-    assert router.place("c", (9,), now_s=0.0, only=other) == other
-    assert router.place("d", (9,), now_s=0.0, only=other) is None
+    assert router.place("b", (1,), now_s=0.0, only=[other]) == other
+    assert router.place("c", (9,), now_s=0.0, only=[other]) == other
+    assert router.place("d", (9,), now_s=0.0, only=[other]) is None
     assert router.place("e", (1,), now_s=0.0) == home  # the group's home is where it was
 
 

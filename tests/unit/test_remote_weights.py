@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
-from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.adapter import BroadcastWeights, SavedWeights, WeightOffer
 from pipelinerl.remote.bounds import Bounds
 from pipelinerl.remote.engine import RemoteEngine
 from pipelinerl.remote.errors import EngineUnavailableError, ServerUnreachableError
 from pipelinerl.remote.weights_file import WeightFiles, write_safetensors
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
+from pipelinerl.wire import ProcessGroupRequest
 from tests.unit.fake_engine_servers import FakeServer
 
 FAST = Bounds(startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3)
@@ -103,7 +104,9 @@ def test_all_servers_take_an_update_and_the_receipt_is_for_all(tmp_path: Path) -
             )
             assert engine.version == version
         assert [server.version for server in servers] == [2, 2]
-        assert servers[0].updates[-1].path in files(tmp_path)  # the last one stays, for servers that come back
+        (kept,) = [offer for offer in servers[0].updates if offer.version == 2]
+        assert isinstance(kept, SavedWeights)
+        assert kept.path in files(tmp_path)  # the last one stays, for servers that come back
         assert engine.progress().weight_updates == 2
         assert engine.progress().pauses_s == (1.0, 1.0)
     assert list(tmp_path.iterdir()) == []
@@ -124,7 +127,7 @@ def test_a_refusal_is_in_the_receipt_and_names_the_server(tmp_path: Path) -> Non
 
 def test_an_echo_of_other_weights_is_an_error(tmp_path: Path) -> None:
     class Liar(FakeServer):
-        async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
+        async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
             receipt = await super().update_weights(update)
             return UpdateReceipt(engine="", version=receipt.version, checksum="0" * 32, pause_s=0.0, sequences_in_flight=0)
 
@@ -137,7 +140,7 @@ def test_an_echo_of_other_weights_is_an_error(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_answer_an_update_is_named(tmp_path: Path) -> None:
     class Stuck(FakeServer):
-        async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
+        async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
             import asyncio
 
             await asyncio.sleep(60)
@@ -152,7 +155,7 @@ def test_a_server_that_does_not_answer_an_update_is_named(tmp_path: Path) -> Non
 
 def test_an_update_whose_answer_was_lost_is_sent_again(tmp_path: Path) -> None:
     class Breaking(FakeServer):
-        async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
+        async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
             receipt = await super().update_weights(update)
             if len(self.updates) < 3:
                 raise ServerUnreachableError(self.url, "broke off")
@@ -196,6 +199,41 @@ def test_a_server_that_comes_back_takes_the_weights_before_it_gets_requests(tmp_
         wait_until(lambda: len(versions) == 4)
         assert versions == [2] * 4
     assert [saved.version for saved in b.updates] == [1, 2]
+
+
+def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_take(tmp_path: Path) -> None:
+    a, b = FakeServer("http://a"), FakeServer("http://b")
+    with engine_over([a, b], tmp_path) as engine:
+        engine.join_broadcast("10.0.0.5", 7)
+        assert [(server.joined.index, server.joined.receivers) for server in (a, b) if server.joined] == [(0, 2), (1, 2)]
+        assert a.joined == ProcessGroupRequest(
+            host="10.0.0.5", port=7, index=0, receivers=2, timeout_s=FAST.join_s, name="http://a"
+        )
+        receipt = engine.update_weights(WeightUpdate(1, "c0ffee", {}))
+        assert (receipt.error, receipt.version, receipt.checksum) == (None, 1, "c0ffee")
+        assert a.updates == b.updates == [BroadcastWeights(1, "c0ffee")]
+        assert engine.progress().pauses_s == (1.0,)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_left_the_broadcast_is_not_used_again(tmp_path: Path) -> None:
+    a, b = FakeServer("http://a"), FakeServer("http://b")
+    with engine_over([a, b], tmp_path) as engine:
+        engine.join_broadcast("10.0.0.5", 7)
+        engine.update_weights(WeightUpdate(1, "c0ffee", {}))
+        b.restart()
+        wait_until(lambda: engine.slots == a.slots)
+        wait_until(lambda: engine._fleet.members[1].gone)
+        assert "has left the trainer's broadcast" in engine._fleet.members[1].last_error
+        assert engine.update_weights(WeightUpdate(2, "cafe", {})).error is None
+    assert [offer.version for offer in b.updates] == [1]
+
+
+def test_a_server_that_does_not_join_is_named(tmp_path: Path) -> None:
+    a, b = FakeServer("http://a"), FakeServer("http://b")
+    b.join_problem = WeightUpdateError("engine server http://b refused: no group was formed")
+    with engine_over([a, b], tmp_path) as engine, pytest.raises(WeightUpdateError, match="http://b refused"):
+        engine.join_broadcast("10.0.0.5", 7)
 
 
 def test_without_any_server_an_update_fails(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pipelinerl.interfaces import Engine, Tokenizer
 from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.weights import SenderAddress
 
 if TYPE_CHECKING:
     from pipelinerl.remote.adapter import EngineServer
@@ -48,14 +49,14 @@ def waits_for(config: EngineConfig) -> str:
     return f"waits for the engine servers {', '.join(config.urls)}".rstrip()
 
 
-def make_engine(session: Session, name: str, tokenizer: Tokenizer) -> EngineHandle:
-    """The engine that the run file asks for.
+def make_engine(session: Session, name: str, tokenizer: Tokenizer, sender: SenderAddress | None = None) -> EngineHandle:
+    """The engine that the run file asks for. `sender`: whose broadcast its servers are to join, if there are any.
 
     Raises ModelLoadError and UnsupportedModelError, and for servers StalledError, UserError and what `RemoteEngine` raises.
     """
     if session.config.engine.kind == "local":
         return _local(session, name, tokenizer)
-    return _remote(session, name)
+    return _remote(session, name, sender)
 
 
 def _local(session: Session, name: str, tokenizer: Tokenizer) -> EngineHandle:
@@ -75,7 +76,7 @@ def _local(session: Session, name: str, tokenizer: Tokenizer) -> EngineHandle:
     return EngineHandle(engine, config.engine.slots, stop_token_ids(model, tokenizer), lambda: None)
 
 
-def _remote(session: Session, name: str) -> EngineHandle:
+def _remote(session: Session, name: str, sender: SenderAddress | None) -> EngineHandle:
     from pipelinerl.remote.bounds import Bounds  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.remote.engine import RemoteEngine  # noqa: PLC0415 - as above
     from pipelinerl.remote.weights_file import SHARED_MEMORY  # noqa: PLC0415 - as above
@@ -88,16 +89,27 @@ def _remote(session: Session, name: str) -> EngineHandle:
     urls = config.engine.urls or _started(session.run, server_roles(config), deadline_s - time.monotonic())
     shared = config.engine.weights_dir
     directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
-    bounds = Bounds(startup_s=max(1.0, deadline_s - time.monotonic()))
+    left_s = max(1.0, deadline_s - time.monotonic())
+    bounds = Bounds(startup_s=left_s, join_s=left_s)
     servers = server_clients(config.engine.kind, urls, facts, key)
     engine = RemoteEngine(servers, name=name, weight_dirs=directories, bounds=bounds)
-    if engine.version > session.plan.version:
+    try:
+        _refuse_newer(engine.newest_version, session.plan.version)
+        if sender is not None:
+            engine.join_broadcast(*sender)
+    except BaseException:
         engine.close()
-        raise UserError(
-            f"engine.urls: the servers hold weights of version {engine.version}, of another run or of steps that were lost, "
-            f"and this one begins with version {session.plan.version}; start the servers again"
-        )
+        raise
     return EngineHandle(engine, engine.slots, facts.stop_token_ids, engine.close)
+
+
+def _refuse_newer(held: int, first: int) -> None:
+    """Versions only rise. Raises UserError if a server holds a newer one than the run begins with."""
+    if held > first:
+        raise UserError(
+            f"engine.urls: a server holds weights of version {held}, of another run or of steps that were lost, and this "
+            f"run begins with version {first}; start the servers again"
+        )
 
 
 def server_clients(kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None) -> list[EngineServer]:

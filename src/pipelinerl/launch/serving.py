@@ -87,6 +87,7 @@ def _vllm_settings(session: Session) -> VllmSettings:
         kv_cache_bytes=kv_cache_bytes(model.path, slots=engine.slots, max_length=max_length, item_bytes=item_bytes)
         if engine.device == "cpu"
         else None,
+        device=engine.device,
         threads=_threads(session),
     )
 

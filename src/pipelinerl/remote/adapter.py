@@ -8,7 +8,7 @@ Errors, whichever the kind of server:
     ServerUnreachableError   no connection, a broken one, no answer in time: the server may have got what was asked
     ServerBusyError          429, 503, other 5xx: it did not take it, and says when to ask again
     RequestError             `generate` alone; also PromptTooLongError: this request can never be served
-    WeightUpdateError        `update_weights` alone: refused, the server says why; or not known to be whole
+    WeightUpdateError        `update_weights`, `join_broadcast`: refused, the server says why; or not known to be whole
     ServerError              all else (wrong key, no such address, a malformed answer): asking again would not help
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
-from pipelinerl.wire import ServerInfo
+from pipelinerl.wire import ProcessGroupRequest, ServerInfo
 
 TokenListener = Callable[[TokenEvent], None]
 
@@ -34,6 +34,16 @@ class SavedWeights(NamedTuple):
     version: int
     checksum: str
     path: Path
+
+
+class BroadcastWeights(NamedTuple):
+    """A whole set of weights that the trainer has broadcast: servers that joined have received and verified them already."""
+
+    version: int
+    checksum: str
+
+
+WeightOffer = SavedWeights | BroadcastWeights
 
 
 class EngineServer(Protocol):
@@ -60,11 +70,15 @@ class EngineServer(Protocol):
         """End a request soon: its `generate` returns what there is, with reason "cancelled". Unknown ids are ignored."""
         ...
 
-    async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
-        """Take the weights in the file in flight, between two tokens: all of them or none.
+    async def join_broadcast(self, group: ProcessGroupRequest) -> None:
+        """Become one of the receivers of the trainer's broadcasts. Returns once all of them have; raises after its bound."""
+        ...
 
-        The receipt's checksum is of what the server holds then; a server that can't compute one echoes that of the file
-        which it verified. Taking the version and checksum that it holds already is no error.
+    async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
+        """Take the weights in the file, or those received, in flight, between two tokens: all of them or none.
+
+        The receipt's checksum is of what the server holds then; a server that can't compute one echoes that of what it
+        verified. Taking the version and checksum that it holds already is no error.
         """
         ...
 

@@ -16,6 +16,8 @@ class Bounds(NamedTuple):
     health_every_s: float = 2.0
     refused_s: float = 3.0
     silent_s: float = 30.0
+    join_s: float = 120.0
+    """For all servers and the trainer to become a group, if weights are broadcast."""
     update_s: float = 120.0
     """For a server to take new weights."""
     overload_s: float = 600.0

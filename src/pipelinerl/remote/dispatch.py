@@ -3,6 +3,7 @@
     waiting for a slot ─▶ asked ─▶ completion ─▶ checked ─▶ mailbox
           ▲                │ connection broke: ask the same server again, under the same id
           └── not taken ◀──┤
+          ├── refused ◀────┤ can never be served there: another server is asked; if all refuse it, the request fails
           └── lost ◀───────┘ the server was restarted or is gone: under a new id, wherever there is room
 
 Nothing of an attempt that was given up is ever passed on: its task has ended, and its id is not used again.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -56,6 +57,8 @@ class _Ticket:
         self.refused_since_s: float | None = None
         self.cancelled = False
         self.member: Member | None = None
+        self.unfit: dict[str, RequestError] = {}
+        """What servers that can't ever serve it have said, by address."""
 
     @property
     def on_the_wire(self) -> GenerationRequest:
@@ -82,7 +85,7 @@ class Dispatcher:
         self._router = Router()
         self.slots = 0
         self._waiting: deque[_Waiting] = deque()
-        self._waiting_for_one: list[_Waiting] = []
+        self._waiting_for_some: list[_Waiting] = []
         self._tickets: dict[str, _Ticket] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancellations: set[asyncio.Task[None]] = set()
@@ -126,6 +129,9 @@ class Dispatcher:
         try:
             completion = await self._serve(ticket)
             self._mailbox.put_completion(msgspec.structs.replace(completion, request_id=request_id))
+        except RequestError as error:
+            logger.warning("request %s can't be served: %s", request_id, error)
+            self._mailbox.put_failure(request_id, error)
         except Exception as error:  # noqa: BLE001 - whatever ends a request for no fault of its own ends the engine
             if not ticket.cancelled:
                 self._mailbox.fail(error)
@@ -135,16 +141,17 @@ class Dispatcher:
             self._place()
 
     async def _serve(self, ticket: _Ticket) -> Completion:
-        """The completion, under whatever id it was made."""
+        """The completion, under whatever id it was made. Raises RequestError if no server can serve the request."""
         while True:
             member = ticket.member = await self._slot(ticket)
             wait_s = 0.0
             try:
                 return await self._ask(ticket, member)
-            except RequestError as error:
-                # It passed our own checks, so that is rare; the engine's protocol has no other way to end one request.
-                logger.warning("request %s can't be served: %s", ticket.request.id, error)
-                return ticket.relay.cut()
+            except RequestError as error:  # It passed our own checks, so that is rare.
+                if ticket.relay.count:  # as below
+                    raise
+                ticket.unfit[member.url] = error
+                ticket.attempt += 1
             except LostError as error:
                 ticket.attempt += 1
                 if ticket.relay.count:  # somebody has seen tokens that another server might not give again
@@ -227,25 +234,38 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ slots
 
     async def _slot(self, ticket: _Ticket) -> Member:
-        """Wait for a server with a free slot, in order of arrival; those that only one server can answer come first."""
+        """Wait for a server with a free slot, in order of arrival; those that not every server can answer come first."""
         waiting = _Waiting(ticket, asyncio.get_running_loop().create_future())
-        (self._waiting if ticket.request.copy is None else self._waiting_for_one).append(waiting)
+        (self._waiting if self._only(ticket) is None else self._waiting_for_some).append(waiting)
         self._place()
         return await waiting.member
 
     def _place(self) -> None:
-        self._waiting_for_one = [waiting for waiting in self._waiting_for_one if not self._placed(waiting)]
+        self._waiting_for_some = [waiting for waiting in self._waiting_for_some if not self._placed(waiting)]
         while self._waiting and self._placed(self._waiting[0]):
             self._waiting.popleft()
 
     def _placed(self, waiting: _Waiting) -> bool:
         """Whether it does not wait any more: it has a slot now, or was cancelled."""
-        request, members = waiting.ticket.request, self._fleet.members
+        ticket, request = waiting.ticket, waiting.ticket.request
         if waiting.member.done():
             return True
-        only = None if request.copy is None else members[request.copy].url
+        only = self._only(ticket)
+        if only is not None and not only:
+            waiting.member.set_exception(next(iter(ticket.unfit.values())))
+            return True
         url = self._router.place(request.id, request.prompt_ids, self._clock(), only=only)
         if url is None:
             return False
-        waiting.member.set_result(next(member for member in members if member.url == url))
+        waiting.member.set_result(next(member for member in self._fleet.members if member.url == url))
         return True
+
+    def _only(self, ticket: _Ticket) -> Sequence[str] | None:
+        """The servers that may answer it; None: any."""
+        members = self._fleet.members
+        if ticket.request.copy is not None:
+            members = [members[ticket.request.copy]]
+        elif not ticket.unfit:
+            return None
+        # What others have refused does not wait for a server that is gone.
+        return [member.url for member in members if member.url not in ticket.unfit and not (ticket.unfit and member.gone)]

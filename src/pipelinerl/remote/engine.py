@@ -2,7 +2,7 @@
 
     submit, cancel ─▶ event loop in a thread of its own ─▶ servers
     step ◀─ mailbox ◀─ tokens, completions ◀──────────────────┘
-    update_weights ─▶ one file ─▶ all servers at once ─▶ one receipt
+    update_weights ─▶ one file, or what the trainer has broadcast ─▶ all servers at once ─▶ one receipt
 
 Each request is answered exactly once, whatever happens to connections and servers: `_open` decides, in the caller's thread.
 """
@@ -22,7 +22,7 @@ import msgspec
 
 from pipelinerl.errors import RequestError, UserError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
-from pipelinerl.remote.adapter import EngineServer, SavedWeights
+from pipelinerl.remote.adapter import BroadcastWeights, EngineServer, SavedWeights, WeightOffer
 from pipelinerl.remote.bounds import Bounds
 from pipelinerl.remote.checks import Limits, check_request
 from pipelinerl.remote.dispatch import Dispatcher
@@ -66,7 +66,8 @@ class RemoteEngine:
         self._step_s = step_s
         self._mailbox = Mailbox()
         self._files = WeightFiles(*weight_dirs)
-        self._kept: SavedWeights | None = None
+        self._kept: WeightOffer | None = None
+        self._joined = False
         self._prefix = secrets.token_hex(4)  # other clients of the same servers have other ids
         self._submitted = 0
         self._open: dict[str, GenerationRequest] = {}
@@ -86,7 +87,8 @@ class RemoteEngine:
         try:
             infos = self._call(self._fleet.start(), bounds.startup_s)
             self.limits = Limits(min(info.max_length for info in infos), infos[0].vocabulary)
-            self._version = min(info.version for info in infos)
+            versions = [info.version for info in infos]
+            self._version, self.newest_version = min(versions), max(versions)
             self._call(self._begin(), 0.0)
         except BaseException:
             self.close()
@@ -190,17 +192,34 @@ class RemoteEngine:
         ]
         for completion in output.finished:
             self._tokens_generated += len(completion.token_ids)
-            request = self._open.pop(completion.request_id, None)
-            if request is not None:  # else it was cancelled before this came
-                del self._tickets[request.id]
-                finished.append(msgspec.structs.replace(completion, request_id=request.id))
+            if (request_id := self._ended(completion.request_id)) is not None:
+                finished.append(msgspec.structs.replace(completion, request_id=request_id))
+        failed = [(ended, error) for ticket, error in output.failed if (ended := self._ended(ticket)) is not None]
         self._note_busy()
-        return StepOutput(tokens, finished)
+        return StepOutput(tokens, finished, failed)
+
+    def _ended(self, ticket: str) -> str | None:
+        """The id of the request, which is not open any more; None if it was cancelled before."""
+        request = self._open.pop(ticket, None)
+        if request is None:
+            return None
+        del self._tickets[request.id]
+        return request.id
 
     # ----------------------------------------------------------------------------------------------- weights
 
+    def join_broadcast(self, host: str, port: int) -> None:
+        """Have all servers join the trainer's broadcast: they receive weights by themselves then, and no file is written.
+
+        Raises WeightUpdateError, or what a server answered, naming the one that does not join within `bounds.join_s`.
+        """
+        self._call(self._fleet.join(host, port), self._bounds.join_s)
+        self._joined = True
+
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Have all servers take the weights in flight; they go on generating meanwhile, this thread waits.
+
+        Servers that joined the trainer's broadcast have received them: `update.tensors` is not looked at.
 
         Each takes all or none. `pause_s` is the longest of theirs; the checksum is the one that each of them echoed. If
         some refuse, the receipt's error names them. Raises WeightUpdateError if the version goes back, the file can't be
@@ -211,19 +230,23 @@ class RemoteEngine:
             raise WeightUpdateError(
                 f"version {update.version} is older than the engine's {self._version}; nothing was changed"
             )
-        saved = self._files.write(update)
+        offer = BroadcastWeights(update.version, update.checksum) if self._joined else self._files.write(update)
         # Twice: a server that came back may be taking the update before this one.
-        receipt = self._call(self._fleet.update(saved), 2 * self._bounds.update_s)
+        receipt = self._call(self._fleet.update(offer), 2 * self._bounds.update_s)
         if receipt.error is not None:
-            self._files.remove(saved)
+            self._let_go(offer)
             return receipt
-        if self._kept is not None:
-            self._files.remove(self._kept)
-        self._kept = saved
+        self._let_go(self._kept)
+        self._kept = offer
         self._version = update.version
         self._updates += 1
         self._pauses_s.append(receipt.pause_s)
         return msgspec.structs.replace(receipt, engine=self.name)
+
+    def _let_go(self, offer: WeightOffer | None) -> None:
+        """No server will be sent it again."""
+        if isinstance(offer, SavedWeights):
+            self._files.remove(offer)
 
     def close(self) -> None:
         """Give up what is in progress, close all connections, end the thread, remove the files. Twice is fine."""

@@ -4,21 +4,25 @@
                                                       └ another one: the kept update is sent first
     update ─▶ all servers at once ─▶ a receipt for all
 
-The file of the last update is kept for servers that come back.
+The file of the last update is kept for servers that come back. Weights that were broadcast are nowhere but in the servers
+that received them: one that comes back is not used again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from pipelinerl.errors import UserError, WeightUpdateError
-from pipelinerl.remote.adapter import EngineServer, SavedWeights
+from pipelinerl.remote.adapter import BroadcastWeights, EngineServer, WeightOffer
 from pipelinerl.remote.bounds import Bounds, back_off_s
 from pipelinerl.remote.errors import EngineUnavailableError, ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.remote.member import Member
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.wire import ServerInfo
+from pipelinerl.wire import ProcessGroupRequest, ServerInfo
+
+T = TypeVar("T")
 
 
 class Fleet:
@@ -32,7 +36,7 @@ class Fleet:
         self._on_change = on_change
         self._clock = clock
         self._updating = asyncio.Lock()
-        self._kept: SavedWeights | None = None
+        self._kept: WeightOffer | None = None
 
     def accepts(self, member: Member) -> bool:
         """Whether it gets new requests: it is well and holds the newest weights that all have acknowledged."""
@@ -51,12 +55,7 @@ class Fleet:
 
     async def start(self) -> list[ServerInfo]:
         """Wait until every server has answered. Raises EngineUnavailableError or UserError, naming the one that fails."""
-        asking = [asyncio.ensure_future(self._first_answer(member)) for member in self.members]
-        try:
-            infos = await asyncio.gather(*asking)  # the first failure ends it
-        finally:
-            for task in asking:
-                task.cancel()
+        infos = await _all(self._first_answer(member) for member in self.members)
         vocabularies = {member.url: info.vocabulary for member, info in zip(self.members, infos, strict=True)}
         if len(set(vocabularies.values())) > 1:
             raise UserError(f"the engine servers have different models: vocabularies of {vocabularies}")
@@ -110,7 +109,27 @@ class Fleet:
 
     # ---------------------------------------------------------------------------------------------- weights
 
-    async def update(self, saved: SavedWeights) -> UpdateReceipt:
+    async def join(self, host: str, port: int) -> None:
+        """Have every server join the trainer's broadcast from `host`:`port`, numbered in the order in which they were given.
+
+        Raises WeightUpdateError or ServerError, naming the first that does not.
+        """
+
+        async def one(index: int, member: Member) -> None:
+            group = ProcessGroupRequest(
+                host=host,
+                port=port,
+                index=index,
+                receivers=len(self.members),
+                timeout_s=self._bounds.join_s,
+                name=member.url,
+            )
+            await member.server.join_broadcast(group)
+
+        async with self._updating:
+            await _all(one(index, member) for index, member in enumerate(self.members))
+
+    async def update(self, saved: WeightOffer) -> UpdateReceipt:
         """Have all servers that are not gone take the weights; those that are get them when they come back.
 
         The receipt has an error, naming the servers, if some refused them; they are as they were. Raises
@@ -133,7 +152,7 @@ class Fleet:
         self._on_change()
         return receipt
 
-    async def _update_one(self, member: Member, saved: SavedWeights) -> UpdateReceipt | None:
+    async def _update_one(self, member: Member, saved: WeightOffer) -> UpdateReceipt | None:
         """Its receipt, or None if it is gone."""
         deadline_s = self._clock() + self._bounds.update_s
         failures = 0
@@ -155,12 +174,16 @@ class Fleet:
         """Send the kept update to a server that does not have it: it has been started again, or was away."""
         if self._kept is None or member.holds(self._kept.version) or self._updating.locked():
             return
+        if isinstance(self._kept, BroadcastWeights):
+            raise WeightUpdateError(
+                f"engine server {member.url} was started again, and has left the trainer's broadcast; resume the run"
+            )
         async with self._updating:
             receipt = await self._send(member, self._kept, self._bounds.update_s)
             if receipt.error is not None:
                 raise WeightUpdateError(receipt.error)
 
-    async def _send(self, member: Member, saved: SavedWeights, bound_s: float) -> UpdateReceipt:
+    async def _send(self, member: Member, saved: WeightOffer, bound_s: float) -> UpdateReceipt:
         """One update of one server; refusals are in the receipt. Raises WeightUpdateError if no answer comes in time."""
         try:
             async with asyncio.timeout(bound_s):
@@ -178,14 +201,24 @@ class Fleet:
         member.acknowledged(receipt)
         return receipt
 
-    def _no_answer(self, member: Member, saved: SavedWeights) -> WeightUpdateError:
+    def _no_answer(self, member: Member, saved: WeightOffer) -> WeightUpdateError:
         return WeightUpdateError(
             f"engine server {member.url} did not answer weights of version {saved.version} within "
             f"{self._bounds.update_s:g} s; look at its log"
         )
 
 
-def _failed(member: Member, saved: SavedWeights, problem: str) -> UpdateReceipt:
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results. The first failure ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _failed(member: Member, saved: WeightOffer, problem: str) -> UpdateReceipt:
     return UpdateReceipt(
         engine=member.url,
         version=saved.version,
@@ -196,7 +229,7 @@ def _failed(member: Member, saved: SavedWeights, problem: str) -> UpdateReceipt:
     )
 
 
-def _joined(receipts: Sequence[UpdateReceipt], saved: SavedWeights) -> UpdateReceipt:
+def _joined(receipts: Sequence[UpdateReceipt], saved: WeightOffer) -> UpdateReceipt:
     """One receipt for all: the longest pause, all sequences, and what went wrong anywhere."""
     problems = [receipt.error for receipt in receipts if receipt.error is not None]
     return UpdateReceipt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.interfaces import StepOutput
 from pipelinerl.types import Completion, TokenEvent
 
@@ -15,6 +16,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._tokens: list[TokenEvent] = []
         self._finished: list[Completion] = []
+        self._failed: list[tuple[str, PipelineRLError]] = []
         self._error: BaseException | None = None
 
     def put_token(self, event: TokenEvent) -> None:
@@ -25,6 +27,12 @@ class Mailbox:
     def put_completion(self, completion: Completion) -> None:
         with self._changed:
             self._finished.append(completion)
+            self._changed.notify()
+
+    def put_failure(self, request_id: str, error: PipelineRLError) -> None:
+        """Of this request alone."""
+        with self._changed:
+            self._failed.append((request_id, error))
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
@@ -41,8 +49,8 @@ class Mailbox:
     def take(self, timeout_s: float) -> StepOutput:
         """All that came since the last call; waits up to `timeout_s` for something to come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._tokens or self._finished or self._error, timeout_s)
+            self._changed.wait_for(lambda: self._tokens or self._finished or self._failed or self._error, timeout_s)
             self.check()
-            output = StepOutput(self._tokens, self._finished)
-            self._tokens, self._finished = [], []
+            output = StepOutput(self._tokens, self._finished, self._failed)
+            self._tokens, self._finished, self._failed = [], [], []
             return output

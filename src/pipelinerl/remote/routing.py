@@ -6,7 +6,7 @@ processed once. That stops where it would leave another server idle: see `_over_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 Prompt = tuple[int, ...]
@@ -61,15 +61,15 @@ class Router:
         load = self._loads.setdefault(server, _Load(slots))
         load.slots, load.open = slots, open_
 
-    def place(self, request_id: str, prompt: Prompt, now_s: float, *, only: str | None = None) -> str | None:
+    def place(self, request_id: str, prompt: Prompt, now_s: float, *, only: Collection[str] | None = None) -> str | None:
         """The server for this request, which then counts as in progress there; None if no open server has room.
 
-        `only` this server will do. `now_s` never goes back. Raises ValueError for a request that is in progress already.
+        `only` these servers will do. `now_s` never goes back. Raises ValueError for a request that is in progress already.
         """
         if request_id in self._servers:
             raise ValueError(f"request {request_id!r} is placed already")
         home = self._home(prompt, now_s)
-        candidates = [server for server, load in self._loads.items() if load.has_room and only in (None, server)]
+        candidates = [server for server, load in self._loads.items() if load.has_room and (only is None or server in only)]
         if home is not None and home.server in candidates and not self._over_share(home.server):
             server = home.server
         elif candidates:

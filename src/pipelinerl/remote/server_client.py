@@ -5,11 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
-from pipelinerl.remote.adapter import SavedWeights, TokenListener
+from pipelinerl.remote.adapter import SavedWeights, TokenListener, WeightOffer
 from pipelinerl.remote.errors import ServerError, ServerUnreachableError
 from pipelinerl.remote.http import HttpClient, RefusedError
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt
-from pipelinerl.wire import CancelRequest, CompletionLine, ErrorBody, ServerInfo, TokenLine, WeightUpdateRequest
+from pipelinerl.wire import (
+    CancelRequest,
+    CompletionLine,
+    ErrorBody,
+    ProcessGroupRequest,
+    ServerInfo,
+    TokenLine,
+    WeightUpdateRequest,
+)
 
 _ABOUT_THE_REQUEST = (400, 409, 413, 422)
 _STATUS_IN_A_STREAM = {"overloaded": 429, "unavailable": 503}
@@ -89,8 +97,15 @@ class PipelineServer:
     async def cancel(self, request_id: str) -> None:
         await self._http.post("/cancel", CancelRequest(request_id=request_id), dict, timeout_s=self._timeout_s)
 
-    async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
-        request = WeightUpdateRequest(version=update.version, checksum=update.checksum, path=str(update.path))
+    async def join_broadcast(self, group: ProcessGroupRequest) -> None:
+        try:
+            await self._updates.post("/init_process_group", group, dict, timeout_s=group.timeout_s + self._timeout_s)
+        except RefusedError as error:
+            raise WeightUpdateError(str(error)) from error
+
+    async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
+        path = str(update.path) if isinstance(update, SavedWeights) else None
+        request = WeightUpdateRequest(version=update.version, checksum=update.checksum, path=path)
         try:
             return await self._updates.post(
                 "/request_weight_update", request, UpdateReceipt, timeout_s=self._update_timeout_s

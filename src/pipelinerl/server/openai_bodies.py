@@ -53,7 +53,9 @@ def read_body(data: bytes, body_type: type[BodyT]) -> BodyT:
     try:
         body = msgspec.json.decode(data, type=body_type)
         for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
-            if name in _HARMLESS and (value := msgspec.json.decode(raw)) is not None and value not in _HARMLESS[name]:
+            if name not in _HARMLESS or name in body_type.__struct_fields__:
+                continue
+            if (value := msgspec.json.decode(raw)) is not None and value not in _HARMLESS[name]:
                 raise RequestError(f"{name}: this server does not support it; leave it out")
     except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"the body is not as it should be: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +24,6 @@ T = TypeVar("T")
 
 TIMEOUT_S = 300.0
 """For reading, and again for the engine to take it: a step, the copy, and recomputing the KV cache if asked to."""
-JOIN_S = 120.0
 LOOK_S = 0.002
 
 
@@ -45,7 +45,7 @@ class WeightUpdates:
     async def join(self, request: ProcessGroupRequest) -> None:
         """Become one of the receivers of the trainer's broadcasts; a group that was joined before is left.
 
-        Raises WeightUpdateError if the group is not formed within `JOIN_S`.
+        Raises WeightUpdateError if the group is not formed in time.
         """
         async with self._one_at_a_time:
             await self._leave()
@@ -53,12 +53,13 @@ class WeightUpdates:
                 request.host,
                 request.port,
                 request.index,
-                engine=self._engine.name,
+                engine=request.name or self._engine.name,
                 receivers=request.receivers,
-                join_timeout_s=JOIN_S,
+                join_timeout_s=request.timeout_s,
+                device=next(iter(self._held.values())).device,
             )
             try:
-                await asyncio.to_thread(group.wait_joined, JOIN_S)
+                await asyncio.to_thread(group.wait_joined, request.timeout_s)
             except WeightUpdateError:
                 await asyncio.to_thread(group.close)
                 raise
@@ -82,7 +83,10 @@ class WeightUpdates:
         async with self._one_at_a_time:
             holding = self._engine.holding
             if (request.version, request.checksum) == holding:
-                return self._receipt_of(holding)
+                receipt = self._receipt_of(holding)
+                if request.path is None:
+                    self._answer_for(receipt)
+                return receipt
             self._check_version(request.version, holding.version)
             if request.path is None:
                 return await self._take_broadcast(request)
@@ -111,6 +115,13 @@ class WeightUpdates:
             raise
         group.acknowledge(receipt)
         return receipt
+
+    def _answer_for(self, receipt: UpdateReceipt) -> None:
+        """Answer a broadcast of what the engine holds already: the weights that its model was loaded with."""
+        group = self._group
+        with contextlib.suppress(WeightUpdateError):  # whatever became of the group, these are the weights
+            if group is not None and group.offered() == receipt.version and group.poll() is not None:
+                group.acknowledge(receipt)
 
     async def apply(self, update: WeightUpdate) -> UpdateReceipt:
         """Give the engine an update that was verified."""

@@ -2,7 +2,7 @@
 
     generate, cancel    /inference/v1/generate, /inference/v1/abort_requests                           `requests`
     update_weights      /pause, /start_weight_update, /update_weights, /finish_weight_update, /resume  `switch`
-                        vLLM then reads the file through our backend                                   `plugin`
+                        vLLM then reads the file, or takes what it has received, through our backend   `plugin`
     info                /server_info, /weight_info                                                     `server_info`
 
 What differs from our own server: vLLM is sent no seed, and a request that is sent twice gives another completion the second
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.remote.adapter import SavedWeights, TokenListener
+from pipelinerl.remote.adapter import SavedWeights, TokenListener, WeightOffer
 from pipelinerl.remote.errors import ServerError, ServerUnreachableError
 from pipelinerl.remote.http import HttpClient
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt
@@ -28,7 +28,7 @@ from pipelinerl.vllm.model import ModelFacts, model_facts
 from pipelinerl.vllm.requests import Requests
 from pipelinerl.vllm.server_info import PauseState, ServerConfig, ServerDescription, WeightLabel, problems
 from pipelinerl.vllm.switch import HalfUpdatedError, WeightSwitch
-from pipelinerl.wire import ServerInfo
+from pipelinerl.wire import ProcessGroupRequest, ServerInfo
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Held:
     checksum: str = ""
     directory: Path | None = None
 
-    def take(self, update: SavedWeights) -> None:
+    def take(self, update: WeightOffer) -> None:
         self.version, self.checksum = update.version, update.checksum
 
 
@@ -119,7 +119,13 @@ class VllmServer:
     async def cancel(self, request_id: str) -> None:
         await self._requests.cancel(request_id)
 
-    async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
+    async def join_broadcast(self, group: ProcessGroupRequest) -> None:
+        async with self._updating:
+            await self._attach()
+            self._refuse_if_broken()
+            await self._switch.join_broadcast(group)
+
+    async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
         """As promised; an update that is refused leaves all as it was, and generation goes on.
 
         If it is not known to have been taken whole, vLLM stays paused, requests in progress end with an error, and there
@@ -147,9 +153,8 @@ class VllmServer:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _replace(self, held: _Held, update: SavedWeights) -> float:
-        directory = update.path.resolve().parent
-        if held.directory != directory:
+    async def _replace(self, held: _Held, update: WeightOffer) -> float:
+        if isinstance(update, SavedWeights) and held.directory != (directory := update.path.resolve().parent):
             await self._switch.name_directory(directory)
             held.directory = directory
         try:

@@ -6,6 +6,8 @@ import contextlib
 
 import msgspec
 
+from pipelinerl.wire import ProcessGroupRequest
+
 BACKEND = "pipelinerl"
 """Our weight-transfer backend, as vLLM knows it."""
 REFUSED = "weights refused:"
@@ -93,10 +95,17 @@ class Answer(msgspec.Struct, frozen=True):
         return self.choices[0]
 
 
-class InitInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FilesInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="files"):
     """Files of weights may come from below `directory` alone."""
 
     directory: str
+
+
+class BroadcastInfo(ProcessGroupRequest, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="broadcast"):
+    """Weights are broadcast by the trainer."""
+
+
+InitInfo = FilesInfo | BroadcastInfo
 
 
 class InitBody(msgspec.Struct, frozen=True):
@@ -106,11 +115,11 @@ class InitBody(msgspec.Struct, frozen=True):
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The weights of `version` are in the safetensors file at `path`, under the names of Hugging Face."""
+    """The weights of `version` are in the safetensors file at `path`, or were broadcast; under the names of Hugging Face."""
 
-    path: str
     version: int
     checksum: str
+    path: str | None = None
 
 
 class UpdateBody(msgspec.Struct, frozen=True):

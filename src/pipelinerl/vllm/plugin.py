@@ -1,12 +1,15 @@
-"""Inside vLLM: a weight-transfer backend that takes all weights from a safetensors file, on CPU and on GPUs.
+"""Inside vLLM: a weight-transfer backend that takes all weights from a file or the trainer's broadcast, on CPU and GPUs.
 
 vLLM's own backends need CUDA; its registry is open. vLLM finds `register` through the entry point `vllm.general_plugins`
 of this package, in each of its processes. Its API then calls, in this order (vLLM's own RL routes):
 
-    init_transfer_engine     once: the directory that files may come from
-    start_weight_update      nothing: the model is not touched before the file is known to be good
-    update_weights           read, verify, load, check that nothing was left out
+    init_transfer_engine     once: the directory that files may come from, or whose broadcast to join
+    start_weight_update      nothing: the model is not touched before the weights are known to be good
+    update_weights           read the file and verify it, or take what has arrived; load, check that nothing was left out
     finish_weight_update     nothing
+
+A broadcast comes bucket by bucket, beside the generation of tokens, into a buffer of the size of the weights, on the GPU
+with nccl; when vLLM is told to update its weights they are there, verified, and only loading them is left to do.
 
 An update that is refused before loading leaves the model as it was, and its error begins with `REFUSED`. Any other error
 may leave it half loaded.
@@ -20,12 +23,14 @@ from types import new_class
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum
-from pipelinerl.vllm.messages import BACKEND, REFUSED, InitInfo, UpdateInfo
+from pipelinerl.vllm.messages import BACKEND, REFUSED, BroadcastInfo, InitInfo, UpdateInfo
+from pipelinerl.weights.collective import CollectiveWeightReceiver
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -40,41 +45,81 @@ def register() -> None:
     )
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        engine = new_class("FileWeightTransferEngine", (FileTransfer, WeightTransferEngine))
+        engine = new_class("PipelineRLWeightTransferEngine", (WeightTransfer, WeightTransferEngine))
         WeightTransferEngineFactory.register_engine(BACKEND, engine)
 
 
-class FileTransfer:
-    """The backend, as a mix-in of vLLM's `WeightTransferEngine`, which sets `model`, `model_config` and calls the rest."""
+class WeightTransfer:
+    """The backend, as a mix-in of vLLM's `WeightTransferEngine`, which sets the first of these and calls the rest."""
 
     model: nn.Module
     model_config: Any
+    parallel_config: Any
+    device: torch.device
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     _directory: Path | None = None
+    _group: CollectiveWeightReceiver | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        return msgspec.convert(init_dict, InitInfo)
+        info: InitInfo = msgspec.convert(init_dict, InitInfo)
+        return info
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        if isinstance(init_info, BroadcastInfo):
+            self._join(init_info)
+            return
         directory = Path(init_info.directory)
         if not directory.is_dir():
             raise WeightUpdateError(f"{REFUSED} {directory} is not a directory here; share it with vLLM's machine")
         self._directory = directory.resolve()
 
+    def _join(self, info: BroadcastInfo) -> None:
+        """Become one of the receivers of the trainer's broadcasts; a group that was joined before is left."""
+        if (workers := self.parallel_config.world_size) > 1:
+            raise WeightUpdateError(
+                f"{REFUSED} a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
+            )
+        self._leave()
+        group = CollectiveWeightReceiver(
+            info.host,
+            info.port,
+            info.index,
+            engine=info.name,
+            receivers=info.receivers,
+            join_timeout_s=info.timeout_s,
+            device=self.device,
+        )
+        try:
+            group.wait_joined(info.timeout_s)
+        except WeightUpdateError as error:
+            group.close()
+            raise WeightUpdateError(f"{REFUSED} {error}") from error
+        self._group = group
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
     def start_weight_update(self) -> None:
         """Nothing: see above."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take the weights of the file, all of them. Raises WeightUpdateError; see the module for what then holds."""
+        """Take the weights, all of them. Raises WeightUpdateError; see the module for what then holds."""
         try:
             info = msgspec.convert(update_info, UpdateInfo)
         except msgspec.ValidationError as error:
             raise WeightUpdateError(f"{REFUSED} {error}") from error
-        tensors = read_weights(info, self._directory)
+        if info.path is None:
+            tensors = arrived_weights(info, self._group)
+        else:
+            tensors = read_weights(Path(info.path), info, self._directory)
         refuse_layout(checkpoint_shapes(str(self.model_config.model)), tensors)
         self.receive_weights(tensors)
+        if self.device.type != "cpu":  # The next broadcast writes into the buffer that is being copied from.
+            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Mapping[str, Tensor]) -> None:
         """Load the tensors through vLLM's layer-wise reload, which keeps every parameter where its kernels expect it."""
@@ -96,15 +141,34 @@ class FileTransfer:
 
     def shutdown(self) -> None:
         self._directory = None
+        self._leave()
 
 
-def read_weights(info: UpdateInfo, directory: Path | None) -> dict[str, Tensor]:
+def arrived_weights(info: UpdateInfo, group: CollectiveWeightReceiver | None) -> Mapping[str, Tensor]:
+    """The tensors of the broadcast that came last, which was verified when it came. Raises WeightUpdateError."""
+    if group is None:
+        raise WeightUpdateError(f"{REFUSED} no broadcast was joined yet; POST /init_weight_transfer_engine first")
+    try:
+        update = group.poll()
+    except WeightUpdateError as error:
+        raise WeightUpdateError(f"{REFUSED} {error}") from error
+    if update is None:
+        raise WeightUpdateError(f"{REFUSED} version {info.version} has not been broadcast")
+    if (update.version, update.checksum) != (info.version, info.checksum):
+        raise WeightUpdateError(
+            f"{REFUSED} version {update.version} (checksum {update.checksum}) was broadcast, not {info.version} "
+            f"({info.checksum})"
+        )
+    return update.tensors
+
+
+def read_weights(path: Path, info: UpdateInfo, directory: Path | None) -> Mapping[str, Tensor]:
     """The tensors of the file, mapped, once their checksum is verified. Raises WeightUpdateError."""
     if directory is None:
         raise WeightUpdateError(f"{REFUSED} no directory was named yet; POST /init_weight_transfer_engine first")
-    path = Path(info.path).resolve()
+    path = path.resolve()
     if not path.is_relative_to(directory):
-        raise WeightUpdateError(f"{REFUSED} {info.path} is not below {directory}")
+        raise WeightUpdateError(f"{REFUSED} {path} is not below {directory}")
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping

@@ -38,7 +38,7 @@ class VllmSettings:
 
     `python`: the interpreter of the environment that has vLLM. `model`: a folder. `slots` H; `max_length` of prompt +
     completion. `kv_cache_bytes`: None leaves it to vLLM, which on CPU takes most of the memory (see `kv_cache_bytes`).
-    `threads` that compute, on CPU. `arguments` are added to vLLM's command line.
+    `device` cpu, cuda or cuda:N; `threads` that compute, on CPU. `arguments` are added to vLLM's command line.
     """
 
     python: str
@@ -47,6 +47,7 @@ class VllmSettings:
     max_length: int
     dtype: str = "float32"
     kv_cache_bytes: int | None = None
+    device: str = "cpu"
     threads: int = 1
     arguments: tuple[str, ...] = ()
 
@@ -57,7 +58,9 @@ def command_line(settings: VllmSettings, port: int) -> list[str]:
     command += ["--model", settings.model, "--served-model-name", "policy", "--host", HOST, "--port", str(port)]
     command += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
     command += ["--max-num-seqs", str(settings.slots), "--logprobs-mode", "processed_logprobs"]
-    command += ["--enforce-eager", "--enable-scale-out", "--no-enable-prefix-caching", "--generation-config", "vllm"]
+    command += ["--enable-scale-out", "--no-enable-prefix-caching", "--generation-config", "vllm"]
+    if settings.device == "cpu":
+        command += ["--enforce-eager"]
     command += ["--weight-transfer-config", msgspec.json.encode({"backend": BACKEND}).decode()]
     if settings.kv_cache_bytes is not None:
         command += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
@@ -68,6 +71,7 @@ def environment(settings: VllmSettings, outer: Mapping[str, str]) -> dict[str, s
     """`outer`, with what vLLM needs to be told that way."""
     return {
         **outer,
+        **_visible(settings.device, outer),
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
         "VLLM_PLUGINS": BACKEND,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with the trainer: the scheduler places threads better
@@ -76,6 +80,18 @@ def environment(settings: VllmSettings, outer: Mapping[str, str]) -> dict[str, s
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def _visible(device: str, outer: Mapping[str, str]) -> dict[str, str]:
+    """vLLM takes the first GPU that it sees: let it see no other than `device`. Raises UserError if `outer` hides it."""
+    _, _, number = device.partition(":")
+    if not number:
+        return {}
+    seen = outer.get("CUDA_VISIBLE_DEVICES")
+    gpus = seen.split(",") if seen is not None else None
+    if gpus is not None and int(number) >= len(gpus):
+        raise UserError(f"engine.device: {device} is not among the GPUs of CUDA_VISIBLE_DEVICES={seen}; choose one that is")
+    return {"CUDA_VISIBLE_DEVICES": number if gpus is None else gpus[int(number)]}
 
 
 class VllmProcess:

@@ -11,11 +11,13 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.adapter import SavedWeights, WeightOffer
 from pipelinerl.remote.errors import ServerError
 from pipelinerl.remote.http import HttpClient
 from pipelinerl.vllm.messages import (
     REFUSED,
+    BroadcastInfo,
+    FilesInfo,
     FinishBody,
     InitBody,
     InitInfo,
@@ -23,6 +25,7 @@ from pipelinerl.vllm.messages import (
     UpdateInfo,
     worker_error,
 )
+from pipelinerl.wire import ProcessGroupRequest
 
 RESUME_TRIES = 3
 
@@ -32,7 +35,7 @@ class HalfUpdatedError(WeightUpdateError):
 
 
 class WeightSwitch:
-    """Bounds: `timeout_s` for each step, `update_timeout_s` for reading and loading the file."""
+    """Bounds: `timeout_s` for each step, `update_timeout_s` for reading the file, if there is one, and loading."""
 
     def __init__(self, http: HttpClient, *, timeout_s: float, update_timeout_s: float) -> None:
         self._http = http
@@ -41,12 +44,20 @@ class WeightSwitch:
 
     async def name_directory(self, directory: Path) -> None:
         """Tell the server where files of weights come from. Raises WeightUpdateError."""
-        try:
-            await self._post("/init_weight_transfer_engine", InitBody(InitInfo(str(directory))))
-        except ServerError as error:
-            raise self._refusal("did not take the directory of weights", error) from error
+        await self._init(FilesInfo(str(directory)), "did not take the directory of weights", self._timeout_s)
 
-    async def run(self, update: SavedWeights, replaced: Callable[[], None]) -> float:
+    async def join_broadcast(self, group: ProcessGroupRequest) -> None:
+        """Have its worker join the trainer's broadcast; it generates nothing until all have. Raises WeightUpdateError."""
+        info = msgspec.convert(msgspec.to_builtins(group) | {"source": "broadcast"}, BroadcastInfo)
+        await self._init(info, "did not join the trainer's broadcast", group.timeout_s + self._timeout_s)
+
+    async def _init(self, info: InitInfo, failed: str, timeout_s: float) -> None:
+        try:
+            await self._post("/init_weight_transfer_engine", InitBody(info), timeout_s=timeout_s)
+        except ServerError as error:
+            raise self._refusal(failed, error) from error
+
+    async def run(self, update: WeightOffer, replaced: Callable[[], None]) -> float:
         """Replace all weights; returns the seconds from asking for the pause to having resumed.
 
         `replaced` is called once the new ones are in place, before anything is computed with them.
@@ -79,13 +90,14 @@ class WeightSwitch:
                 await self._resume()
             raise self._refusal("did not pause", error) from error
 
-    async def _replace(self, update: SavedWeights) -> None:
+    async def _replace(self, update: WeightOffer) -> None:
         """Raises WeightUpdateError if nothing was changed, ServerError if that is not known."""
         try:
             await self._post("/start_weight_update")
         except ServerError as error:
             raise self._refusal("did not begin an update", error) from error
-        info = UpdateInfo(path=str(update.path), version=update.version, checksum=update.checksum)
+        path = str(update.path) if isinstance(update, SavedWeights) else None
+        info = UpdateInfo(version=update.version, checksum=update.checksum, path=path)
         try:
             await self._post("/update_weights", UpdateBody(info), timeout_s=self._update_timeout_s)
         except ServerError as error:
@@ -111,7 +123,7 @@ class WeightSwitch:
     def _refusal(self, what: str, error: ServerError) -> WeightUpdateError:
         return WeightUpdateError(f"engine server {self._http.url} {what}: {worker_error(error.problem)}")
 
-    def _half(self, update: SavedWeights, why: str) -> HalfUpdatedError:
+    def _half(self, update: WeightOffer, why: str) -> HalfUpdatedError:
         return HalfUpdatedError(
             f"engine server {self._http.url} may hold half of version {update.version} ({why}); restart it"
         )

@@ -17,8 +17,9 @@ import msgspec
 
 from pipelinerl.types import UpdateReceipt
 
-PROTOCOL = "pipelinerl-weights-1"
+PROTOCOL = "pipelinerl-weights-2"
 BEATS_PER_BOUND = 10
+LONGEST_ERROR = 500
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 16
 _CONNECT_RETRY_S = 0.05
@@ -28,12 +29,17 @@ M = TypeVar("M")
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """A receiver's first words. `receivers`: how many it believes there are (None: it does not know)."""
+    """A receiver's first words. `receivers`: how many it believes there are (None: it does not know).
+
+    `index` None: it receives nothing, but says when the others take what they have, and answers for all (`coordinator`).
+    `gpu`: the GPU that it could receive on, by a name that no other has; "" if there is none.
+    """
 
     protocol: str
-    index: int
+    index: int | None
     engine: str = ""
     receivers: int | None = None
+    gpu: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -49,10 +55,16 @@ class Staged(msgspec.Struct, frozen=True, tag="staged"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """The engine's receipt for update `number`."""
+    """The engine's receipt for update `number`; the coordinator's is for all engines."""
 
     number: int
     receipt: UpdateReceipt
+
+    @staticmethod
+    def of(number: int, receipt: UpdateReceipt) -> Answer:
+        """With no more of its error than a message should have."""
+        error = receipt.error[:LONGEST_ERROR] if receipt.error is not None else None
+        return Answer(number, msgspec.structs.replace(receipt, error=error))
 
 
 class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
@@ -70,7 +82,10 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
-    """All receivers are there: form the group of `size` ranks. The sender is rank 0, receiver i is rank i + 1."""
+    """All receivers are there: form the group of `size` ranks. The sender is rank 0, receiver i is rank i + 1.
+
+    `backend` nccl is between GPUs, gloo between CPUs.
+    """
 
     backend: str
     size: int
@@ -94,6 +109,14 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
     number: int
 
 
+class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
+    """For the coordinator: update `number` is with every receiver, whole. The engines may take it."""
+
+    number: int
+    version: int
+    checksum: str
+
+
 class Close(msgspec.Struct, frozen=True, tag="close"):
     """Nothing comes any more: the sender is done (None), or something went wrong."""
 
@@ -101,7 +124,7 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
 
 
 FromReceiver = Hello | Ready | Staged | Answer | Trouble | Beat | Leave
-FromSender = Form | Offer | Go | Close
+FromSender = Form | Offer | Go | Arrived | Close
 
 
 class ProtocolError(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,6 +77,24 @@ class Group:
         work.wait()  # It is over: this raises what went wrong.
 
 
+def gpu_of(device: torch.device) -> str:
+    """The GPU that `device` is, by a name that no other GPU of any machine has; "" if nccl can't be used there."""
+    if device.type != "cuda" or not distributed.is_available() or not distributed.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def choose_backend(sender: str, receivers: Sequence[str]) -> Backend:
+    """nccl if sender and receivers have a GPU each (`gpu_of`), and no two the same, which nccl does not take; else gloo."""
+    gpus = [sender, *receivers]
+    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+
+
+def staging_device(backend: str, device: torch.device) -> torch.device:
+    """Where a member that computes on `device` has the buffer that is broadcast."""
+    return device if backend == "nccl" else torch.device("cpu")
+
+
 def serve_store(host: str) -> tuple[TCPStore, int]:
     """The place where a group's members find each other, served on this address alone, and its port."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -138,7 +156,7 @@ def _gloo_group(store: Store, rank: int, size: int, host: str, bound_s: float) -
 
 
 def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
-    torch.cuda.set_device(device)  # This thread's.
+    torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())  # This thread's.
     nccl = _distributed.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = _NCCL_BOUND  # NCCL's own watchdog ends the process: the bounds here come long before it.

@@ -1,4 +1,7 @@
-"""The sender's view of its receivers: who has come, who is ready, who answered, who is gone. A thread reads each of them."""
+"""The sender's view of its receivers, and of who coordinates them: who has come, who is ready, who answered, who is gone.
+
+A thread reads each of them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.collective_control import (
     PROTOCOL,
     Answer,
+    Arrived,
     Close,
     Connection,
     FromReceiver,
@@ -34,13 +38,17 @@ _LOOK_S = 0.02
 _GRACE_S = 1.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Peer:
-    """What is known of one receiver. `ready`, `staged` and `answered` are numbers of updates."""
+    """What is known of one receiver, or of the coordinator (`index` None), for whom `staged` is what it was told of.
 
-    index: int
+    `ready`, `staged` and `answered` are numbers of updates.
+    """
+
+    index: int | None
     connection: Connection[FromReceiver] | None = None
     engine: str = ""
+    gpu: str = ""
     ready: int = 0
     staged: int = 0
     answered: int = 0
@@ -57,26 +65,41 @@ class Peer:
 
     @property
     def label(self) -> str:
-        return f"number {self.index}" + (f" ({self.engine})" if self.engine else "")
+        who = "coordinator" if self.index is None else f"number {self.index}"
+        return who + (f" ({self.engine})" if self.engine else "")
 
 
 class Peers:
     """All of a sender's receivers. Nothing goes on after the first failure, and every receiver is told of it."""
 
-    def __init__(self, listener: socket.socket, receivers: int, stall_s: float) -> None:
-        """`stall_s`: a receiver that is waited for, and was not heard of for so long, is given up."""
+    def __init__(self, listener: socket.socket, receivers: int, stall_s: float, *, coordinated: bool = False) -> None:
+        """`stall_s`: a receiver that is waited for, and was not heard of for so long, is given up.
+
+        `coordinated`: one more comes, which answers for all of them.
+        """
         self._listener = listener
         self._stall_s = stall_s
         self._changed = threading.Condition()
         self._closed = False
         self._failure: str | None = None
-        self.all = [Peer(index) for index in range(receivers)]
+        self.receivers = [Peer(index) for index in range(receivers)]
+        self.coordinator = Peer(None) if coordinated else None
+        self.all = [*self.receivers, *([self.coordinator] if self.coordinator else [])]
         threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
 
-    def tell(self, message: FromSender) -> None:
-        for peer in self.all:
+    def tell(self, message: FromSender, peers: Sequence[Peer] | None = None) -> None:
+        """Say it to these (all)."""
+        for peer in self.all if peers is None else peers:
             if peer.connection is not None:
                 peer.connection.send(message)
+
+    def announce(self, update: Arrived) -> None:
+        """Tell the coordinator, if there is one, that every receiver has the update."""
+        if self.coordinator is not None:
+            self.tell(update, [self.coordinator])
+            with self._changed:
+                self.coordinator.staged = update.number
+                self._changed.notify_all()
 
     def all_here(self) -> bool:
         with self._changed:
@@ -88,16 +111,17 @@ class Peers:
         bound_s: float,
         verb: str,
         *,
+        peers: Sequence[Peer] | None = None,
         give_up: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Wait until `done` for every receiver; False if it was given up.
+        """Wait until `done` for each of these (all); False if it was given up.
 
         Raises WeightUpdateError, with its name, if one that is missing is gone, stalls or has trouble (that ends the
         transfer), or did not `verb` in time.
         """
         begun_s = time.monotonic()
         with self._changed:
-            while missing := [peer for peer in self.all if not done(peer)]:
+            while missing := [peer for peer in (self.all if peers is None else peers) if not done(peer)]:
                 if give_up() or self._closed:
                     return False
                 self.require_alive(missing)
@@ -121,7 +145,7 @@ class Peers:
     def require_on_its_way(self, number: int) -> None:
         """The same of those who do not have update `number` yet; the others may go."""
         with self._changed:
-            self.require_alive([peer for peer in self.all if peer.staged < number])
+            self.require_alive([peer for peer in self.receivers if peer.staged < number])
 
     def require_no_failure(self) -> None:
         """Raises WeightUpdateError if the transfer has failed."""
@@ -137,10 +161,19 @@ class Peers:
             self._changed.notify_all()
         self.tell(Close(error))
 
+    def has_answer(self, peer: Peer, number: int) -> bool:
+        """Whether there is an answer to update `number` from this one, or from the coordinator for it."""
+        return (self.coordinator or peer).answered >= number
+
+    @property
+    def answering(self) -> Sequence[Peer]:
+        """Those whose answers count. What servers say for themselves may come after the coordinator's word for all."""
+        return self.receivers if self.coordinator is None else [self.coordinator]
+
     def missing(self, number: int) -> Sequence[Peer]:
-        """Those who have not answered update `number`."""
+        """Those who are to answer update `number`, and have not."""
         with self._changed:
-            return [peer for peer in self.all if peer.answered < number]
+            return [peer for peer in self.answering if peer.answered < number]
 
     def take_receipts(self) -> Sequence[UpdateReceipt]:
         """All that came since the last call."""
@@ -226,24 +259,33 @@ class Peers:
             return None
         with self._changed:
             if (refusal := self._refusal(hello)) is None:
-                peer = self.all[hello.index]
-                peer.engine, peer.heard_s, peer.connection = hello.engine[:100], time.monotonic(), connection
+                peer = self._peer_of(hello)
+                peer.engine, peer.gpu = hello.engine[:100], hello.gpu
+                peer.heard_s, peer.connection = time.monotonic(), connection
                 self._changed.notify_all()
                 return peer
         connection.send(Close(refusal))
         return None
 
     def _refusal(self, hello: Hello) -> str | None:
-        count = len(self.all)
+        count = len(self.receivers)
         if hello.protocol != PROTOCOL:
             return f"the weight sender speaks {PROTOCOL}, the receiver {hello.protocol[:100]!r}: install the same version"
         if hello.receivers is not None and hello.receivers != count:
-            return f"the weight sender has {count} receivers, not {hello.receivers} as number {hello.index} believes"
-        if not 0 <= hello.index < count:
+            return f"the weight sender has {count} receivers, not {hello.receivers} as {Peer(hello.index).label} believes"
+        if hello.index is None and self.coordinator is None:
+            return "the weight sender's receivers answer for themselves: nobody coordinates them"
+        if hello.index is not None and not 0 <= hello.index < count:
             return f"the weight sender has receivers number 0 to {count - 1}, not {hello.index}"
-        if self.all[hello.index].here:
-            return f"there is a receiver number {hello.index} already: each needs its own number"
+        if self._peer_of(hello).here:
+            return f"there is a receiver {Peer(hello.index).label} already: each needs its own number"
         return self._failure or (CLOSED if self._closed else None)
+
+    def _peer_of(self, hello: Hello) -> Peer:
+        if hello.index is not None:
+            return self.receivers[hello.index]
+        assert self.coordinator is not None  # noqa: S101 - `_refusal` was asked first
+        return self.coordinator
 
     def _note(self, peer: Peer, message: FromReceiver | None) -> None:
         with self._changed:
@@ -253,8 +295,8 @@ class Peers:
                     peer.ready = number
                 case Staged(number):
                     peer.staged = number
-                case Answer(number, receipt) if number > peer.answered:
-                    peer.answered, peer.engine = number, receipt.engine
+                case Answer(number, receipt) if number > peer.answered and peer in self.answering:
+                    peer.answered, peer.engine = number, peer.engine or receipt.engine[:100]
                     peer.receipts.append(receipt)
                 case Trouble(error):
                     peer.trouble, peer.trouble_s = peer.trouble or error, peer.trouble_s or time.monotonic()

@@ -16,9 +16,17 @@ from torch import Tensor
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, first_names
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.collective_control import Form, Go, Offer
-from pipelinerl.weights.collective_group import Backend, Group, form_group, require_backend, serve_store
-from pipelinerl.weights.collective_peers import Peers
+from pipelinerl.weights.collective_control import Arrived, Form, Go, Offer
+from pipelinerl.weights.collective_group import (
+    Backend,
+    Group,
+    choose_backend,
+    form_group,
+    gpu_of,
+    serve_store,
+    staging_device,
+)
+from pipelinerl.weights.collective_peers import Peer, Peers
 from pipelinerl.weights.collective_staging import staging_buffer
 from pipelinerl.weights.layout import Layout, layout_of
 from pipelinerl.weights.receipts import complaint
@@ -38,7 +46,10 @@ class _Sent(NamedTuple):
 
 
 class CollectiveWeightSender:
-    """Sends to `receivers` engines that connect to `listener`, which is the sender's from now on."""
+    """Sends to `receivers` engines that connect to `listener`, which is the sender's from now on.
+
+    By nccl if this process and every receiver have a GPU of their own, else by gloo (`choose_backend`).
+    """
 
     def __init__(
         self,
@@ -50,15 +61,16 @@ class CollectiveWeightSender:
         join_timeout_s: float = 120.0,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
-        backend: Backend = "gloo",
         device: torch.device = _CPU,
+        coordinated: bool = False,
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """`timeout_s`: how long to wait for answers. `stall_s`: how long a receiver may be silent; a transfer may
         stand still for twice as long.
 
         `join_timeout_s`: how long to wait for all receivers to connect. `dtype`: what floating-point tensors are sent as
-        (None: unchanged). `device`: where the copy lies that is sent, the CPU for gloo, a GPU of this process for nccl.
+        (None: unchanged). `device`: where this process computes; with nccl the copy that is sent lies there. `coordinated`:
+        a `CollectiveWeightCoordinator` says when the engines, which are servers, take an update, and answers for them.
         `give_up` says that the run is ending, and with it perhaps the engines: nothing is waited for, or sent, any more.
         """
         if not 1 <= receivers <= MAX_RECEIVERS:
@@ -67,15 +79,14 @@ class CollectiveWeightSender:
             raise ValueError(f"a bucket has at least one byte, not {bucket_bytes}")
         if stall_s < 1:
             raise ValueError(f"a receiver is given at least a second to be heard of, not {stall_s:g} s")
-        require_backend(backend, device)
         self._timeout_s, self._stall_s, self._join_timeout_s = timeout_s, stall_s, join_timeout_s
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
-        self._backend: Backend = backend
         self._device = device
+        self._gpu = gpu_of(device)
         self._give_up = give_up
         self.host, self.port = listener.getsockname()[:2]
-        self._peers = Peers(listener, receivers, stall_s)
+        self._peers = Peers(listener, receivers, stall_s, coordinated=coordinated)
         self._layout: Layout | None = None
         self._staging_U8 = torch.empty(0, dtype=torch.uint8)
         self._sent: _Sent | None = None
@@ -101,7 +112,9 @@ class CollectiveWeightSender:
             return ""
         first = self._layout is None
         if first:
-            self._staging_U8 = staging_buffer(layout, self._device)
+            if self._gpu and not self._gathered():  # Only then is it known where the copy has to be.
+                return ""
+            self._staging_U8 = staging_buffer(layout, staging_device(self._backend, self._device))
             self._layout = layout
         staged = layout.views(self._staging_U8)
         with torch.no_grad():
@@ -144,7 +157,7 @@ class CollectiveWeightSender:
             return False
         if (sent := self._sent) is not None:
             answered = self._wait_until_staged(sent) and self._peers.wait(
-                lambda peer: peer.answered >= sent.number,
+                lambda peer: self._peers.has_answer(peer, sent.number),
                 self._timeout_s,
                 f"answer weights of version {sent.version}",
                 give_up=self._give_up,
@@ -156,8 +169,8 @@ class CollectiveWeightSender:
         self._peers.require_alive()
         return True
 
-    def _wait_until_staged(self, sent: _Sent, bound_s: float | None = None) -> bool:
-        """Wait until every receiver has all of the update. False if it was given up."""
+    def _wait_until_staged(self, sent: _Sent, bound_s: float | None = None, peers: Sequence[Peer] | None = None) -> bool:
+        """Wait until every receiver has all of the update, and the coordinator knows. False if it was given up."""
         if bound_s is None:  # The thread has tighter bounds of its own; this one is for a backend that blocks it.
             buckets = -(-self._staging_U8.numel() // self._bucket_bytes)
             bound_s = self._join_timeout_s + 2 * self._stall_s * (2 + buckets)
@@ -165,6 +178,7 @@ class CollectiveWeightSender:
             lambda peer: peer.staged >= sent.number,
             bound_s,
             f"receive weights of version {sent.version}",
+            peers=peers,
             give_up=self._give_up,
         )
 
@@ -198,12 +212,21 @@ class CollectiveWeightSender:
         if group is not None:
             group.end()
 
+    @property
+    def _backend(self) -> Backend:
+        """Known once all receivers have come."""
+        return choose_backend(self._gpu, [peer.gpu for peer in self._peers.receivers])
+
+    def _gathered(self) -> bool:
+        """Wait until all receivers have come. False if the run ended before."""
+        where = f"connect to {self.host}:{self.port}"
+        return self._peers.wait(lambda peer: peer.here, self._join_timeout_s, where, give_up=self._give_up)
+
     def _form(self) -> Group | None:
         """None if the run ended before all receivers had come."""
-        count = len(self._peers.all)
-        where = f"connect to {self.host}:{self.port}"
-        if not self._peers.wait(lambda peer: peer.here, self._join_timeout_s, where, give_up=self._give_up):
+        if not self._gathered():
             return None
+        count = len(self._peers.receivers)
         store, port = serve_store(self.host)
         self._peers.tell(
             Form(
@@ -214,24 +237,28 @@ class CollectiveWeightSender:
                 stall_s=self._stall_s,
             )
         )
+        device = staging_device(self._backend, self._device)
         return form_group(
-            self._backend, store, rank=0, size=count + 1, host=self.host, bound_s=2 * self._stall_s, device=self._device
+            self._backend, store, rank=0, size=count + 1, host=self.host, bound_s=2 * self._stall_s, device=device
         )
 
     def _broadcast(self, group: Group, sent: _Sent) -> None:
-        """Offer the update, wait until all are ready for it, broadcast it, and see that it arrived.
+        """Offer the update, wait until all are ready for it, broadcast it, see that it arrived, and tell the coordinator.
 
         So nothing is begun while a receiver is stopped or dead; one that stops in between is found by its silence.
         """
-        number = sent.number
-        self._peers.tell(Offer(number=number, version=sent.version, checksum=sent.checksum, layout=sent.layout))
+        number, receivers = sent.number, self._peers.receivers
+        offer = Offer(number=number, version=sent.version, checksum=sent.checksum, layout=sent.layout)
+        self._peers.tell(offer, receivers)
         verb = f"get ready for weights of version {sent.version}"
-        if not self._peers.wait(lambda peer: peer.ready >= number, 2 * self._stall_s, verb, give_up=self._give_up):
+        bound_s = 2 * self._stall_s
+        if not self._peers.wait(lambda peer: peer.ready >= number, bound_s, verb, peers=receivers, give_up=self._give_up):
             return
-        self._peers.tell(Go(number))
+        self._peers.tell(Go(number), receivers)
         try:
             group.broadcast(self._staging_U8, self._bucket_bytes, lambda: self._peers.require_on_its_way(number))
         except WeightUpdateError:
-            self._wait_until_staged(sent, _EXPLAINED_S)  # Whoever broke it is found, and named, by that.
+            self._wait_until_staged(sent, _EXPLAINED_S, receivers)  # Whoever broke it is found, and named, by that.
             raise
-        self._wait_until_staged(sent, 2 * self._stall_s)
+        if self._wait_until_staged(sent, bound_s, receivers):
+            self._peers.announce(Arrived(number, sent.version, sent.checksum))

@@ -13,11 +13,11 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.weights.collective_control import Form, Offer
-from pipelinerl.weights.collective_group import Group, form_group, join_store
+from pipelinerl.weights.collective_group import Group, form_group, join_store, staging_device
 from pipelinerl.weights.layout import Layout
 
 
-class Arrived(NamedTuple):
+class Received(NamedTuple):
     """Update `number`, whole. `error`: its bytes are not those that were sent."""
 
     number: int
@@ -29,7 +29,11 @@ class Staging:
     """One buffer, reused by every update: the sender sends none before the one before was answered."""
 
     def __init__(self, form: Form, *, index: int, sender_host: str, host: str, device: torch.device) -> None:
-        """Joins the group, within a bound. Raises WeightUpdateError if that fails, and UserError for a wrong backend."""
+        """Joins the group, within a bound. `device` is the engine's: a GPU is where nccl receives.
+
+        Raises WeightUpdateError if that fails, and UserError for a wrong backend.
+        """
+        device = staging_device(form.backend, device)
         self._bucket_bytes = form.bucket_bytes
         self._device = device
         self._buffer_U8 = torch.empty(0, dtype=torch.uint8)
@@ -49,7 +53,7 @@ class Staging:
             self._tensors = layout.views(self._buffer_U8)
         self._offer = offer
 
-    def receive(self, number: int, check: Callable[[], None]) -> Arrived:
+    def receive(self, number: int, check: Callable[[], None]) -> Received:
         """Take part in the broadcast of the update that was offered, and verify it. `check` may end it by an error."""
         offer, tensors = self._offer, self._tensors
         if offer is None or tensors is None or offer.number != number:
@@ -59,7 +63,7 @@ class Staging:
         error = None
         if found != offer.checksum:
             error = f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
-        return Arrived(number, WeightUpdate(offer.version, offer.checksum, tensors), error)
+        return Received(number, WeightUpdate(offer.version, offer.checksum, tensors), error)
 
 
 def staging_buffer(layout: Layout, device: torch.device) -> Tensor:
