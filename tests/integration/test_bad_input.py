@@ -39,6 +39,14 @@ def model_cut_short(folder: Path) -> Settings:
     return {"model__path": folder / "model"}
 
 
+def model_with_a_strict_template(folder: Path) -> Settings:
+    import pipelinerl
+
+    shutil.copytree(Path(pipelinerl.__file__).parent / "assets" / "demo_base", folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    return {"model__path": folder / "model", "environment__kind": "guess_number"}
+
+
 def malformed_jsonl(folder: Path) -> Settings:
     (folder / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "2 + 2?", \n')
     return {"environment__kind": "math_words", "environment__args": f"{{path: {folder / 'train.jsonl'}}}"}
@@ -55,8 +63,14 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     "bad combination": (lambda _: {"actor__group_size": 1}, "actor.group_size"),
     "model folder missing": (lambda folder: {"model__path": folder / "nothing"}, "nothing"),
     "model folder empty": (lambda folder: {"model__path": folder}, "has no config.json"),
+    "model can be no hub id": (
+        lambda _: {"model__path": "my model"},
+        "does not exist: give a folder with a model, or a hub id",
+    ),
+    "model template raises": (model_with_a_strict_template, "TemplateError: roles must alternate"),
+    "memory": (lambda _: {"engine__slots": 10**9}, "KV cache"),
     "model without weights": (model_without_weights, "model"),
-    "model cut short": (model_cut_short, "model"),
+    "model cut short": (model_cut_short, "model.safetensors is cut short: 100 bytes are missing"),
     "environment unknown": (lambda _: {"environment__kind": "gdc"}, "Did you mean 'gcd'"),
     "environment file missing": (lambda folder: {"environment__kind": f"{folder}/no.py:Task"}, "no.py"),
     "environment module missing": (lambda _: {"environment__kind": "no_such.module:Task"}, "no_such.module"),
@@ -68,6 +82,10 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     ),
     "environment is not Python": (environment("def problem(self index): pass"), "task.py can't be imported: line "),
     "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(4)"),
+    "JSONL missing": (
+        lambda _: {"environment__kind": "math_words", "environment__args": "{path: no/such.jsonl}"},
+        "/no/such.jsonl: a path is relative to the working directory)",
+    ),
     "malformed JSONL": (malformed_jsonl, "train.jsonl:2 is not JSON"),
     "run_dir below a file": (lambda folder: {"run_dir": folder / "file" / "r"}, "choose a --run_dir"),
 }
@@ -92,13 +110,50 @@ def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, capsys: p
         assert summary(run_dir)["status"] == "finished"
 
 
+def test_a_dry_run_says_what_memory_it_takes_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", *flags(tmp_path / "r")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("memory: up to ")
+    assert "Adam's moments" in said
+    assert not (tmp_path / "r").exists()
+
+
+def damaged(name: str, keep: int) -> Callable[[Path], object]:
+    return lambda run_dir: (run_dir / name).write_bytes((run_dir / name).read_bytes()[:keep] + b"\xff{{")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "configuration": (damaged("config.yaml", 20), 2, "config.yaml: a run file is UTF-8 text; byte 20 is not"),
+    "state": (
+        damaged("checkpoints/step_00000001/state.json", 40),
+        1,
+        "delete this checkpoint to resume from the one before",
+    ),
+    "weights": (damaged("checkpoints/step_00000001/model.safetensors", 400), 1, "model.safetensors is damaged"),
+    "no configuration": (lambda run_dir: (run_dir / "config.yaml").unlink(), 2, "it is not a run directory"),
+}
+
+
+def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "r", trainer__steps=1)["predicted_memory_bytes"].keys() == {"embedded"}
+    for name, (damage, status, said) in DAMAGE.items():
+        run_dir = tmp_path / name
+        shutil.copytree(tmp_path / "r", run_dir)
+        damage(run_dir)
+        capsys.readouterr()
+        assert main(["train", "--resume", str(run_dir), "--trainer.steps=2"]) == status
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1, error
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["environment class missing", "model without weights", "malformed JSONL"])
 def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -> None:
     make, said = USER_ERRORS[name]
     run_dir = tmp_path / "r"
     arguments = flags(run_dir, launch__kind="processes", trainer__steps=1, **make(tmp_path))
-    ended = wait(start("train", *arguments), timeout_s=20)
+    ended = wait(start("train", *arguments))
     assert (ended.status, ended.error.count("\n")) == (2, 1), ended.error
     assert said in ended.error
     assert "Traceback" not in ended.out

@@ -17,6 +17,7 @@ from pipelinerl.environments import SingleTurn, make_environment
 from pipelinerl.environments.gcd_task import GcdProblem, subtract_once
 from pipelinerl.environments.guess_number import GuessNumber, guess_in
 from pipelinerl.environments.prompts import encode_prompt, encode_reply, text_decoder
+from pipelinerl.environments.user_functions import find_function
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.types import Problem, SamplingParams
@@ -151,6 +152,76 @@ def test_prompts_of_text_and_of_messages():
         encode_prompt(TOKENIZER, [{"role": "user", "content": "hi"}])
 
 
+class StrictTokenizer(ChatTokenizer):
+    def apply_chat_template(self, conversation, **options):
+        if conversation[0]["role"] == "system":
+            raise ValueError("System role\nnot supported")
+        return super().apply_chat_template(conversation, **options)
+
+
+class DeafTokenizer(ChatTokenizer):
+    def apply_chat_template(self, conversation, **options):
+        return super().apply_chat_template(conversation[:-1], **options)
+
+
+class EmptyTokenizer(ChatTokenizer):
+    def apply_chat_template(self, conversation, **options):
+        return {"input_ids": []}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "kind", "complaint"),
+    [
+        (
+            StrictTokenizer(),
+            "countdown",
+            "ValueError: System role not supported; if it takes no system message, set environment.args",
+        ),
+        (DeafTokenizer(), "countdown", "the model's chat template ignores the user's message ('"),
+        (DeafTokenizer(), "guess_number", "ignores the user's message"),
+        (EmptyTokenizer(), "guess_number", "makes an empty prompt"),
+    ],
+)
+def test_a_chat_template_that_does_not_fit_is_one_line_before_the_first_rollout(tokenizer, kind, complaint):
+    with pytest.raises(EnvironmentSetupError) as caught:
+        make_environment(kind, {}, tokenizer, 0)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_without_a_system_role_works_without_a_system_message():
+    environment = make_environment("countdown", {"system": ""}, StrictTokenizer(), 0)
+    assert encode_prompt(StrictTokenizer(), environment.prompt(environment.problem(0)))
+
+
+def test_a_tokenizer_that_can_not_encode_the_task_is_one_line(tmp_path):
+    """The demo's model knows digits and a few signs."""
+    (tmp_path / "data.jsonl").write_text('\ufeff{"question": "How many?", "answer": "2"}\n', encoding="utf-8")
+    (tmp_path / "other.jsonl").write_text('{"question": "Why?", "answer": "2"}\n')
+    args = {"path": str(tmp_path / "data.jsonl"), "held_out_path": str(tmp_path / "other.jsonl")}
+    with pytest.raises(
+        EnvironmentSetupError, match="the model's tokenizer can't make a prompt of 'Question: How many"
+    ) as caught:
+        make_environment("math_words", args, load_tokenizer(ModelConfig()), 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named_by_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EnvironmentSetupError) as caught:
+        make_environment("math_words", {"path": "data/none.jsonl"}, TOKENIZER, 0)
+    said = f"({tmp_path}/data/none.jsonl: a path is relative to the working directory)"
+    assert str(caught.value) == f"can't read data/none.jsonl: No such file or directory {said}"
+
+
+def test_a_class_and_a_function_of_one_file_share_its_module(own):
+    own.write_text(OWN + "\nseen = []\ndef reward(completion, example):\n    seen.append(completion)\n    return 0.0\n")
+    kind = f"{own}:Shout"
+    environment = make_environment(kind, {}, TOKENIZER, 0)
+    find_function(f"{own}:reward")("text", {})
+    assert sys.modules[type(environment).__module__].seen == ["text"]
+
+
 def test_text_is_decoded_as_the_tokenizer_says():
     tokenizer = load_tokenizer(ModelConfig())
     ids = [int(i) for i in np.random.default_rng(0).integers(len(tokenizer), size=200)]
@@ -257,8 +328,8 @@ def test_two_files_of_the_same_name_do_not_mix(own, tmp_path):
         ("gdc", {}, "'gdc' is unknown. Did you mean 'gcd'"),
         ("poetry", {}, "It is one of gcd, math_words, guess_number"),
         (":Shout", {}, "is unknown"),
-        ("nowhere/own.py:Shout", {}, "file that isn't there"),
-        ("no_such_package.own:Shout", {}, "module that isn't there: no_such_package.own"),
+        ("nowhere/own.py:Shout", {}, "there is no file "),
+        ("no_such_package.own:Shout", {}, "there is no module no_such_package.own"),
         ("{own}:Shoot", {}, "has no class 'Shoot'; it has Shout"),
         ("{own}:NoEnvironment", {}, "has no method `problem(self, index)`"),
         ("{own}:NotAsync", {}, "must be `async def`"),
@@ -289,6 +360,7 @@ def test_mistakes_are_one_line_that_names_them(own, kind, args, complaint):
         ("import no_such_thing", "line 1: ModuleNotFoundError"),
         ("\nx = 1 / 0", "line 2: ZeroDivisionError"),
         ("def", "SyntaxError"),
+        ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
     ],
 )
 def test_a_file_that_can_not_be_imported(tmp_path, code, complaint):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +26,7 @@ from transformers.utils import logging
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import ModelLoadError, UnsupportedModelError
+from pipelinerl.models.folder import find_model
 from pipelinerl.models.loading import (
     checkpoint_activations,
     load_model,
@@ -73,6 +78,36 @@ def test_stop_tokens_come_from_generation_config_model_config_and_tokenizer(fold
     assert stop_token_ids(load_model(config), load_tokenizer(config)) == (3, 5, 7, 9)
 
 
+def test_a_model_without_an_end_token_has_none(folder: Path) -> None:
+    """Its completions end at their limit."""
+    for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | {key: None}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = ModelConfig(path=str(folder))
+    assert stop_token_ids(load_model(config), load_tokenizer(config)) == ()
+
+
+def test_a_base_model_has_no_chat_template_and_loads(folder: Path) -> None:
+    assert load_tokenizer(ModelConfig(path=str(folder))).chat_template is None
+
+
+@pytest.mark.parametrize("left", [(), ("tokenizer_config.json",)])
+def test_a_model_without_a_tokenizer_says_what_is_missing(folder: Path, left: tuple[str, ...]) -> None:
+    for path in folder.glob("tokenizer*"):
+        if path.name not in left:
+            path.unlink()
+    with pytest.raises(ModelLoadError, match=r"it has no tokenizer \(tokenizer\.json\)") as caught:
+        load_tokenizer(ModelConfig(path=str(folder)))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_architecture_that_is_not_known_yet(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "of_next_year"}))
+    with pytest.raises(ModelLoadError, match="upgrade transformers"):
+        load_model(ModelConfig(path=str(folder)))
+
+
 def test_a_missing_folder_is_named() -> None:
     with pytest.raises(ModelLoadError, match=r"'\./nowhere' does not exist"):
         load_model(ModelConfig(path="./nowhere"))
@@ -93,6 +128,90 @@ def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ModelLoadError, match="hub can't be reached") as caught:
         load_model(ModelConfig(path="nobody/never-downloaded"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["my model", "a--b", "owner/..x", "owner/name.git", "", "a/b/c"])
+def test_what_can_be_no_hub_id_is_not_asked_for(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist: give a folder with a model, or a hub id"):
+        find_model(name)
+
+
+HUB: dict[str, Any] = {
+    "own/whole": {"siblings": ["config.json", "model.safetensors", "tokenizer.json"]},
+    "own/terms": {"siblings": ["config.json", "model.safetensors", "tokenizer.json"], "gated": "manual"},
+    "own/data": {"siblings": ["README.md"]},
+    "own/weights": {"siblings": ["config.json", "model-00001-of-00002.safetensors"]},
+}
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    """The few answers of a model hub that are asked for."""
+
+    def do_GET(self) -> None:
+        name = self.path.removeprefix("/api/models/")
+        if name.endswith("/auth-check"):
+            return self._answer(403, {"error": "gated"}, "GatedRepo")
+        if name == "own/broken":
+            return self._answer(500, {"error": "out of order"})
+        if name not in HUB:
+            return self._answer(401, {"error": "no such"}, "RepoNotFound")
+        siblings = [{"rfilename": file} for file in HUB[name]["siblings"]]
+        return self._answer(200, {"id": name, "gated": False} | HUB[name] | {"siblings": siblings})
+
+    def _answer(self, status: int, body: Any, code: str = "") -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    yield url
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own/absent", r"is no folder here \(/.*/own/absent\) and the Hugging Face hub has no such model that you may see"),
+        ("own/terms", r"is gated: accept its terms at http://.*/own/terms, then log in"),
+        ("own/data", "is on the Hugging Face hub without weights"),
+        ("own/weights", "is on the Hugging Face hub without a tokenizer"),
+        ("own/broken", "the Hugging Face hub answered: .*500"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_said_before_anything_is_loaded(hub: str, name: str, said: str) -> None:
+    with pytest.raises(ModelLoadError, match=said) as caught:
+        load_tokenizer(ModelConfig(path=name))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_the_hub_is_asked_for_by_its_id(hub: str) -> None:
+    assert find_model("own/whole") == "own/whole"
+
+
+def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "hub" / "models--own--mine"
+    (cached / "snapshots").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    folder.rename(cached / "snapshots" / "abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert model_max_length(load_model(ModelConfig(path="own/mine"))) == 64
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "missing"])

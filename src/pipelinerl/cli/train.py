@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, load
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, load, write
 from pipelinerl.errors import RunDirectoryError, UserError
 
 
@@ -14,6 +14,9 @@ def add_to(commands: Commands) -> None:
     parser = commands.add("train", "Train a model. Without a run file: the built-in demo.", epilog=SETTINGS_HELP)
     parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on with a run from its last checkpoint")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, say what memory it will take, start nothing"
+    )
     parser.set_defaults(run=run)
 
 
@@ -22,6 +25,10 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if options.resume is not None:
         run_file = _config_of_run(run_file, options.resume)
     config = load(run_file, settings)
+    if options.dry_run:
+        from pipelinerl.launch.memory_check import check_memory  # noqa: PLC0415 - as below
+
+        return write("\n".join(check_memory(config).report()) + "\n")
     from pipelinerl.launch import train  # noqa: PLC0415 (loads torch, which a mistake above should not wait for)
 
     train(config, resume=options.resume)

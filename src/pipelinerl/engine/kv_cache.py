@@ -32,8 +32,8 @@ class Move(NamedTuple):
 class KVCache:
     """Keys [layers, H, heads, max_length, key_dim] and values likewise, for H slots (rows) of `max_length` tokens.
 
-    Layers of different shapes get tensors of their own. The memory of positions never written is never touched, so on
-    most systems it costs nothing.
+    Layers of different shapes get tensors of their own. All of it is there from the start, so an engine that could be built
+    does not run out of memory later.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ def show_result(run: RunDirectory, summary: dict[str, Any], stream: TextIO) -> N
     """Print the table and, if there were evaluations, the sample; then where everything lies."""
     console = Console(file=stream)
     console.print(final_table(summary))
-    before, after = (_evaluated(run.rollouts / f"evaluation-{when}.jsonl") for when in ("before", "after"))
+    before, after = (_evaluated(run.evaluation(when)) for when in ("before", "after"))
     sample = most_telling(before, after)
     if sample is not None:
         first, last = sample

@@ -30,7 +30,7 @@ from pipelinerl.launch.resources import LOG_FORMAT, peak_memory_bytes, plan_thre
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.streams import FileStore, group_reader, group_writer
-from pipelinerl.launch.training import build_trainer, failures_on_board, open_logs
+from pipelinerl.launch.training import build_trainer, failures_on_board, load_policy, open_logs
 from pipelinerl.metrics.view import View
 from pipelinerl.metrics.watchdog import Watchdog
 from pipelinerl.stream import memory_stream
@@ -90,8 +90,10 @@ def _run(
     """Both sides in turn, to the end. Was the goal reached?"""
     channel = MemoryChannel()
     side = build_generation(session, board, writer, drops, channel.receiver)
+    policy = load_policy(session, board)
     with open_logs(session) as logs:
-        trainer = build_trainer(session, board, preparing(session.config, reader), channel.sender, logs)
+        prepared = preparing(session.config, reader, policy.lora)
+        trainer = build_trainer(session, board, policy, reader=prepared, sender=channel.sender, logs=logs)
         with failures_on_board(trainer):
             trainer.start()
             turn = _Turn(trainer, board, view, session.config.launch.watchdog_s)

@@ -3,7 +3,8 @@
 first weights ─▶ evaluate ─▶ iterate ... iterate ─▶ finish ─▶ last weights ─▶ evaluate
                               (until the trainer has reached its goal, or the run is told to stop)
 
-Of several, the first evaluates. Before training the others wait for it, as admission is not open yet; after it they end.
+Of several, the first evaluates, while iterating too if the run file says so. Before training the others wait for it, as
+admission is not open yet; after it they end.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.evaluation import Evaluation, write_record
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
@@ -26,8 +28,9 @@ from pipelinerl.launch.engines import make_engine, waits_for
 from pipelinerl.launch.outlet import Outlet
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.starting import starting
+from pipelinerl.launch.weights import SenderAddress
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.metrics.records import EvaluationRecord
+from pipelinerl.metrics.records import EvaluationRecord, When, read_records
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
@@ -66,10 +69,11 @@ def build_generation(
     receiver: WeightReceiver,
     *,
     index: int = 0,
+    sender: SenderAddress | None = None,
 ) -> Generation:
     """Make the environment, then the engine: a mistake in the one should not wait for the other.
 
-    `drops` is the writer's `on_drop`.
+    `drops` is the writer's `on_drop`; `sender` is where engine servers receive weights from, if not through this process.
     """
     config = session.config
     stages = generation_stages(config.engine.processes)[index]
@@ -77,7 +81,7 @@ def build_generation(
     tokenizer = load_tokenizer(config.model)
     environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
     starting(board, stages, waits_for(config.engine))
-    engine = make_engine(session, stages.engine, tokenizer)
+    engine = make_engine(session, stages.engine, tokenizer, sender)
     return Generation(
         session=session,
         index=index,
@@ -116,6 +120,7 @@ async def generate(side: Generation, *, stop: Callable[[], bool], between: Calla
             if side.index == 0:
                 if session.plan.version == 0:
                     await _evaluate(side, actor, "before", stop, between)
+                _evaluate_online(side, actor)
                 admission.open()
             while not stop() and not _trainer(side).goal_reached:
                 await actor.iterate()
@@ -188,7 +193,7 @@ async def _take_last_weights(side: Generation, stop: Callable[[], bool]) -> None
 async def _evaluate(
     side: Generation,
     actor: Actor,
-    when: Literal["before", "after"],
+    when: When,
     stop: Callable[[], bool],
     between: Callable[[], object],
 ) -> None:
@@ -196,20 +201,49 @@ async def _evaluate(
     config = side.session.config.evaluation
     if config.problems == 0:
         return
-    with closing(JsonLines(side.session.run.rollouts / f"evaluation-{when}.jsonl")) as records:
+    with closing(JsonLines(side.session.run.evaluation(when))) as records:
         evaluation = await _unless_stopped(actor.evaluate(when, config, records), stop, between)
-    if evaluation is None:
+    if evaluation is not None:
+        _record(side, actor, evaluation, when, side.engine.version)
+
+
+def _evaluate_online(side: Generation, actor: Actor) -> None:
+    """Have the actor evaluate while it iterates, if the run file asks for it, from where the run's records end."""
+    session = side.session
+    config = session.config.evaluation
+    if config.every == 0:
         return
-    with closing(make_sink(side.session.run.root, tensorboard=side.session.config.metrics.tensorboard)) as sink:
-        sink.write(
-            EvaluationRecord.of(
-                [problem.reward for problem in evaluation.problems],
-                [problem.length for problem in evaluation.problems if problem.failure is None],
-                when=when,
-                version=side.engine.version,
-                time_s=time.monotonic() - side.session.records_from_s,
-            )
-        )
+
+    def done(version: int, evaluation: Evaluation) -> None:
+        path = session.run.evaluation(f"v{version}")
+        path.unlink(missing_ok=True)  # of the time before a resume
+        with closing(JsonLines(path)) as records:
+            for problem in evaluation.problems:
+                write_record(records, problem)
+        _record(side, actor, evaluation, "online", version)
+
+    records = read_records(session.run.evaluations, EvaluationRecord)
+    known = [record.version for record in records if record.newest_version <= session.plan.version]
+    actor.evaluate_online(config, until=session.config.trainer.steps, reached=max(known, default=0), on_done=done)
+
+
+def _record(side: Generation, actor: Actor, evaluation: Evaluation, when: When, version: int) -> None:
+    """Write an evaluation's line, of what began with the weights of `version`."""
+    session = side.session
+    answered = [problem for problem in evaluation.problems if problem.failure is None]
+    record = EvaluationRecord.of(
+        [problem.reward for problem in evaluation.problems],
+        [problem.length for problem in answered],
+        when=when,
+        version=version,
+        time_s=time.monotonic() - session.records_from_s,
+        tokens_by_version=evaluation.tokens_by_version,
+        failed=evaluation.failed,
+        skipped=actor.take_skipped(),
+        metrics=[problem.metrics for problem in answered],
+    )
+    with closing(make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard)) as sink:
+        sink.write(record)
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool], between: Callable[[], object]) -> T | None:

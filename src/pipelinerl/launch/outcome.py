@@ -70,7 +70,7 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
         stream_rollouts=outcome.stream_rollouts,
         peak_memory_bytes=outcome.peak_memory_bytes,
         resumed_from=plan.version if plan.checkpoint else None,
-    )
+    ) | {"predicted_memory_bytes": plan.predicted_memory_bytes}
     try:
         write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
     except OSError as error:

@@ -25,6 +25,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     `taken` are the indices of groups never to be started again: dealt with by the trainer, or waiting in a stream, those
     being `kept`, in the order in which the trainer will get them. `settled` counts the rollouts that it has trained or
     dropped. `elapsed_s` is what records' times go on from. `redis_url` is that of the session's own Redis server.
+    `predicted_memory_bytes` is the most that each process is expected to take; empty where it is not known.
     """
 
     checkpoint: str | None = None
@@ -34,6 +35,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     settled: int = 0
     elapsed_s: float = 0.0
     redis_url: str | None = None
+    predicted_memory_bytes: dict[str, int] = {}
 
     @property
     def rollouts_before(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Board, StreamReader, StreamWriter
 from pipelinerl.launch.roles import PREPROCESSOR_STAGE
@@ -11,18 +13,24 @@ from pipelinerl.launch.streams import group_reader, prepared_reader
 from pipelinerl.preprocess import Prepared, PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
 from pipelinerl.types import Group
 
-
-def preparing(config: RunConfig, reader: StreamReader[Group]) -> PreparingReader:
-    """The groups of `reader`, prepared as they are read. Loads the reference model, if there is a KL penalty to it."""
-    return PreparingReader(reader, Preprocessor(config.preprocess, _reference(config)))
+if TYPE_CHECKING:
+    from pipelinerl.models.lora import LoraModel
 
 
-def prepared_groups(session: Session) -> StreamReader[Prepared]:
-    """What the trainer reads. The reference model is loaded here if the preprocessor is in this process."""
+def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
+    """The groups of `reader`, prepared as they are read.
+
+    If there is a KL penalty, its reference model is what lies under the adapters of `lora`, or else is loaded.
+    """
+    return PreparingReader(reader, Preprocessor(config.preprocess, _reference(config, lora)))
+
+
+def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Prepared]:
+    """What the trainer, whose model has the adapters of `lora`, reads. As `preparing`, if that is done in this process."""
     store = session.streams()
     if session.config.launch.preprocessor == "process":
         return prepared_reader(store)
-    return preparing(session.config, group_reader(store))
+    return preparing(session.config, group_reader(store), lora)
 
 
 def build_preprocessor(
@@ -33,16 +41,17 @@ def build_preprocessor(
     return PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR_STAGE)
 
 
-def _reference(config: RunConfig) -> ReferenceScorer | None:
-    """The initial model, frozen, if a KL penalty to it is asked for."""
+def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | None:
+    """The initial model, if a KL penalty to it is asked for."""
     if config.trainer.kl_coefficient == 0:
         return None
     from pipelinerl.models.loading import load_model  # noqa: PLC0415 - with torch, which nothing else here needs
     from pipelinerl.trainer import FrozenModelScorer  # noqa: PLC0415 - as above
 
     return FrozenModelScorer(
-        load_model(config.model, config.trainer.device),
+        lora.model if lora else load_model(config.model, config.trainer.device),
         temperature=config.actor.temperature,
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         pack=pack,
+        lora=lora,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -21,19 +22,25 @@ from pipelinerl.types import Group
 
 
 def refuse_changes(config: RunConfig, run: RunDirectory) -> None:
-    """Raise RunDirectoryError if `config` would look for the run's streams elsewhere than its last session left them."""
+    """Raise RunDirectoryError if `config` would look for the run's streams elsewhere than its last session left them, or
+    would train something else."""
     if config.stream.kind == "memory":
         raise RunDirectoryError(
             f"{run.root} can't be resumed: its stream was in memory and ended with its process, groups that were half "
             "trained on included; set stream.kind to files for runs that may have to go on"
         )
     before = config_from_yaml(run.config.read_text(), str(run.config))
-    for key, was, now in (
-        ("stream.kind", before.stream.kind, config.stream.kind),
-        ("launch.preprocessor", before.launch.preprocessor, config.launch.preprocessor),
+    for key, was, now, why in (
+        ("stream.kind", before.stream.kind, config.stream.kind, "there its groups lie"),
+        ("launch.preprocessor", before.launch.preprocessor, config.launch.preprocessor, "there its groups lie"),
+        ("model.lora", before.model.lora, config.model.lora, "its checkpoints hold that"),
     ):
         if was != now:
-            raise RunDirectoryError(f"{run.root} was run with {key} {was}, and there its groups lie: set it to that again")
+            raise RunDirectoryError(f"{run.root} was run with {key} {_shown(was)}, and {why}: set it to that again")
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> StartPlan:

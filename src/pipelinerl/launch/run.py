@@ -14,6 +14,7 @@ from pipelinerl.config import config_to_yaml, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
+from pipelinerl.launch.memory_check import Judgement, check_memory
 from pipelinerl.launch.outcome import FINISHED, Outcome, write_summary
 from pipelinerl.launch.plan import StartPlan, write_plan
 from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
@@ -33,6 +34,7 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     config = validate(config)
+    memory = check_memory(config)
     lock = create_run_directory(config) if resume is None else open_run_directory(resume)
     try:
         if resume is not None:
@@ -46,18 +48,21 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
                     f"{lock.run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to go on"
                 )
                 return finished
+            plan = msgspec.structs.replace(plan, predicted_memory_bytes=memory.predicted_bytes)
             records_from_s = started_s - plan.elapsed_s
-            return _session(Session(config, lock.run, plan, make_schedule(config), records_from_s), lock, broker)
+            return _session(Session(config, lock.run, plan, make_schedule(config), records_from_s), lock, broker, memory)
     finally:
         lock.release()
 
 
-def _session(session: Session, lock: RunLock, broker: Broker | None) -> dict[str, Any]:
+def _session(session: Session, lock: RunLock, broker: Broker | None, memory: Judgement) -> dict[str, Any]:
     config, run, plan = session.config, session.run, session.plan
     _write_start(session)
     title = f"pipelinerl · {config.schedule.kind} · {config.environment.kind} · {run.root}"
     view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
     view.say(f"run directory: {run.root}")
+    for said in (memory.line, *(f"warning: {warning}" for warning in memory.warnings)):
+        view.say(said)
     if plan.checkpoint:
         view.say(f"resuming at version {plan.version} from {plan.checkpoint}")
     try:

@@ -49,6 +49,10 @@ class RunDirectory:
     def rollouts(self) -> Path:
         return self.root / "rollouts"
 
+    def evaluation(self, name: str) -> Path:
+        """The answers of the evaluation `before` or `after` training, or `v20`: the one that began at version 20."""
+        return self.rollouts / f"evaluation-{name}.jsonl"
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"

@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint import Checkpoint, load_checkpoint
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.starting import starting
 from pipelinerl.metrics.sinks import Sink, make_sink
-from pipelinerl.models.loading import checkpoint_activations, load_model, load_tokenizer
+from pipelinerl.models.loading import load_model, load_tokenizer
+from pipelinerl.models.lora import LoraModel, refuse_adapter
 from pipelinerl.preprocess import Prepared, pack
 from pipelinerl.status import generation_stages
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
@@ -37,25 +39,53 @@ def open_logs(session: Session) -> Iterator[TrainingLogs]:
         yield TrainingLogs(metrics, trained)
 
 
-def build_trainer(
-    session: Session, board: Board, reader: StreamReader[Prepared], sender: WeightSender, logs: TrainingLogs
-) -> Trainer:
-    """Load the model, or the checkpoint that the plan names, and make the trainer. Nothing is sent or trained yet."""
+@dataclass(frozen=True)
+class Policy:
+    """The model to be trained, and what it was loaded from. With `model.lora` it has the adapters of `lora`."""
+
+    model: Any
+    lora: LoraModel | None
+    tokenizer: Any
+    checkpoint: Checkpoint | None
+
+
+def load_policy(session: Session, board: Board) -> Policy:
+    """Load the model, or the checkpoint that the plan names. With adapters it is the model that the run started from, and
+    the checkpoint's adapters."""
     config, plan = session.config, session.plan
     starting(board, ["trainer"], "loads the model")
     checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint else None
-    source = msgspec.structs.replace(config.model, path=str(checkpoint.path)) if checkpoint else config.model
-    model = load_model(source, config.trainer.device)
-    if config.trainer.gradient_checkpointing:
-        checkpoint_activations(model)
+    merged = msgspec.structs.replace(config.model, path=str(checkpoint.path)) if checkpoint else config.model
+    if config.model.lora is None:
+        if checkpoint:
+            refuse_adapter(checkpoint.path)
+        return Policy(load_model(merged, config.trainer.device), None, load_tokenizer(merged), checkpoint)
+    lora = LoraModel(load_model(config.model, config.trainer.device), config.model.lora, seed=config.seed)
+    if checkpoint:
+        lora.load_adapter(checkpoint.path)
+    return Policy(lora.model, lora, load_tokenizer(merged), checkpoint)
+
+
+def build_trainer(
+    session: Session,
+    board: Board,
+    policy: Policy,
+    *,
+    reader: StreamReader[Prepared],
+    sender: WeightSender,
+    logs: TrainingLogs,
+) -> Trainer:
+    """Make the trainer of `policy`, and take it to where its checkpoint was. Nothing is sent or trained yet."""
+    config = session.config
     learner = Learner(
-        model,
+        policy.model,
         config.trainer,
         temperature=config.actor.temperature,
         pack=pack,
         skip_zero_advantage=config.preprocess.zero_advantage == "skip",
+        lora=policy.lora,
     )
-    state = TrainerState.resume(checkpoint, learner) if checkpoint else TrainerState()
+    state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
     queue = SampleQueue(
         reader,
         config.schedule.max_lag,
@@ -72,7 +102,7 @@ def build_trainer(
         board=board,
         sink=logs.metrics,
         trained_log=logs.trained,
-        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=load_tokenizer(source)),
+        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer),
         state=state,
         engines=[stages.engine for stages in generation_stages(config.engine.processes)],
         started_s=session.records_from_s,

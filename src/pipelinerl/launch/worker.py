@@ -46,7 +46,7 @@ from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Session, read_session
 from pipelinerl.launch.streams import group_reader, group_writer, prepared_writer
 from pipelinerl.launch.supervisor import LastWords, WorkerResult, worker_files
-from pipelinerl.launch.weights import make_receiver, make_sender
+from pipelinerl.launch.weights import make_receiver, make_sender, sender_address
 from pipelinerl.status import generation_stages
 
 YOUNG_OBJECTS = 50_000
@@ -59,7 +59,8 @@ def main(arguments: list[str]) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
+    for client in ("httpx", "httpx2"):
+        logging.getLogger(client).setLevel(logging.WARNING)  # else it logs every request
     threading.Thread(target=_watch_launcher, args=(int(lifeline_fd),), daemon=True).start()
     files = worker_files(run, role)
     try:
@@ -96,7 +97,17 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
     with (
         closing(group_writer(session.streams(), config, drops)) as writer,
         closing(make_receiver(config, weights_fd, index, stage)) as receiver,
-        closing(build_generation(session, MmapBoard(session.run.control), writer, drops, receiver, index=index)) as side,
+        closing(
+            build_generation(
+                session,
+                MmapBoard(session.run.control),
+                writer,
+                drops,
+                receiver,
+                index=index,
+                sender=sender_address(config, weights_fd),
+            )
+        ) as side,
     ):
         # What is loaded stays: without this every collection walks over the model's and the libraries' objects again.
         gc.collect()
@@ -134,16 +145,18 @@ def _training(session: Session, weights_fd: int) -> None:
     import torch  # noqa: PLC0415 - as above
 
     from pipelinerl.launch.preprocessing import prepared_groups  # noqa: PLC0415
-    from pipelinerl.launch.training import build_trainer, failures_on_board, open_logs  # noqa: PLC0415
+    from pipelinerl.launch.training import build_trainer, failures_on_board, load_policy, open_logs  # noqa: PLC0415
 
     torch.set_num_threads(plan_threads(session.config, session.schedule, usable_cores()).training)
     stopping = threading.Event()
+    board = MmapBoard(session.run.control)
+    policy = load_policy(session, board)
     with (
-        closing(prepared_groups(session)) as reader,
+        closing(prepared_groups(session, policy.lora)) as reader,
         closing(make_sender(session.config, weights_fd, stopping.is_set)) as sender,
         open_logs(session) as logs,
     ):
-        trainer = build_trainer(session, MmapBoard(session.run.control), reader, sender, logs)
+        trainer = build_trainer(session, board, policy, reader=reader, sender=sender, logs=logs)
         stop = _heed_sigterm(stopping)
         with failures_on_board(trainer):
             trainer.run(stop)
