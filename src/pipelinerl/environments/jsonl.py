@@ -1,4 +1,4 @@
-"""Files of JSON lines that people give us: every complaint names the file and the line."""
+"""Rows that people give us, in files of JSON lines or as data sets: every complaint names the file and the line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.environments.datasets_rows import names_a_dataset, read_dataset
 from pipelinerl.errors import EnvironmentSetupError
 
 MAX_LINE_BYTES = 16 << 20
@@ -16,10 +17,13 @@ MAX_LINE_BYTES = 16 << 20
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The number (from 1) and the value of each line that isn't blank, read as it is asked for.
+    """The number (from 1) and the value of each line that isn't blank, read as it is asked for; likewise of `dataset:...`.
 
     Raises EnvironmentSetupError for a file that can't be read, and for a line that isn't JSON or is too long.
     """
+    if names_a_dataset(path):
+        yield from read_dataset(str(path))
+        return
     try:
         with open(path, "rb") as file:
             number = 0
