@@ -1,16 +1,9 @@
-"""Integration tests compute with one thread, whatever else the machine is doing: models this small gain nothing by more."""
+"""Engines of the same model start in most of these tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def quick_starts(one_recording_per_model: None) -> None: ...

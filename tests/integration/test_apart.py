@@ -31,9 +31,8 @@ from tests.integration.runs import (
 )
 
 pytestmark = pytest.mark.slow
-NEEDS_REDIS = pytest.mark.skipif(
-    shutil.which("redis-server") is None, reason="redis-server is not installed (apt-get install redis-server)"
-)
+REDIS = shutil.which("redis-server")
+NEEDS_REDIS = pytest.mark.skipif(REDIS is None, reason="redis-server is not installed (apt-get install redis-server)")
 PREPROCESSOR = {"launch__preprocessor": "process"}
 SERVERS = {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}
 APART = PREPROCESSOR | SERVERS | {"stream__kind": "redis"}
@@ -72,7 +71,7 @@ def version_of(run_dir: Path) -> int:
 def start_endless(run_dir: Path, **settings: Any) -> tuple[Any, dict[str, int]]:
     """A run without an end, once it is training; with the ids of its processes by role."""
     process = start_processes(run_dir, trainer__steps=100_000, **settings)
-    until(lambda: version_of(run_dir) >= 2, process, timeout_s=120.0)
+    until(lambda: version_of(run_dir) >= 2, process)
     found = {role: status_of(run_dir, stage) for role, stage in STAGES.items()}
     pids = {role: status.pid for role, status in found.items() if status is not None}
     for path in (run_dir / "control").glob("server-*.ready.json"):
@@ -96,17 +95,20 @@ def test_everything_apart_and_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert counts["lag_max"] <= 4
     assert counts["eval_reward_after"] is not None
     assert assert_provenance(run_dir) > 0, "some tokens that were trained on span an update"
-    resume_to(run_dir, 11)
-    indices = [group.index for group in groups(run_dir)]
-    assert len(indices) == len(set(indices))
 
 
-@NEEDS_REDIS
-@pytest.mark.parametrize("victim", ["preprocessing", "server-1", "redis-server"])
-def test_whatever_is_killed_ends_the_run_and_is_named(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "settings"),
+    [
+        ("preprocessing", PREPROCESSOR),
+        ("server-1", SERVERS),
+        pytest.param("redis-server", {"stream__kind": "redis"}, marks=NEEDS_REDIS),
+    ],
+)
+def test_whatever_is_killed_ends_the_run_and_is_named(victim: str, settings: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     with no_leftovers(run_dir) as pids:
-        process, found = start_endless(run_dir, **APART)
+        process, found = start_endless(run_dir, **settings)
         pids.update(found)
         os.kill(found[victim], signal.SIGKILL)
         ended = wait(process)
@@ -125,17 +127,25 @@ def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) ->
         pids.update(found)
         process.kill()
         wait(process)
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found.values()), timeout_s=60.0)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found.values()))
     newest = max(int(re.sub(r"\D", "", path.name)) for path in (run_dir / "checkpoints").glob("step_*"))
     resume_to(run_dir, newest + 2)
+    indices = [group.index for group in groups(run_dir)]
+    assert len(indices) == len(set(indices))
 
 
-def test_a_preprocessor_with_a_reference_model_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_preprocessor_with_a_reference_model_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """In a process of its own, between two streams; these are in Redis, if it is installed."""
     settings = {"trainer__kl_coefficient": 0.01, "preprocess__zero_advantage": "keep", "preprocess__overlong": "drop"}
+    if REDIS is not None:
+        settings["stream__kind"] = "redis"
     run_dir = tmp_path / "r"
     counts = run_to_its_end(run_dir, actor__max_tokens=60, **PREPROCESSOR, **settings)
     assert counts["rollouts_dropped"].keys() <= {"overlong"}
     resume_to(run_dir, 7)
+    moved = command("train", "--resume", str(run_dir), "--trainer.steps=8", "--launch.preprocessor=with_trainer")
+    assert (moved.status, moved.error.count("\n")) == (2, 1)
+    assert "launch.preprocessor process" in moved.error, "where the streams lie can't change"
 
 
 def test_a_stopped_preprocessor_is_noticed_by_the_watchdog(tmp_path: Path) -> None:
@@ -159,14 +169,6 @@ def test_rounds_are_exact_with_servers_and_a_preprocessor(tmp_path: Path) -> Non
     settings = {"schedule__kind": "conventional", "schedule__steps_per_round": 2, "trainer__steps": 4}
     counts = run_to_its_end(tmp_path / "r", **PREPROCESSOR, **SERVERS, **settings)
     assert counts["rollouts_started"] == counts["rollouts_trained"] == 4 * 16
-
-
-def test_where_the_streams_lie_can_not_change(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    run_to_its_end(run_dir, trainer__steps=1)
-    ended = command("train", "--resume", str(run_dir), "--trainer.steps=2", "--launch.preprocessor=process")
-    assert (ended.status, ended.error.count("\n")) == (2, 1)
-    assert "launch.preprocessor with_trainer" in ended.error
 
 
 def test_servers_that_do_not_start_are_one_clear_error(tmp_path: Path) -> None:

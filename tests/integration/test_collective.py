@@ -2,134 +2,76 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
 from pipelinerl.weights.collective_control import listen
+from tests.integration import collective_parts
+from tests.integration.collective_parts import LAST, Doom
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-LAST, AT = 6, 2
+AT = 2
 ENDS_WITHIN_S = 120
 
-COMMON = """
-import json, os, signal, socket, sys, time
-import torch
-from pipelinerl.errors import WeightUpdateError
-from pipelinerl.models.state import checksum
-from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.collective import CollectiveWeightReceiver, CollectiveWeightSender
-from pipelinerl.weights.collective_group import Group
 
-def weights_of(version):
-    # 32 MB: more than the sockets between two processes hold.
-    big = torch.full((2000, 4000), float(version))
-    return {"embed": big, "half": torch.full((9, 3), version, dtype=torch.bfloat16), "head": big,
-            "scale": torch.tensor(version), "none": torch.zeros(0), "flags": torch.full((7,), version % 2, dtype=torch.bool)}
+class Part:
+    """A process, forked from one that has imported all that it needs, and its last words."""
 
-end, when, at, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-whole = Group.broadcast
-broadcasts = 0
+    def __init__(self, work: Callable[..., None], doom: Doom | None, *others: object) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([collective_parts.__name__])
+        self._words: Connection
+        self._words, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=work, args=(doom, theirs, *others))
+        self._process.start()
+        theirs.close()
 
-def partly(self, flat, bucket_bytes, check):
-    global broadcasts
-    broadcasts += 1
-    if when == "middle" and broadcasts == at + 1:
-        whole(self, flat[: 3 * bucket_bytes], bucket_bytes, check)
-        os.kill(os.getpid(), signal.Signals[end])
-    whole(self, flat, bucket_bytes, check)
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
 
-Group.broadcast = partly
-"""
+    def last_words(self) -> dict[str, Any]:
+        """It must end by itself, in good order, within the bound."""
+        assert self._words.poll(ENDS_WITHIN_S)
+        words: dict[str, Any] = self._words.recv()
+        self._process.join(ENDS_WITHIN_S)
+        assert self._process.exitcode == 0
+        return words
 
-TRAINER = (
-    COMMON
-    + """
-sender = CollectiveWeightSender(socket.socket(fileno=int(sys.argv[5])), 3, timeout_s=30, stall_s=3, bucket_bytes=1 << 20)
-versions, error = [], None
-try:
-    for version in range(last + 1):
-        sender.send(version, weights_of(version))
-        versions += [one.version for one in sender.receipts()]
-    while sender.unanswered():
-        time.sleep(0.01)
-        versions += [one.version for one in sender.receipts()]
-    versions += [one.version for one in sender.receipts()]
-    sender.close()
-except WeightUpdateError as caught:
-    error = str(caught)  # And it ends without closing anything, as the worst of owners would.
-print(json.dumps({"versions": versions, "error": error}))
-"""
-)
-
-# An engine holds a copy of the weights it took last; at the end it says whether they are exactly those of one version.
-ENGINE = (
-    COMMON
-    + """
-port, index = int(sys.argv[5]), int(sys.argv[6])
-receiver = CollectiveWeightReceiver("127.0.0.1", port, index, engine=f"engine-{index}", receivers=3)
-held, version, error = None, -1, None
-try:
-    while version < last:
-        if receiver.offered() is None:
-            time.sleep(0.001)
-            continue
-        update = receiver.poll()
-        assert update.version == version + 1
-        assert update.tensors["embed"].data_ptr() == update.tensors["head"].data_ptr()
-        held = {name: tensor.clone() for name, tensor in update.tensors.items()}
-        version = update.version
-        receiver.acknowledge(UpdateReceipt(engine=f"engine-{index}", version=version, checksum=checksum(held), pause_s=0.0,
-            sequences_in_flight=0))
-        if when == "between" and version == at:
-            os.kill(os.getpid(), signal.Signals[end])
-except WeightUpdateError as caught:
-    error = str(caught)
-exact = held is None or checksum(held) == checksum(weights_of(version))
-print(json.dumps({"version": version, "exact": exact, "error": error}))
-if error is None:
-    receiver.close()
-"""
-)
-
-Processes = list["subprocess.Popen[str]"]
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._words.close()
 
 
 class Run:
     """The four processes; whatever is left of them at the end of the test is killed."""
 
     def __init__(self) -> None:
-        self.processes: Processes = []
+        self.parts: list[Part] = []
 
-    def start(self, *, who: str = "nobody", end: str = "SIGKILL", when: str = "between") -> Processes:
-        """The trainer, then the engines. `who` ends itself by the signal `end`: when it has taken version 2, `between` two
-        updates, or in the `middle` of the broadcast of version 2."""
+    def start(self, *, who: str = "nobody", end: str = "SIGKILL", when: str = "between") -> list[Part]:
+        """The trainer, then the engines. `who` ends itself, as `Doom` says, at version 2."""
+
+        def doom(name: str) -> Doom | None:
+            return Doom(signal.Signals[end], when, AT) if who == name else None
+
         with listen() as listener:
-            fd, port = listener.fileno(), listener.getsockname()[1]
-            self._start("trainer", TRAINER, who, end, when, fd, pass_fds=[fd])
+            port = listener.getsockname()[1]
+            self.parts.append(Part(collective_parts.trainer, doom("trainer"), listener))
         for index in range(3):
-            self._start(f"engine-{index}", ENGINE, who, end, when, port, index)
-        return self.processes
-
-    def _start(
-        self, name: str, code: str, who: str, end: str, when: str, *others: int, pass_fds: Sequence[int] = ()
-    ) -> None:
-        arguments = [end, when if who == name else "never", AT, LAST, *others]
-        command = [sys.executable, "-c", code, *map(str, arguments)]
-        process = subprocess.Popen(command, pass_fds=pass_fds, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        self.processes.append(process)
+            self.parts.append(Part(collective_parts.engine, doom(f"engine-{index}"), port, index))
+        return self.parts
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
+        for part in self.parts:
+            part.kill()
 
 
 @pytest.fixture
@@ -139,19 +81,11 @@ def run() -> Iterator[Run]:
     run.close()
 
 
-def last_words(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it printed last. It must end by itself, in good order, within the bound."""
-    output, _ = process.communicate(timeout=ENDS_WITHIN_S)
-    assert process.returncode == 0
-    words: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return words
-
-
 def test_three_engines_get_every_version_exactly(run: Run) -> None:
     trainer, *engines = run.start()
     for engine in engines:
-        assert last_words(engine) == {"version": LAST, "exact": True, "error": None}
-    words = last_words(trainer)
+        assert engine.last_words() == {"version": LAST, "exact": True, "error": None}
+    words = trainer.last_words()
     assert words["error"] is None
     assert sorted(words["versions"]) == sorted(list(range(LAST + 1)) * 3)
 
@@ -167,13 +101,13 @@ def test_three_engines_get_every_version_exactly(run: Run) -> None:
 )
 def test_an_engine_that_dies_or_stops_is_named_and_nobody_hangs(run: Run, end: str, when: str, complaint: str) -> None:
     trainer, victim, *others = run.start(who="engine-0", end=end, when=when)
-    assert complaint in last_words(trainer)["error"]
+    assert complaint in trainer.last_words()["error"]
     for engine in others:
-        words = last_words(engine)
+        words = engine.last_words()
         assert complaint in words["error"]
         assert words["exact"]
         assert words["version"] in ((AT,) if when == "between" else (AT - 1, AT))
-    assert (victim.poll() is None) == (end == "SIGSTOP")
+    assert victim.alive == (end == "SIGSTOP")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +120,7 @@ def test_an_engine_that_dies_or_stops_is_named_and_nobody_hangs(run: Run, end: s
 def test_a_trainer_that_dies_or_stops_in_the_middle_is_noticed_by_all(run: Run, end: str, complaint: str) -> None:
     _, *engines = run.start(who="trainer", end=end, when="middle")
     for engine in engines:
-        words = last_words(engine)
+        words = engine.last_words()
         assert complaint in words["error"]
         assert words["exact"]
         assert words["version"] == AT - 1

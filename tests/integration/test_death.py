@@ -23,8 +23,8 @@ from tests.integration.runs import (
 )
 
 pytestmark = pytest.mark.slow
-AT_ONCE_S = 10.0
-"""Generous on a busy machine: what is meant is seconds, not a timeout of minutes."""
+AT_ONCE_S = 40.0
+"""Generous on a busy machine: what is meant is seconds, not a timeout: the watchdog's minute, or two for a clean stop."""
 
 
 def start_endless(run_dir: Path, **settings: object) -> tuple[subprocess.Popen[str], dict[str, int]]:
@@ -39,10 +39,10 @@ def start_endless(run_dir: Path, **settings: object) -> tuple[subprocess.Popen[s
     return process, worker_pids(run_dir)
 
 
-def end_of(process: subprocess.Popen[str], within_s: float = AT_ONCE_S) -> Ended:
+def end_of(process: subprocess.Popen[str]) -> Ended:
     begin_s = time.monotonic()
     ended = wait(process)
-    assert time.monotonic() - begin_s < within_s
+    assert time.monotonic() - begin_s < AT_ONCE_S
     assert "Traceback" not in ended.out + ended.error
     return ended
 
@@ -86,14 +86,29 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     assert list((run_dir / "checkpoints").glob("step_*")), "the trainer had time for a checkpoint"
 
 
+STARTS_A_PROCESS = """
+def __init__(self, tokenizer, seed):
+    super().__init__(tokenizer, seed)
+    child = subprocess.Popen(["sleep", "600"])
+    open({path!r}, "w").write(str(child.pid))
+"""
+
+
 @pytest.mark.parametrize("victim", ["generation", "training"])
 def test_a_stopped_worker_is_noticed_by_the_watchdog(victim: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
+    """When the patience with it is over, it is killed, with the processes that its environment started."""
+    run_dir, child = tmp_path / "r", tmp_path / "child"
+    settings = {"launch__watchdog_s": 2}
+    if victim == "generation":
+        body = STARTS_A_PROCESS.format(path=str(child))
+        settings["environment__kind"] = write_environment(tmp_path, body, imports=["import subprocess"])
     with no_leftovers(run_dir) as pids:
-        process, workers = start_endless(run_dir, launch__watchdog_s=2)
+        process, workers = start_endless(run_dir, **settings)
         pids.update(workers)
+        if victim == "generation":
+            pids["child"] = int(child.read_text())
         os.kill(workers[victim], signal.SIGSTOP)
-        ended = end_of(process, within_s=20.0)
+        ended = end_of(process)
     assert ended.status == 3
     assert "launch.watchdog_s is 2" in ended.error
     for stage in ("engine", "actor", "trainer"):
@@ -114,7 +129,7 @@ def test_a_second_ctrl_c_ends_now(tmp_path: Path) -> None:
         time.sleep(0.2)
         assert process.poll() is None, "the first one waits for the checkpoint"
         process.send_signal(signal.SIGINT)
-        ended = end_of(process, within_s=5.0)
+        ended = end_of(process)
     assert ended.status == 130
     assert "training had no time to finish" in ended.error
 
@@ -130,27 +145,7 @@ def test_ctrl_c_while_loading_or_evaluating(tmp_path: Path) -> None:
     process = start_processes(run_dir)  # nothing was trained: the same folder will do
     until(lambda: (status := status_of(run_dir, "actor")) is not None and status.state == "starting", process)
     process.send_signal(signal.SIGINT)
-    assert end_of(process, within_s=5.0).status == 130
-
-
-def test_processes_that_the_environment_started_end_with_a_killed_worker(tmp_path: Path) -> None:
-    """When the patience with a worker is over, its children go with it."""
-    kind = write_environment(
-        tmp_path,
-        f"""
-        def __init__(self, tokenizer, seed):
-            super().__init__(tokenizer, seed)
-            child = subprocess.Popen(["sleep", "600"])
-            open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
-        """,
-        imports=["import subprocess"],
-    )
-    run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process, workers = start_endless(run_dir, launch__watchdog_s=2, environment__kind=kind)
-        pids.update(workers | {"child": int((tmp_path / "child").read_text())})
-        os.kill(workers["generation"], signal.SIGSTOP)
-        assert end_of(process, within_s=20.0).status == 3
+    assert end_of(process).status == 130
 
 
 def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from pipelinerl.metrics.timeline import read_timeline
 from tests.integration.runs import (
+    alive,
     assert_conserved,
     assert_provenance,
     assert_trained_once,
@@ -18,6 +20,7 @@ from tests.integration.runs import (
     flags,
     groups,
     no_leftovers,
+    start,
     start_processes,
     status_of,
     steps,
@@ -39,12 +42,17 @@ def run_to_its_end(run_dir: Path, **settings: Any) -> dict[str, Any]:
     return checked(run_dir)
 
 
-def checked(run_dir: Path) -> dict[str, Any]:
+def assert_whole(run_dir: Path) -> dict[str, Any]:
     counts = summary(run_dir)
-    assert counts["status"] == "finished"
     assert_conserved(counts)
     assert_trained_once(run_dir)
     assert_provenance(run_dir)
+    return counts
+
+
+def checked(run_dir: Path) -> dict[str, Any]:
+    counts = assert_whole(run_dir)
+    assert counts["status"] == "finished"
     indices = [group.index for group in groups(run_dir)]
     assert len(indices) == len(set(indices))
     return counts
@@ -53,9 +61,18 @@ def checked(run_dir: Path) -> dict[str, Any]:
 def start_endless(run_dir: Path, **settings: Any) -> tuple[Any, dict[str, int]]:
     """A run without an end, once it is training; with the process ids of its workers, by stage."""
     process = start_processes(run_dir, **TWO, trainer__steps=100_000, **settings)
-    until(lambda: version_of(run_dir) >= 3, process)
-    found = {stage: status_of(run_dir, stage) for stage in ("actor-0", "actor-1", "trainer")}
-    return process, {stage: status.pid for stage, status in found.items() if status is not None}
+    return process, workers_at(run_dir, process, 3, 2)
+
+
+def workers_at(run_dir: Path, process: subprocess.Popen[str], version: int, processes: int) -> dict[str, int]:
+    """Process ids of a run's workers, by stage, once it has come to that version and all of them have reported."""
+    stages = ("trainer", *(f"actor-{index}" for index in range(processes)))
+
+    def pids() -> list[int]:
+        return [status.pid for stage in stages if (status := status_of(run_dir, stage)) is not None and alive(status.pid)]
+
+    until(lambda: version_of(run_dir) >= version and len(pids()) == len(stages), process)
+    return dict(zip(stages, pids(), strict=True))
 
 
 def version_of(run_dir: Path) -> int:
@@ -101,15 +118,15 @@ def test_async_changes_weights_between_rounds_only(tmp_path: Path) -> None:
             }
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_generation_process_ends_the_run_and_is_named(victim: int, tmp_path: Path) -> None:
+def test_a_killed_generation_process_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """The second of them; the first is killed in `test_death.py`."""
     with no_leftovers(tmp_path / "r") as pids:
         process, workers = start_endless(tmp_path / "r")
         pids.update(workers)
-        os.kill(workers[f"actor-{victim}"], signal.SIGKILL)
+        os.kill(workers["actor-1"], signal.SIGKILL)
         ended = wait(process)
     assert ended.status == 4
-    assert f"the generation-{victim} process (pid {workers[f'actor-{victim}']}) was killed by SIGKILL" in ended.error
+    assert f"the generation-1 process (pid {workers['actor-1']}) was killed by SIGKILL" in ended.error
     assert "Traceback" not in ended.error
 
 
@@ -126,42 +143,30 @@ def test_a_stopped_generation_process_is_noticed_by_the_watchdog(tmp_path: Path)
     assert any("it has not reported" in line for line in said)
 
 
-def test_ctrl_c_then_resume_with_any_number_of_processes(tmp_path: Path) -> None:
-    """The stream is one, whoever writes it: what was handed over is trained on, by whom it was generated does not matter."""
+def test_stopped_in_any_way_it_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
+    """Two generation processes, everything is killed; three, Ctrl-C; one, to its end. Together they are one run.
+
+    The stream is one, whoever writes it: what was handed over is trained on, by whom it was generated does not matter.
+    """
     run_dir = tmp_path / "r"
     with no_leftovers(run_dir) as pids:
-        process, workers = start_endless(run_dir, schedule__max_lag=4)
-        pids.update(workers)
-        process.send_signal(signal.SIGINT)
-        ended = wait(process)
-    assert ended.status == 130
-    assert_conserved(summary(run_dir))
-    version = summary(run_dir)["version"]
-    for processes in (2, 1, 3):
-        version += 3
-        ended = command("train", "--resume", str(run_dir), f"--trainer.steps={version}", f"--engine.processes={processes}")
-        assert ended.status == 0, ended.error
-        counts = summary(run_dir)
-        assert counts["version"] == version
-        assert counts["rollouts_trained"] == version * 16
-        assert counts["lag_max"] <= 4
-        assert_conserved(counts)
-        assert_trained_once(run_dir)
-        assert_provenance(run_dir)
-
-
-def test_everything_is_killed_then_resume(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process, workers = start_endless(run_dir, trainer__checkpoint_every=2)
+        process, workers = start_endless(run_dir, schedule__max_lag=4, trainer__checkpoint_every=2)
         pids.update(workers)
         for pid in (process.pid, *workers.values()):
             os.kill(pid, signal.SIGKILL)
         wait(process)
-    ended = command("train", "--resume", str(run_dir), "--trainer.steps=12")
+    with no_leftovers(run_dir) as pids:
+        process = start("train", "--resume", str(run_dir), "--engine.processes=3")
+        workers = workers_at(run_dir, process, version_of(run_dir) + 2, 3)
+        pids.update(workers)
+        process.send_signal(signal.SIGINT)
+        ended = wait(process)
+    assert ended.status == 130, ended.error
+    assert_whole(run_dir)
+    version = summary(run_dir)["version"] + 3
+    ended = command("train", "--resume", str(run_dir), f"--trainer.steps={version}", "--engine.processes=1")
     assert ended.status == 0, ended.error
-    counts = summary(run_dir)
-    assert counts["rollouts_trained"] == 12 * 16
-    assert_conserved(counts)
-    assert_trained_once(run_dir)
-    assert_provenance(run_dir)
+    counts = assert_whole(run_dir)
+    assert counts["version"] == version
+    assert counts["rollouts_trained"] == version * 16
+    assert counts["lag_max"] <= 4

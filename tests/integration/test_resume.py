@@ -19,6 +19,7 @@ from tests.integration.runs import (
     no_leftovers,
     resume,
     run,
+    start,
     start_processes,
     status_of,
     steps,
@@ -60,11 +61,21 @@ def groups_trained(run_dir: Path, first: int, last: int) -> set[int]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_then_resume(tmp_path: Path) -> None:
+def test_everything_is_killed_then_ctrl_c_then_to_the_end(tmp_path: Path) -> None:
+    """SIGKILL of all processes at once, and the run goes on from its last checkpoint; Ctrl-C, and from where it was."""
     run_dir = tmp_path / "r"
     with no_leftovers(run_dir) as pids:
         process = start_processes(run_dir, **ENDLESS)
-        until(lambda: version_of(run_dir) >= 3, process)
+        until(lambda: version_of(run_dir) >= 5, process)
+        pids.update(worker_pids(run_dir))
+        for pid in (process.pid, *pids.values()):
+            os.kill(pid, signal.SIGKILL)
+        assert wait(process).status == -signal.SIGKILL
+    killed_at = version_of(run_dir)
+
+    with no_leftovers(run_dir) as pids:
+        process = start("train", "--resume", str(run_dir))
+        until(lambda: version_of(run_dir) >= killed_at + 2, process)
         pids.update(worker_pids(run_dir))
         process.send_signal(signal.SIGINT)
         ended = wait(process)
@@ -82,22 +93,6 @@ def test_ctrl_c_then_resume(tmp_path: Path) -> None:
     assert_gone_on(run_dir, version + 3)
     # With B a multiple of K and nothing dropped, groups are whole: none was trained on in both sessions.
     assert not groups_trained(run_dir, 1, version) & groups_trained(run_dir, version + 1, version + 3)
-
-
-@pytest.mark.slow
-def test_everything_is_killed_then_resume(tmp_path: Path) -> None:
-    """SIGKILL of all processes at once: the run goes on from its last checkpoint."""
-    run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process = start_processes(run_dir, **ENDLESS)
-        until(lambda: version_of(run_dir) >= 5, process)
-        pids.update(worker_pids(run_dir))
-        for pid in (process.pid, *pids.values()):
-            os.kill(pid, signal.SIGKILL)
-        assert wait(process).status == -signal.SIGKILL
-    ended = command("train", "--resume", str(run_dir), "--trainer.steps=12")
-    assert ended.status == 0, ended.error
-    assert_gone_on(run_dir, 12)
 
 
 def test_the_next_step_after_a_resume_is_the_same(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from pipelinerl.errors import RequestError, WeightUpdateError
-from pipelinerl.remote.adapter import SavedWeights, TokenListener
+from pipelinerl.remote.adapter import BroadcastWeights, TokenListener, WeightOffer
 from pipelinerl.remote.errors import ServerUnreachableError
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
-from pipelinerl.wire import ServerInfo
+from pipelinerl.wire import ProcessGroupRequest, ServerInfo
 
 VOCABULARY = 50
 
@@ -48,7 +48,9 @@ class FakeServer:
         self.calls: list[GenerationRequest] = []
         self.made: dict[str, Completion] = {}
         self.cancelled: list[str] = []
-        self.updates: list[SavedWeights] = []
+        self.updates: list[WeightOffer] = []
+        self.joined: ProcessGroupRequest | None = None
+        self.join_problem: Exception | None = None
         self.running = self.most_running = 0
         self.closed = False
 
@@ -56,6 +58,7 @@ class FakeServer:
         """Another process at the same address: it has forgotten everything."""
         self.instance += 1
         self.version, self.checksum = 0, "start"
+        self.joined = None
         self.made.clear()
 
     def refuse(self) -> None:
@@ -104,13 +107,22 @@ class FakeServer:
     async def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
-    async def update_weights(self, update: SavedWeights) -> UpdateReceipt:
+    async def join_broadcast(self, group: ProcessGroupRequest) -> None:
+        await asyncio.sleep(0)
+        if self.join_problem is not None:
+            raise self.join_problem
+        self.joined = group
+
+    async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
         await asyncio.sleep(0)
         if self.problem is not None:
             raise self.problem
         if self.update_problem is not None:
             raise self.update_problem
-        if not update.path.is_file():
+        if isinstance(update, BroadcastWeights):
+            if self.joined is None:
+                raise WeightUpdateError("no process group to receive from")
+        elif not update.path.is_file():
             raise WeightUpdateError(f"{update.path} is not there")
         self.updates.append(update)
         self.version, self.checksum = update.version, update.checksum
@@ -130,4 +142,5 @@ class RefusingServer(FakeServer):
     """Finds something wrong with every request."""
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+        self.calls.append(request)
         raise RequestError(f"request {request.id} is wrong")

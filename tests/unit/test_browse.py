@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from pipelinerl.browse.evaluations import RunEvaluations
 from pipelinerl.browse.export import export
 from pipelinerl.browse.keys import decode
 from pipelinerl.browse.lines import Lines
@@ -104,6 +105,100 @@ def test_after_a_resume_the_last_line_of_a_group_and_of_a_step_counts(tmp_path: 
     assert run.trained(1, "g0.a0") is None
     assert run.trained(1, "g7.a0") == Trained(1, 0, 0)
     assert not +run.steps.dropped
+
+
+def test_which_rollouts_the_trainer_left_out_is_known_if_it_said_so(tmp_path: Path) -> None:
+    steps = [step(1, ("g0.a0", 0, 0), stale=[4]) | {"dropped_ids": {"stale": ["g0.a1"]}}, step(2, stale=[3])]
+    folder = run_directory(tmp_path, steps=steps)
+    run = opened(folder)
+    assert [run.left_out(0, name) for name in ("g0.a0", "g0.a1")] == [None, "stale"]
+    with open(folder / "rollouts" / "trained.jsonl", "ab") as file:
+        file.write(lines([step(1, ("g0.a1", 0, 0))]))  # after a resume
+    run.look()
+    assert run.left_out(0, "g0.a1") is None
+    assert run.trained(0, "g0.a1") == Trained(1, 0, 0)
+
+
+# Evaluations
+
+
+def answer(problem: int, reward: float, version: int = 0, **fields: object) -> dict[str, object]:
+    text = f"{problem} is {reward:g}"
+    return {
+        "problem_id": f"h{problem}",
+        "reward": reward,
+        "prompt": f"what is {problem}?",
+        "completion": text,
+        "token_ids": list(text.encode()),
+        "weight_versions": [{"version": version, "start": 0, "end": len(text)}],
+        "length": len(text),
+        "finish_reason": "stop",
+        **fields,
+    }
+
+
+def evaluated_run(folder: Path) -> Path:
+    """Three evaluations of two problems; the last of them failed once."""
+    run = run_directory(folder)
+    lost = {"problem_id": "h2", "reward": 0.0, "failure": "timeout: it took too long"}
+    for name, records in {
+        "after": [answer(1, 1.0, 30), lost],
+        "v4": [answer(1, 0.5, 4, metrics={"boxed": 1.0}), answer(2, 0.25, 5)],
+        "v20": [answer(1, 1.0, 20), answer(2, 1.0, 20)],
+        "before": [answer(1, 0.0), answer(2, 0.0)],
+        "mine": [{}],
+    }.items():
+        (run / "rollouts" / f"evaluation-{name}.jsonl").write_bytes(lines(records))
+    return run
+
+
+def test_evaluations_are_a_group_for_each_problem_and_an_attempt_for_each_time(tmp_path: Path) -> None:
+    run = RunEvaluations(evaluated_run(tmp_path))
+    while run.look():
+        pass
+    first, second = (run.summary(place) for place in range(len(run)))
+    assert isinstance(first, Attempts)
+    assert isinstance(second, Attempts)
+    assert [(one.label, one.reward, one.versions) for one in first.rollouts] == [
+        ("before", 0.0, [0]),
+        ("v4", 0.5, [4]),
+        ("v20", 1.0, [20]),
+        ("after", 1.0, [30]),
+    ]
+    assert first.title == 'h1 {"prompt":"what is 1?"}'
+    assert ([one.label for one in second.rollouts], second.dropped, second.started) == (
+        ["before", "v4", "v20"],
+        {"timeout": 1},
+        4,
+    )
+    whole = run.group(0)
+    assert not isinstance(whole, Damaged)
+    assert whole.rollouts[1].metrics == {"boxed": 1.0}
+    assert whole.rollouts[1].turns[0].text == "1 is 0.5"
+    (hit,) = [line for line in plain_table(run, parse("version=5"), pytest.fail) if "h2" in line]
+    assert hit.endswith("dropped: timeout 1  h2 v4\n")
+
+
+def test_an_evaluation_that_comes_later_and_a_damaged_line_are_taken_in(tmp_path: Path) -> None:
+    folder = evaluated_run(tmp_path)
+    run = RunEvaluations(folder)
+    run.look()
+    assert len(run.summary(0).rollouts) == 4
+    (folder / "rollouts" / "evaluation-v24.jsonl").write_bytes(
+        lines([answer(1, 1.0, 24), {"reward": 1}, answer(3, 1.0, 24)])
+    )
+    run.look()
+    assert [one.label for one in run.summary(0).rollouts] == ["before", "v4", "v20", "v24", "after"]
+    assert len(run) == 3
+    assert len(run.damage) == 1
+    assert "evaluation-v24.jsonl, line 2 is damaged" in run.damage[0]
+
+
+def test_a_run_without_evaluations_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no evaluation yet"):
+        RunEvaluations(run_directory(tmp_path / "run"))
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        RunEvaluations(tmp_path)
 
 
 def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
@@ -250,6 +345,7 @@ def test_a_row_for_each_rollout(tmp_path: Path) -> None:
         "step": 1,
         "lag_min": 0,
         "lag_max": 0,
+        "left_out": None,
     }
     assert (rows[2]["finish_reason"], rows[2]["metrics"], rows[4]["step"]) == ("length", '{"guesses":2.0}', None)
 

@@ -16,15 +16,16 @@ from rich.console import Console
 
 from pipelinerl.browse.browser import Browser
 from pipelinerl.browse.colours import by_gap, by_logprob, by_version
+from pipelinerl.browse.evaluations import RunEvaluations
 from pipelinerl.browse.keys import Keyboard
 from pipelinerl.browse.pages import RolloutPages
-from pipelinerl.browse.records import RunRollouts
+from pipelinerl.browse.records import Browsed, RunRollouts
 from pipelinerl.browse.tokens import TokenText
 from pipelinerl.cli.browse import add_to
 from pipelinerl.cli.parser import Commands
 from pipelinerl.errors import UserError
 from pipelinerl.types import Rollout
-from tests.unit.browse_parts import Bytes, group, lines, rollout, run_directory, turn
+from tests.unit.browse_parts import Bytes, group, lines, rollout, run_directory, step, turn
 
 
 class Seat:
@@ -35,11 +36,13 @@ class Seat:
         folder: Path,
         texts: TokenText | None = None,
         gaps: Callable[[Rollout], Sequence[float]] = lambda _rollout: [],
+        *,
         width: int = 120,
         height: int = 24,
+        run: Browsed | None = None,
     ) -> None:
         self.size = (width, height)
-        self.run = RunRollouts(folder)
+        self.run = RunRollouts(folder) if run is None else run
         pages = RolloutPages(self.run, lambda: texts or TokenText(Bytes()), gaps)
         self.browser = Browser(self.run, "a run", pages)
         self.look()
@@ -289,3 +292,41 @@ def test_the_command_prints_a_table_without_a_terminal(folder: Path, capsys: pyt
     assert "can't read" in said.err  # there is no config.yaml, so no tokenizer
     with pytest.raises(UserError, match="knows no flag"):
         command(str(folder), "--trainer.steps", "3")
+
+
+def test_evaluations_are_looked_at_in_the_same_screens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_directory(tmp_path)
+    for name, reward, version in (("before", 0.0, 0), ("v20", 1.0, 20)):
+        text = f"answer {reward:g}"
+        answer = {
+            "problem_id": "sum/held-out/1",
+            "reward": reward,
+            "prompt": "2+3=",
+            "completion": text,
+            "token_ids": list(text.encode()),
+            "weight_versions": [{"version": version, "start": 0, "end": len(text)}],
+            "metrics": {"boxed": 1.0},
+        }
+        (folder / "rollouts" / f"evaluation-{name}.jsonl").write_bytes(lines([answer]))
+    seat = Seat(folder, run=RunEvaluations(folder))
+    assert "1 held-out problems · evaluations: before, v20" in seat.look()
+    side_by_side = seat.press("enter")
+    assert 'sum/held-out/1 {"prompt":"2+3="}' in side_by_side
+    assert "before  reward 0" in side_by_side
+    assert "v20  reward 1" in side_by_side
+    tokens = seat.press("right", "enter")
+    assert "boxed 1" in tokens
+    assert "v20: 0-7" in tokens
+    assert "answer 1" in tokens
+    assert "log-probs are not recorded" in seat.press("c")
+    assert command(str(folder), "--evaluations", "--find", "version=20") == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("sum/held-out/1 v20")
+    with pytest.raises(UserError, match=r"evaluation-\*\.jsonl"):
+        command(str(folder), "--evaluations", "--export", str(folder / "x.jsonl"))
+
+
+def test_the_screen_of_a_rollout_says_why_the_trainer_left_it_out(tmp_path: Path) -> None:
+    steps = [step(1, ("g0.a0", 0, 0), stale=[4]) | {"dropped_ids": {"stale": ["g0.a1"]}}]
+    seat = Seat(run_directory(tmp_path, steps=steps))
+    assert "left out by the trainer" not in seat.press("enter", "enter")
+    assert "left out by the trainer: stale" in seat.press("right")

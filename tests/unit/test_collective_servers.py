@@ -1,4 +1,4 @@
-"""A broadcast to engine servers: they receive, a coordinator without weights says when they take them, and answers for all."""
+"""A broadcast to engine servers: they receive, and a coordinator without weights says when they take it, and answers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_coordinators_word_counts(rig: Rig, coordinate: Any) -> None:
     coordinator.poll()
     coordinator.acknowledge(receipt(0, "f" * 32, engine="engine"))
     with pytest.raises(WeightUpdateError, match=r"'engine' says it took weights of version 0, but holds others: .* f{32}"):
-        eventually(lambda: sender.receipts())
+        eventually(sender.receipts)
 
 
 def test_the_last_update_is_offered_though_the_sender_has_closed(rig: Rig, coordinate: Any) -> None:

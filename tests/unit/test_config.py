@@ -294,6 +294,7 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         (ROUNDS + "trainer: {ess_threshold: 0.5}", "trainer.ess_threshold", "set it to 0"),
         ("trainer: {ess_threshold: 1.0}", "trainer.ess_threshold", "below 1"),
         ("trainer: {kl_coefficient: 0.1}", "preprocess.zero_advantage", "set it to keep"),
+        ("evaluation: {every: 10}", "evaluation.every", "set evaluation.problems"),
         ("trainer: {betas: [0.9, 1.0]}", "trainer.betas", "below 1"),
         ("engine: {device: gpu}", "engine.device", "set it to cpu, cuda, cuda:N or mps"),
         ("trainer: {device: 'cuda:x'}", "trainer.device", "cuda:N"),
@@ -305,6 +306,11 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("engine: {api_key_env: KEY}", "engine.api_key_env", "set engine.kind to http or vllm"),
         ("engine: {kind: http, api_key_env: KEY}", "engine.api_key_env", "set engine.urls"),
         ("engine: {kind: http, weights_dir: /srv}", "engine.weights_dir", "set engine.urls"),
+        (
+            "engine: {kind: http, urls: ['http://a:1'], weights_dir: /srv}\nweights: {kind: collective}",
+            "engine.weights_dir",
+            "remove one of the two",
+        ),
         ("engine: {kind: http, urls: ['http://a:1'], servers: 2}", "engine.servers", "set it to 1"),
         ("engine: {kind: http, urls: ['a:1']}", "engine.urls", "http://HOST:PORT"),
         ("engine: {kind: http, urls: ['http://a:1/v1']}", "engine.urls", "http://HOST:PORT"),
@@ -389,10 +395,16 @@ json_values = st.recursive(
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-def from_schema(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+def from_schema(schema: dict[str, Any], shared: dict[str, Any] | None = None) -> st.SearchStrategy[Any]:
     """Values of a JSON schema, so that ranges are drawn by other code than the one that reads them."""
+    shared = schema.get("$defs", shared or {})
+    if "$ref" in schema:
+        return from_schema(shared[schema["$ref"].removeprefix("#/$defs/")], shared)
     if "anyOf" in schema:
-        return st.one_of([from_schema(option) for option in schema["anyOf"]])
+        return st.one_of([from_schema(option, shared) for option in schema["anyOf"]])
+    if "properties" in schema:
+        inner = {name: from_schema(option, shared) for name, option in schema["properties"].items()}
+        return st.fixed_dictionaries({}, optional=inner)
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     low = schema.get("exclusiveMinimum", schema.get("minimum"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
@@ -73,6 +74,38 @@ def test_the_numbers_that_are_drawn() -> None:
         Mark("held out, before training", 1.0, 0.2, 0.1),
         Mark("held out, after training", 8.0, 0.9, 0.0),
     ]
+
+
+def test_online_evaluations_lie_at_the_versions_that_answered() -> None:
+    online = EvaluationRecord(
+        when="online",
+        version=1,
+        time_s=5.0,
+        problems=9,
+        reward_mean=0.4,
+        version_min=1,
+        version_max=3,
+        version_mean=1.5,
+    )
+    curves = prepare(STEPS, [EVALUATIONS[0], online, *EVALUATIONS[1:]])
+    assert [(one.version, one.oldest, one.newest, one.reward) for one in curves.held_out] == [
+        (0, 0, 0, 0.2),
+        (1.5, 1, 3, 0.4),
+        (3, 3, 3, 0.9),
+    ]
+    assert [one.time_s for one in curves.online] == [5.0]
+    assert len(curves.evaluations) == 2
+
+
+def test_environments_are_those_with_a_reward_among_the_metrics() -> None:
+    def with_metrics(*metrics: dict[str, float]) -> list[StepRecord]:
+        return [msgspec.structs.replace(step, metrics=found) for step, found in zip(STEPS, metrics, strict=True)]
+
+    curves = prepare(with_metrics({"a/reward": 0.5, "a/boxed": 1.0}, {"b/reward": 0.25}, {}), [])
+    assert list(curves.by_environment) == ["a", "b"]
+    assert curves.by_environment["a"][0] == 0.5
+    assert is_nan(curves.by_environment["b"]) == [True, False, True]
+    assert prepare(with_metrics({"a/reward": 0.5}, {"guesses": 2.0}, {}), []).by_environment == {}
 
 
 def test_a_png_is_drawn(tmp_path: Path) -> None:

@@ -168,6 +168,18 @@ def made(number: int, attempt: int, reward: float, finish: str = "stop") -> Atte
     return msgspec.structs.replace(record, finish_reason=finish)
 
 
+def test_what_the_environment_measures_is_averaged_over_the_attempts_that_have_it() -> None:
+    found = [{"boxed": 1.0}, {"boxed": 0.0, "rare": 7.0}, {}]
+    records = [msgspec.structs.replace(made(0, k, 1.0), metrics=metrics) for k, metrics in enumerate(found)]
+    failed = msgspec.structs.replace(made(1, 0, 0.0), failure="raised: x")
+    result = tally_of([*records, failed]).result(TARGET, None, None)
+    assert (result.metrics, result.metric_counts) == ({"boxed": 0.5, "rare": 7.0}, {"boxed": 2, "rare": 1})
+    other = tally_of(records[:1]).result(TARGET._replace(name="other"), None, None)
+    table = evaluation_table(EvaluationSummary(status="finished", settings=SETTINGS, models=(result, other)))
+    (rare,) = [line.split() for line in table.splitlines() if "rare" in line]
+    assert [cell for cell in rare if cell != "│"] == ["rare", "7", "-"]
+
+
 def test_a_problem_with_attempts_missing_is_left_out_of_the_estimates() -> None:
     tally = tally_of([made(0, k, 1.0) for k in range(4)] + [made(1, k, 0.0, "length") for k in range(3)])
     result = tally.result(TARGET, None, None)

@@ -8,17 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.config import EngineConfig, LaunchConfig, RunConfig, ScheduleConfig, StreamConfig, TrainerConfig
+from pipelinerl.config import EngineConfig, LaunchConfig, RunConfig, ScheduleConfig, StreamConfig
 from pipelinerl.config.schema import WeightsConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError, StalledError, UserError
-from pipelinerl.launch.engines import _api_key, _started
+from pipelinerl.launch import weights
+from pipelinerl.launch.engines import _api_key, _refuse_newer, _started
 from pipelinerl.launch.processes import Processes
 from pipelinerl.launch.resources import Threads, generation_threads, plan_threads, trainer_goes_first
 from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.streams import FileStore, RedisStore, stream_store
-from pipelinerl.launch.weights import _between_gpus
 from pipelinerl.schedule import make_schedule
+from pipelinerl.weights.collective_control import listen
 
 LOCAL = RunConfig()
 TWO_SERVERS = RunConfig(engine=EngineConfig(kind="http", servers=2), launch=LaunchConfig(preprocessor="process"))
@@ -59,20 +60,50 @@ def test_servers_yield_to_the_trainer_only_where_they_share_its_cores() -> None:
     assert not trainer_goes_first(ATTACHED, schedule, 1)
 
 
+COLLECTIVE = WeightsConfig(kind="collective")
+
+
 @pytest.mark.parametrize(
-    ("trainer", "engine", "nccl"),
+    ("config", "receivers", "servers_receive"),
     [
-        ("cuda:0", EngineConfig(device="cuda:1"), True),
-        ("cuda:0", EngineConfig(device="cuda:0"), False),
-        ("cuda:0", EngineConfig(device="cuda"), False),
-        ("cpu", EngineConfig(device="cuda:1"), False),
-        ("cuda:0", EngineConfig(device="cuda:1", processes=2), False),
-        ("cuda:0", EngineConfig(kind="http", device="cuda:1"), False),
+        (RunConfig(weights=COLLECTIVE, engine=EngineConfig(processes=3)), 3, False),
+        (msgspec.structs.replace(TWO_SERVERS, weights=COLLECTIVE), 2, True),
+        (msgspec.structs.replace(ATTACHED, weights=COLLECTIVE), 3, True),
+        (TWO_SERVERS, 2, False),
     ],
 )
-def test_nccl_is_for_a_gpu_at_each_end(trainer: str, engine: EngineConfig, nccl: bool) -> None:
-    weights = WeightsConfig(kind="collective")
-    assert _between_gpus(RunConfig(trainer=TrainerConfig(device=trainer), engine=engine, weights=weights)) is nccl
+def test_who_receives_a_broadcast(config: RunConfig, receivers: int, servers_receive: bool) -> None:
+    assert weights._receivers(config) == receivers
+    with listen() as listening:
+        address = weights.sender_address(config, listening.fileno())
+        assert address == (listening.getsockname() if servers_receive else None)
+
+
+def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def host(*urls: str) -> str:
+        return weights._host(RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", urls=urls)))
+
+    assert host() == host("http://127.0.0.1:8000", "http://localhost:8001") == "127.0.0.1"
+    with pytest.raises(UserError, match=r"^engine.urls: there is no way to http://no-such-host.invalid:8000"):
+        host("http://no-such-host.invalid:8000")
+    ways = {"http://127.0.0.1:8000": "127.0.0.1", "http://far:8000": "10.0.0.5"}
+    monkeypatch.setattr(weights, "_way_to", ways.__getitem__)
+    assert host(*ways) == "10.0.0.5"
+
+
+def test_a_broadcast_reaches_so_many_engines_and_no_more() -> None:
+    config = RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", servers=65))
+    with pytest.raises(UserError, match=r"^weights\.kind: 65 engine servers.* to 64; set it to shared$"):
+        weights.make_channel(config)
+
+
+def test_servers_with_weights_of_another_run_are_refused() -> None:
+    _refuse_newer(3, 3)
+    with pytest.raises(
+        UserError, match=r"version 4, of another run .* begins with version 3; start the servers again$"
+    ) as one:
+        _refuse_newer(4, 3)
+    assert "\n" not in str(one.value)
 
 
 def test_where_streams_lie(tmp_path: Path) -> None:

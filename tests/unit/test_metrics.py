@@ -22,6 +22,7 @@ from pipelinerl.metrics.records import (
     EngineRecord,
     EvaluationRecord,
     StepRecord,
+    mean_metrics,
     quantile,
     read_records,
 )
@@ -112,6 +113,56 @@ def test_an_evaluation_after_is_repeated_by_a_longer_run_and_the_one_before_stay
         sink.write(record)
     records = read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)
     assert [(r.when, r.version) for r in records] == [("before", 0), ("after", 5), ("after", 9)]
+
+
+def test_online_evaluations_of_an_abandoned_past_are_replaced_even_if_they_only_reached_into_it(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    spans = [(20, 24), (40, 46), (60, 66), (45, 48), (60, 61)]  # a resume from version 45, where that of 40 is caught up
+    for version, newest in spans:
+        sink.write(msgspec.structs.replace(evaluation("online", version), version_max=newest))
+    records = read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)
+    assert [(r.version, r.version_max) for r in records] == [(20, 24), (45, 48), (60, 61)]
+
+
+def test_metrics_are_averaged_over_those_rollouts_that_have_them() -> None:
+    found = mean_metrics([{"b": 1.0}, {"a": 0.25, "b": 0.0}, {}, {"b": 0.5}])
+    assert found.means == {"a": 0.25, "b": 0.5}
+    assert found.counts == {"a": 1, "b": 3}
+    assert list(found.means) == ["a", "b"]
+    assert mean_metrics([{"huge": 1e308, "fine": 1.0}] * 2) == ({"fine": 1.0}, {"fine": 2})
+    assert mean_metrics([]) == ({}, {})
+
+
+def test_an_online_evaluation_says_which_weights_answered() -> None:
+    record = EvaluationRecord.of(
+        [1.0, 0.0],
+        [30],
+        when="online",
+        version=4,
+        time_s=9.0,
+        tokens_by_version={4: 10, 6: 30},
+        failed={"timeout": 1},
+        skipped=2,
+        metrics=[{"words/reward": 1.0}],
+    )
+    assert (record.version, record.version_min, record.version_max, record.version_mean) == (4, 4, 6, 5.5)
+    assert (record.failed, record.skipped, record.metric_counts) == ({"timeout": 1}, 2, {"words/reward": 1})
+    numbers = record.numbers()
+    assert (numbers["evaluation/metrics/words/reward"], numbers["evaluation/failed/timeout"]) == (1.0, 1)
+    assert not any("version" in name for name in numbers), "that is the axis"
+
+
+def test_records_of_versions_without_metrics_are_read(tmp_path: Path) -> None:
+    (tmp_path / EVALUATIONS_FILE).write_text('{"when":"before","version":0,"time_s":1.0,"problems":4}\n')
+    (tmp_path / METRICS_FILE).write_text('{"version":1,"time_s":1.0,"samples":8}\n')
+    assert read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)[0].newest_version == 0
+    assert read_records(tmp_path / METRICS_FILE, StepRecord)[0].metrics == {}
+
+
+def test_what_goes_to_the_board_has_a_bound_and_charts_have_all() -> None:
+    record = step(2, reward_mean=0.5, metrics={f"m{n}": 1.0 for n in range(5000)}, metric_counts={"m0": 3})
+    assert set(record.headline()) == set(step(2, reward_mean=0.5).numbers())
+    assert (record.numbers()["metrics/m7"], record.numbers()["metric_counts/m0"]) == (1.0, 3)
 
 
 def test_numbers_are_flat_and_finite() -> None:

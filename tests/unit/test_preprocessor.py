@@ -5,13 +5,14 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
-from pipelinerl.preprocess import Preprocessor
+from pipelinerl.preprocess import Prepared, Preprocessor
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Segment, Turn, spans_from_versions
 
@@ -113,6 +114,19 @@ def test_each_rollout_is_dropped_for_one_reason() -> None:
     )
     assert prepared.dropped_by_length == {"empty": (0,), "overlong": (4,), "zero_advantage": (2,)}
     assert prepared.dropped == {"empty": 1, "overlong": 1, "zero_advantage": 1}
+    assert prepared.dropped_ids == {"empty": ("a",), "overlong": ("b",), "zero_advantage": ("c",)}
+
+
+def test_samples_carry_the_metrics_of_their_rollouts_and_older_streams_are_read() -> None:
+    measured = msgspec.structs.replace(rollout("a", 1.0), metrics={"words/reward": 1.0})
+    prepared = Preprocessor(PreprocessConfig()).process(group(measured, rollout("b", 0.0)))
+    assert [sample.metrics for sample in prepared.samples] == [{"words/reward": 1.0}, {}]
+    fields = msgspec.to_builtins(prepared)
+    del fields["dropped_ids"]
+    for sample in fields["samples"]:
+        del sample["metrics"]
+    older = msgspec.json.decode(msgspec.json.encode(fields), type=Prepared)
+    assert [sample.metrics for sample in older.samples] == [{}, {}]
 
 
 def test_a_group_that_lost_all_its_attempts_gives_nothing() -> None:

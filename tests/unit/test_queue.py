@@ -103,6 +103,8 @@ def test_a_token_beyond_the_lag_bound_drops_its_sample() -> None:
     assert ids(queue.take(6, version=3)) == ["1/0", "1/1", "1/2", "2/0", "2/1", "2/2"]
     assert queue.dropped == {"stale": 3}
     assert queue.dropped_lengths() == {"stale": [2, 3, 4]}
+    assert queue.dropped_ids() == {"stale": ["0/0", "0/1", "0/2"]}
+    assert queue.dropped_ids() == {}
     assert queue.dropped_lengths() == {}
 
 
@@ -118,6 +120,7 @@ def test_what_the_preprocessor_drops_is_counted_with_its_length() -> None:
     pull_all(queue)
     assert queue.dropped == {"zero_advantage": 4}
     assert queue.dropped_lengths() == {"zero_advantage": [2, 3, 4, 4]}
+    assert queue.dropped_ids() == {"zero_advantage": ["0/0", "0/1", "0/2", "1/2"]}
     assert queue.outstanding == queue.queued == 2
     assert 0 in {*range(queue.position().ledger.below)}
     assert queue.sampled_length_mean == 3.0, "the mean is over all that came in, dropped or not"

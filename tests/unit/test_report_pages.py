@@ -15,9 +15,18 @@ from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRec
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.report import html
-from pipelinerl.report.figures import DrawnRun, batch_sizes, drawn_run, learning, on_policyness, throughput
+from pipelinerl.report.figures import (
+    DrawnRun,
+    batch_sizes,
+    drawn_run,
+    environments,
+    held_out,
+    learning,
+    on_policyness,
+    throughput,
+)
 from pipelinerl.report.run_records import read_run
-from pipelinerl.report.run_report import labels_of, name_of, report_page
+from pipelinerl.report.run_report import labels_of, metric_rows, name_of, report_page
 from pipelinerl.trainer.provenance import TrainedRecord, TrainedSample
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
 
@@ -243,6 +252,48 @@ def test_an_evaluation_before_training_is_not_training_time(tmp_path: Path) -> N
     run = write_run(tmp_path / "run")
     write_lines(run / "evaluations.jsonl", EvaluationRecord(when="before", version=0, time_s=3.5, problems=4))
     assert read_run(run).begin_s == 3.5
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_online_evaluations_and_environments_have_a_section_and_metrics_a_table(tmp_path: Path) -> None:
+    plain = write_run(tmp_path / "plain")
+    assert not any(title in report_page([plain]) for title in ("Held-out reward", "By environment", "Metrics of the"))
+    run = write_run(tmp_path / "run")
+    metrics = [{"<a>/reward": 0.5}, {"b/reward": 0.0, "b/boxed": 1.0}, *[{"b/reward": 1.0}] * 2]
+    changed = [
+        msgspec.structs.replace(step, metrics=found, metric_counts=dict.fromkeys(found, number + 1))
+        for number, (step, found) in enumerate(zip(steps_of(4), metrics, strict=True))
+    ]
+    (run / "metrics.jsonl").unlink()
+    write_lines(run / "metrics.jsonl", *changed)
+    records = [
+        EvaluationRecord(when=when, version=version, time_s=4.0, problems=4, reward_mean=0.5, metrics={"b/reward": reward})
+        for when, version, reward in (("before", 0, 0.25), ("online", 2, 0.5), ("after", 4, 0.75))
+    ]
+    write_lines(run / "evaluations.jsonl", *records)
+    page = report_page([run, plain])
+    for text in ("Held-out reward", "By environment", "Metrics of the rollouts", "&lt;a&gt;/reward"):
+        assert text in page
+    assert metric_rows(changed, records) == [
+        ["<a>/reward", "0.5", "-", "-", "-"],
+        ["b/reward", "-", "1", "0.25", "0.75"],
+    ]
+    assert [row[:3] for row in metric_rows(changed * 4, [])] == [
+        ["<a>/reward", "0.5", "0.5"],
+        ["b/boxed", "1", "1"],
+        ["b/reward", f"{7 / 9:.4g}", f"{7 / 9:.4g}"],
+    ]
+
+
+def test_environments_have_a_panel_each_and_held_out_rewards_are_drawn(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    steps = [msgspec.structs.replace(step, metrics={"a/reward": 1.0, "b/reward": 0.0}) for step in steps_of(12)]
+    online = EvaluationRecord(when="online", version=5, time_s=9.0, problems=2, reward_mean=0.5, version_max=7)
+    drawn = drawn_run(read_run(run)._replace(steps=steps, evaluations=[online]), "one")
+    assert drawn.curves.by_environment["a"] == [1.0] * 12
+    for png in (environments([drawn]), held_out([drawn])):
+        assert png is not None
+        assert png.startswith(b"\x89PNG")
 
 
 def test_batch_sizes_have_a_panel_for_each_label(tmp_path: Path) -> None:

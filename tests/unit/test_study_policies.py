@@ -19,6 +19,7 @@ from pipelinerl.study.switching import Stretch, lagged_policy, mixed_policy
 from pipelinerl.types import GenerationRequest, SamplingParams, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
 
+pytestmark = pytest.mark.usefixtures("one_recording_per_model")
 LAG, LENGTH, TARGET = 4, 22, 4
 SLOTS = 3
 TEMPERATURE = 0.8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from io import StringIO
 from typing import Any
@@ -57,6 +58,10 @@ ALSO = [
     "sampled_length_mean",
     "eval_before_lengths",
     "eval_after_lengths",
+    "eval_before_metrics",
+    "eval_after_metrics",
+    "eval_online",
+    "eval_skipped",
     "eval_reward_before_standard_error",
     "eval_reward_after_standard_error",
     "peak_memory_bytes",
@@ -149,6 +154,29 @@ def test_the_numbers_by_hand() -> None:
     assert summary["rollouts_dropped"] == {"timeout": 3, "error": 1, "stale": 5}
     assert summary["rollouts_queued"] == 15
     assert "conservation_error" not in summary  # 100 = 64 + 9 + 15 + 12
+
+
+def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_and_the_table() -> None:
+    def evaluated(when: Any, version: int, words: float, **fields: Any) -> EvaluationRecord:
+        metrics = {"words/reward": words, "numbers/reward": 0.5, "words/boxed": 1.0}
+        return msgspec.structs.replace(evaluation(when, version, words), metrics=metrics, **fields)
+
+    found = [evaluated("before", 0, 0.1), evaluated("online", 3, 0.2), evaluated("online", 6, 0.3, skipped=2)]
+    summary = summarize(CONFIG, steps(8), [*found, evaluated("after", 8, 0.4)], {}, wall_s=1.0, status="finished")
+    assert [(one["version"], one["reward"]) for one in summary["eval_online"]] == [
+        (3, pytest.approx(0.25)),
+        (6, pytest.approx(0.35)),
+    ]
+    assert summary["eval_skipped"] == 2
+    assert summary["eval_after_metrics"]["words/reward"] == 0.4
+    table = as_text(final_table(summary))
+    assert "evaluations: 2, the last 0.350 (version 6); 2 left out" in table
+    for row in (r"words +│ 0\.100 -> 0\.400", r"numbers +│ 0\.500 -> 0\.500"):
+        assert re.search(row, table), row
+    older = {
+        key: value for key, value in summary.items() if key not in ("eval_online", "eval_skipped", "eval_after_metrics")
+    }
+    assert "while training" not in as_text(final_table(older))
 
 
 @pytest.mark.parametrize(("count", "edge"), [(1, 1), (3, 1), (8, 2), (19, 4), (20, 5), (100, 5)])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,8 +18,11 @@ from torch import nn
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum
 from pipelinerl.remote.weights_file import write_safetensors
-from pipelinerl.vllm.messages import REFUSED, InitInfo
-from pipelinerl.vllm.plugin import FileTransfer, refresh_heads
+from pipelinerl.vllm.messages import REFUSED, FilesInfo
+from pipelinerl.vllm.plugin import WeightTransfer, refresh_heads
+from pipelinerl.weights.collective import CollectiveWeightSender
+from pipelinerl.weights.collective_control import listen
+from pipelinerl.wire import ProcessGroupRequest
 
 
 class Untouchable(nn.Module):
@@ -34,13 +41,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def transfer(tmp_path: Path, checkpoint: Path) -> FileTransfer:
+def transfer(tmp_path: Path, checkpoint: Path) -> WeightTransfer:
     weights = tmp_path / "weights"
     weights.mkdir()
-    backend = FileTransfer()
+    backend = WeightTransfer()
     backend.model = Untouchable()
     backend.model_config = SimpleNamespace(model=str(checkpoint))
-    backend.init_transfer_engine(InitInfo(str(weights)))
+    backend.device = torch.device("cpu")
+    backend.init_transfer_engine(FilesInfo(str(weights)))
     return backend
 
 
@@ -54,14 +62,14 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"path": str(path), "version": 2, "checksum": checksum(tensors)}
 
 
-class Taken(FileTransfer):
+class Taken(WeightTransfer):
     """Keeps what it would load."""
 
     def receive_weights(self, update_info: Any) -> None:
         self.taken = dict(update_info)
 
 
-def test_a_good_file_is_loaded_whole(tmp_path: Path, transfer: FileTransfer) -> None:
+def test_a_good_file_is_loaded_whole(tmp_path: Path, transfer: WeightTransfer) -> None:
     taken = Taken()
     taken.__dict__.update(transfer.__dict__)
     taken.start_weight_update()
@@ -70,7 +78,7 @@ def test_a_good_file_is_loaded_whole(tmp_path: Path, transfer: FileTransfer) -> 
     assert all(torch.equal(tensor, good()[name]) for name, tensor in taken.taken.items())
 
 
-def refusal(transfer: FileTransfer, info: dict[str, Any]) -> str:
+def refusal(transfer: WeightTransfer, info: dict[str, Any]) -> str:
     with pytest.raises(WeightUpdateError) as caught:
         transfer.update_weights(info)
     assert str(caught.value).startswith(REFUSED)
@@ -78,7 +86,7 @@ def refusal(transfer: FileTransfer, info: dict[str, Any]) -> str:
 
 
 def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touched(
-    tmp_path: Path, transfer: FileTransfer
+    tmp_path: Path, transfer: WeightTransfer
 ) -> None:
     path = tmp_path / "weights" / "v2.safetensors"
     info = write(path, good())
@@ -96,17 +104,90 @@ def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touche
     assert "can't be read" in refusal(transfer, info)
 
 
-def test_files_come_from_below_the_named_directory_alone(tmp_path: Path, transfer: FileTransfer) -> None:
+def test_files_come_from_below_the_named_directory_alone(tmp_path: Path, transfer: WeightTransfer) -> None:
     info = write(tmp_path / "outside.safetensors", good())
     link = tmp_path / "weights" / "link.safetensors"
     link.symlink_to(tmp_path / "outside.safetensors")
     for path in (info["path"], str(tmp_path / "weights" / ".." / "outside.safetensors"), str(link)):
         assert "is not below" in refusal(transfer, info | {"path": path})
 
-    fresh = FileTransfer()
+    fresh = WeightTransfer()
     assert "no directory" in refusal(fresh, info)
     with pytest.raises(WeightUpdateError, match="is not a directory"):
-        fresh.init_transfer_engine(InitInfo(str(tmp_path / "nowhere")))
+        fresh.init_transfer_engine(FilesInfo(str(tmp_path / "nowhere")))
+
+
+# ---------------------------------------------------------------------------------------------- by the trainer's broadcast
+
+
+@pytest.fixture
+def joined(transfer: WeightTransfer) -> Iterator[tuple[Taken, CollectiveWeightSender]]:
+    """A backend in the group of a trainer."""
+    taken = Taken()
+    taken.__dict__.update(transfer.__dict__)
+    taken.parallel_config = SimpleNamespace(world_size=1)
+    with closing(CollectiveWeightSender(listen(), 1, timeout_s=10.0)) as sender:
+        taken.init_transfer_engine(taken.parse_init_info(join(sender)))
+        yield taken, sender
+        taken.shutdown()
+
+
+def join(sender: CollectiveWeightSender, **changes: Any) -> dict[str, Any]:
+    group = ProcessGroupRequest(host=sender.host, port=sender.port, index=0, receivers=1, timeout_s=10.0)
+    return msgspec.to_builtins(group) | {"source": "broadcast"} | changes
+
+
+def arrived(taken: WeightTransfer, version: int) -> None:
+    group = taken._group
+    assert group is not None
+    deadline_s = time.monotonic() + 10.0
+    while group.offered() != version:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_what_was_broadcast_is_loaded_whole(joined: tuple[Taken, CollectiveWeightSender]) -> None:
+    taken, sender = joined
+    digest = sender.send(2, good())
+    arrived(taken, 2)
+    taken.start_weight_update()
+    taken.update_weights({"version": 2, "checksum": digest})
+    assert taken.taken.keys() == good().keys()
+    assert all(torch.equal(tensor, good()[name]) for name, tensor in taken.taken.items())
+    assert "version 2 has not been broadcast" in refusal(taken, {"version": 2, "checksum": digest})
+
+
+def test_another_broadcast_than_the_announced_is_refused(joined: tuple[Taken, CollectiveWeightSender]) -> None:
+    taken, sender = joined
+    digest = sender.send(2, good())
+    arrived(taken, 2)
+    assert f"version 2 (checksum {digest}) was broadcast, not 3" in refusal(taken, {"version": 3, "checksum": digest})
+
+
+def test_a_trainer_that_is_gone_is_the_reason(joined: tuple[Taken, CollectiveWeightSender]) -> None:
+    taken, sender = joined
+    connection = sender._peers.all[0].connection
+    assert connection is not None
+    connection.close()  # As the system does for a process that died.
+    assert taken._group is not None
+    while taken._group._link.problem is None:
+        time.sleep(0.001)
+    assert "ended without a word" in refusal(taken, {"version": 2, "checksum": ""})
+
+
+def test_a_broadcast_that_can_not_be_joined_is_refused(transfer: WeightTransfer) -> None:
+    assert "no broadcast was joined" in refusal(transfer, {"version": 2, "checksum": ""})
+    transfer.parallel_config = SimpleNamespace(world_size=1)
+    with closing(CollectiveWeightSender(listen(), 2, timeout_s=10.0)) as sender:
+        for changes, why in (
+            ({"receivers": 3}, "has 2 receivers, not 3"),
+            ({"receivers": 2, "timeout_s": 0.2}, "no group in 0.2 s"),
+        ):
+            with pytest.raises(WeightUpdateError, match=f"^{REFUSED}.*{why}"):
+                transfer.init_transfer_engine(transfer.parse_init_info(join(sender, **changes)))
+        transfer.parallel_config = SimpleNamespace(world_size=2)
+        with pytest.raises(WeightUpdateError, match=r"this vLLM has 2: set weights\.kind to shared"):
+            transfer.init_transfer_engine(transfer.parse_init_info(join(sender)))
 
 
 class ParallelLMHead(nn.Module):

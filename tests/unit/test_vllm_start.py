@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import stat
@@ -134,6 +135,17 @@ def test_the_command_line_asks_for_what_the_client_requires() -> None:
             "VLLM_SERVER_DEV_MODE": "1",
         }.items()
     )
+
+
+def test_a_gpu_is_the_only_one_that_vllm_sees() -> None:
+    gpu = dataclasses.replace(SETTINGS, device="cuda:1")
+    assert "--enforce-eager" in command_line(SETTINGS, 1)
+    assert "--enforce-eager" not in command_line(gpu, 1)
+    assert "CUDA_VISIBLE_DEVICES" not in environment(SETTINGS, {})
+    assert environment(gpu, {})["CUDA_VISIBLE_DEVICES"] == "1"
+    assert environment(gpu, {"CUDA_VISIBLE_DEVICES": "4,7"})["CUDA_VISIBLE_DEVICES"] == "7"
+    with pytest.raises(UserError, match=r"^engine.device: cuda:1 is not among the GPUs of CUDA_VISIBLE_DEVICES=4;"):
+        environment(gpu, {"CUDA_VISIBLE_DEVICES": "4"})
 
 
 def description(**changes: str) -> bytes:

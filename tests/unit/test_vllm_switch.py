@@ -6,12 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.remote.adapter import SavedWeights
+from pipelinerl.remote.adapter import BroadcastWeights, SavedWeights
 from pipelinerl.remote.errors import ServerBusyError, ServerUnreachableError
 from pipelinerl.vllm.switch import RESUME_TRIES, HalfUpdatedError, WeightSwitch
+from pipelinerl.wire import ProcessGroupRequest
 
 UPDATE = SavedWeights(3, "c0ffee", Path("/weights/v3.safetensors"))
 STEPS = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
@@ -55,6 +57,26 @@ def test_the_weights_are_named_between_their_arrival_and_the_next_token() -> Non
     assert vllm.bodies["/finish_weight_update"].weight_version == "3"
     info = vllm.bodies["/update_weights"].update_info
     assert (info.path, info.version, info.checksum) == (str(UPDATE.path), 3, "c0ffee")
+
+
+def test_what_was_broadcast_has_no_path() -> None:
+    vllm = FakeVllm()
+    switch = WeightSwitch(vllm, timeout_s=1.0, update_timeout_s=9.0)
+    asyncio.run(switch.run(BroadcastWeights(3, "c0ffee"), lambda: None))
+    assert vllm.asked == STEPS
+    info = vllm.bodies["/update_weights"].update_info
+    assert (info.path, info.version, info.checksum) == (None, 3, "c0ffee")
+
+
+def test_joining_says_where_and_what_went_wrong() -> None:
+    vllm = FakeVllm(init_weight_transfer_engine=[busy("weights refused: no group in 9 s")])
+    switch = WeightSwitch(vllm, timeout_s=1.0, update_timeout_s=9.0)
+    group = ProcessGroupRequest(host="10.0.0.5", port=7, index=1, receivers=2, timeout_s=9.0, name="http://vllm")
+    with pytest.raises(WeightUpdateError, match=r"http://vllm did not join the trainer's broadcast: .*no group in 9 s"):
+        asyncio.run(switch.join_broadcast(group))
+    asyncio.run(switch.join_broadcast(group))
+    sent = msgspec.to_builtins(vllm.bodies["/init_weight_transfer_engine"])["init_info"]
+    assert sent == {"source": "broadcast", **msgspec.to_builtins(group)}
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,8 @@ def _urls(config: RunConfig) -> Iterator[str]:
         yield "engine.api_key_env: servers that the run starts itself need no key; remove it, or set engine.urls"
     if engine.weights_dir is not None and not engine.urls:
         yield "engine.weights_dir: servers that the run starts itself use shared memory; remove it, or set engine.urls"
+    elif engine.weights_dir is not None and config.weights.kind == "collective":
+        yield "engine.weights_dir: with weights.kind collective no file is written; remove one of the two"
     for url in engine.urls:
         if not re.fullmatch(r"https?://[^/\s]+/?", url):
             yield f"engine.urls: {url!r} is not the address of a server; write http://HOST:PORT"
