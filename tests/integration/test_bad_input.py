@@ -199,6 +199,7 @@ def test_an_environment_that_always_fails(tmp_path: Path, capsys: pytest.Capture
     assert "task.py" in error
 
 
+@pytest.mark.slow
 def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, "async def rollout(self, problem, client):\n    await asyncio.Event().wait()")
     with pytest.raises(StalledError, match=r"the environment: \d+ rollouts run code of their own"):

@@ -108,7 +108,9 @@ def test_samples_without_a_gradient_are_dropped_and_replaced(tmp_path: Path) -> 
     assert [step.samples_skipped for step in steps(tmp_path / "r")] == [0] * 3
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "conventional", "async"])
+@pytest.mark.parametrize(
+    "kind", ["pipeline", pytest.param("conventional", marks=pytest.mark.slow), pytest.param("async", marks=pytest.mark.slow)]
+)
 def test_overlong_completions_are_dropped_and_replaced(kind: str, tmp_path: Path) -> None:
     """Whatever is dropped out of a round, too: more is generated, and the run does not wait for ever."""
     settings = {"preprocess__overlong": "drop", "actor__max_tokens": 12, "trainer__steps": 4, "schedule__kind": kind}

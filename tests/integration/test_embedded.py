@@ -36,7 +36,9 @@ def timeless(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in clocked} for record in records]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "pipeline" else pytest.mark.slow) for name in SCHEDULES]
+)
 def test_the_same_run_file_gives_the_same_run(name: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for run_dir in (first, second):

@@ -109,7 +109,7 @@ def test_the_next_step_after_a_resume_is_the_same(tmp_path: Path) -> None:
     assert_gone_on(tmp_path / "halves", 6)
 
 
-@pytest.mark.parametrize("schedule", ["pipeline", "async"])
+@pytest.mark.parametrize("schedule", ["pipeline", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_resume_with_groups_on_their_way(schedule: str, tmp_path: Path) -> None:
     """Batches that are no multiple of a group: some are half trained on when the run stops."""
     rounds = {} if schedule == "pipeline" else {"schedule__steps_per_round": 2}

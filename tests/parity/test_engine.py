@@ -14,7 +14,12 @@ from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, versions_from_spans
 from tests.parity.models import CONFIGS, VOCABULARY, make_model
 
-pytestmark = pytest.mark.parametrize("family", sorted(CONFIGS))
+QUICK = ("gemma3", "llama", "qwen3")
+"""Families that the fast tests are content with: full and sliding attention, tied embeddings, norms of queries and keys."""
+
+pytestmark = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(CONFIGS)]
+)
 TOLERANCE = 1e-4
 MAX_LENGTH = 128
 

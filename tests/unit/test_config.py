@@ -436,7 +436,7 @@ def configurations(draw: st.DrawFn) -> RunConfig:
     return msgspec.convert(values, RunConfig)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(configurations())
 def test_what_is_printed_loads_back_equal(config: RunConfig) -> None:
     plain, documented = config_to_yaml(config), render(config)

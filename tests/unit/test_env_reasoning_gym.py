@@ -73,14 +73,13 @@ def test_a_task_with_fewer_entries_than_a_chunk_can_be_used():
     assert [environment.problem(index).payload["question"] for index in (0, 300, 499)]
 
 
-def test_an_answer_that_takes_too_long_is_worth_nothing(monkeypatch, sums):
+def test_an_answer_that_takes_too_long_scores_nothing(monkeypatch, sums):
     async def slow(name, *arguments):
         raise TimeoutError(f"{name}: it took longer than 5 s; its process was ended")
 
-    environment = made(**SUMS)
-    monkeypatch.setattr(environment._pool, "call", slow)
-    outcome = rollout(environment, environment.problem(0), "<answer>1</answer>")
-    assert outcome.reward == 0
+    monkeypatch.setattr(sums._pool, "call", slow)
+    outcome = rollout(sums, sums.problem(0), "<answer>1</answer>")
+    assert outcome.reward == 0.1  # for its marks
     assert outcome.metrics["score_failed"] == 1
 
 

@@ -209,8 +209,9 @@ def test_a_call_that_nobody_awaits_any_more_is_ended_and_its_place_is_free(file)
 def test_a_process_that_dies_between_calls_costs_nothing(file):
     pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
     assert asyncio.run(pool.call("act", "count")) == 1
-    os.kill(pool.pids[0], signal.SIGKILL)
-    assert gone_soon(pool.pids[0])
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGKILL)
+    assert gone_soon(pid)
     assert play(pool, ["count"]) == [1]
 
 

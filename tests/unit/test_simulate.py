@@ -227,6 +227,7 @@ def test_conventional_takes_generation_and_training_in_turn(G):
     assert max(active for _, active in predicted.in_progress) == share
 
 
+@pytest.mark.slow
 def test_the_case_study_of_the_paper():
     """N = 128, B = 128, H = 192, I = 44, and G = 134; a small L is quick, and rates and g_max do not depend on it."""
     paper, tau, lengths = roofline(H100), PAPER_TAU, LengthDistribution.uniform(200)

@@ -240,6 +240,7 @@ for n in itertools.count(writer.stats().written):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when_full", ["block", "drop_oldest"])
 def test_a_writer_may_be_killed_at_any_time(lasting: Place, when_full: WhenFull) -> None:
     reader = lasting.reader()

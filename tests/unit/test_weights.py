@@ -376,6 +376,7 @@ def test_what_is_not_a_fresh_shared_file_is_refused(fd: int, tmp_path: Path) -> 
         SharedWeightSender(fd, 0)
 
 
+@pytest.mark.slow
 def test_no_room_is_said_with_numbers(tmp_path: Path) -> None:
     code = """
 import os, resource, sys
@@ -433,6 +434,7 @@ while version < last:
 """
 
 
+@pytest.mark.slow
 def test_two_engines_in_processes_of_their_own_never_see_a_mix(fd: int) -> None:
     last = 100  # exact in bfloat16
     engines = [

@@ -11,8 +11,9 @@ from msgspec import Meta
 
 from pipelinerl.agents.running import AgentThreads
 from pipelinerl.agents.session import Session
+from pipelinerl.environments.arguments import checked
 from pipelinerl.environments.epochs import Epochs
-from pipelinerl.environments.examples import Split, read_examples, split, without
+from pipelinerl.environments.examples import read_split
 from pipelinerl.environments.nested import make_inner, read_inner
 from pipelinerl.environments.user_functions import find_function, finite_number
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
@@ -52,7 +53,7 @@ class Agent:
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises EnvironmentSetupError for a function, data or arguments that can't be used, MissingDependencyError."""
-        _check_types(run=run, threads=threads, template_options=template_options)
+        checked(_Types, run=run, threads=threads, template_options=template_options)
         if (data is None) == (problems is None):
             raise EnvironmentSetupError("environment.args of agent: give either `data` or `problems`")
         self._agent = AgentThreads(find_function(run, allow_async=True), run, threads)
@@ -107,7 +108,7 @@ class _Examples:
     """Problems that are lines of files, each once an epoch."""
 
     def __init__(self, data: str | Sequence[str], held_out: float | str | Sequence[str], seed: int) -> None:
-        self._parts = _split(data, held_out)
+        self._parts = read_split(data, held_out, lambda _: None, _key)
         self._epochs = Epochs(len(self._parts.training), f"agent/{seed}")
 
     def problem(self, index: int) -> Problem:
@@ -115,20 +116,6 @@ class _Examples:
 
     def held_out(self, count: int) -> Sequence[Problem]:
         return self._parts.held_out[:count]
-
-
-def _split(data: str | Sequence[str], held_out: float | str | Sequence[str]) -> Split:
-    problems = read_examples(data, lambda _: None)
-    if isinstance(held_out, int | float):
-        if not 0 <= held_out < 1:
-            raise EnvironmentSetupError(f"environment.args.held_out is {held_out}; it is a file, or a share below 1")
-        parts = split(problems, held_out, _key)
-    else:
-        evaluation = read_examples(held_out, lambda _: None)
-        parts = Split(without(problems, set(map(_key, evaluation)), _key).training, evaluation)
-    if not parts.training:
-        raise EnvironmentSetupError(f"{data}: all of its {len(problems)} examples are held out; give it more")
-    return parts
 
 
 def _key(problem: Problem) -> str:
@@ -139,11 +126,3 @@ class _Types(msgspec.Struct, kw_only=True):
     run: str
     threads: Annotated[int, Meta(ge=1)]
     template_options: dict[str, Any] | None
-
-
-def _check_types(**arguments: object) -> None:
-    try:
-        msgspec.convert(arguments, _Types)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$.")
-        raise EnvironmentSetupError(f"environment.args.{where.rstrip('`')}: {what[:1].lower()}{what[1:]}") from error

@@ -29,6 +29,29 @@ def read_examples(paths: str | Sequence[str], check: Callable[[dict[str, Any]], 
     return [problem for name in names for problem in _read(Path(name).expanduser(), check)]
 
 
+def read_split(
+    data: str | Sequence[str],
+    held_out: float | str | Sequence[str],
+    check: Callable[[dict[str, Any]], str | None],
+    key: Callable[[Problem], str],
+) -> Split:
+    """The problems of files: a share of them held out, or those that another file (or several) holds.
+
+    Raises EnvironmentSetupError for files and shares that can't be used, and if nothing is left to train on.
+    """
+    problems = read_examples(data, check)
+    if isinstance(held_out, int | float):
+        if not 0 <= held_out < 1:
+            raise EnvironmentSetupError(f"environment.args.held_out is {held_out}; it is a file, or a share below 1")
+        parts = split(problems, held_out, key)
+    else:
+        evaluation = read_examples(held_out, check)
+        parts = Split(without(problems, set(map(key, evaluation)), key).training, evaluation)
+    if not parts.training:
+        raise EnvironmentSetupError(f"{data}: all of its {len(problems)} examples are held out; give it more")
+    return parts
+
+
 def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str]) -> Split:
     """Hold out this share of the problems, rounded up, but not all. A hash of `key` decides, not the order of the file.
 

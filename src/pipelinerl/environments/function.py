@@ -8,8 +8,9 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
+from pipelinerl.environments.arguments import checked
 from pipelinerl.environments.epochs import Epochs
-from pipelinerl.environments.examples import Split, read_examples, split, without
+from pipelinerl.environments.examples import read_split
 from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.prompts import Message, encode_prompt, has_chat_template, text_decoder
@@ -81,7 +82,8 @@ class Function:
         ended_reward: float | None = None,
     ) -> None:
         """Raises EnvironmentSetupError for data and functions that can't be used; both are called once to find out."""
-        _check_types(
+        checked(
+            _Types,
             reward=reward,
             prompt=prompt,
             chat=chat,
@@ -101,7 +103,7 @@ class Function:
         self._ended_reward = ended_reward
         self._encoded: dict[str, tuple[int, ...]] = {}
         self._field = None if names_a_function(prompt) else prompt
-        self._training, self._held_out = self._read(data, held_out)
+        self._training, self._held_out = read_split(data, held_out, self._check, self._key)
         functions = {"reward": reward} | ({} if self._field else {"prompt": prompt})
         limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
         self._calls: Calls = FunctionPool(functions, workers=workers, limits=limits) if isolate else InProcess(functions)
@@ -160,20 +162,6 @@ class Function:
         encode_prompt(self._tokenizer, await self._prompt(problem.payload))
         await self._reward("", problem.payload)
 
-    def _read(self, data: str | Sequence[str], held_out: float | str | Sequence[str]) -> Split:
-        problems = read_examples(data, self._check)
-        if isinstance(held_out, int | float):
-            if not 0 <= held_out < 1:
-                raise EnvironmentSetupError(f"environment.args.held_out is {held_out}; it is a file, or a share below 1")
-            parts = split(problems, held_out, self._key)
-        else:
-            evaluation = read_examples(held_out, self._check)
-            seen = without(problems, {self._key(problem) for problem in evaluation}, self._key)
-            parts = Split(seen.training, evaluation)
-        if not parts.training:
-            raise EnvironmentSetupError(f"{data}: all of its {len(problems)} examples are held out; give it more")
-        return parts
-
     def _check(self, example: dict[str, Any]) -> str | None:
         if self._field is None:
             return None
@@ -214,11 +202,3 @@ class _Types(msgspec.Struct, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0)]
     memory_mb: Annotated[int, Meta(ge=1)]
     ended_reward: float | None
-
-
-def _check_types(**arguments: object) -> None:
-    try:
-        msgspec.convert(arguments, _Types)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$.")
-        raise EnvironmentSetupError(f"environment.args.{where.rstrip('`')}: {what[:1].lower()}{what[1:]}") from error

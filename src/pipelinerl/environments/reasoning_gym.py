@@ -6,8 +6,12 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
+
+from pipelinerl.environments.arguments import checked
 from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.prompts import Message
@@ -40,7 +44,7 @@ class ReasoningGym(SingleTurn):
                     unless this is true: an answer could then do anything that your account can
     chat, system, text   as in `math_words`
     max_tokens      longest completion, if `actor.max_tokens` is too long for this task
-    score_processes, score_timeout_s   so many answers are scored at once; one that takes longer is worth 0
+    score_processes, score_timeout_s   so many answers are scored at once; one that takes longer scores 0
 
     One question in ten (by a hash of it) is for evaluations, the same for every seed, and is never trained on.
     """
@@ -64,6 +68,17 @@ class ReasoningGym(SingleTurn):
     ) -> None:
         """Raises MissingDependencyError, and EnvironmentSetupError for a task that can't be had, or not in this way."""
         super().__init__(tokenizer, seed)
+        checked(
+            _Types,
+            task=task,
+            args=args,
+            marked=marked,
+            format_reward=format_reward,
+            runs_answers=runs_answers,
+            max_tokens=max_tokens,
+            score_processes=score_processes,
+            score_timeout_s=score_timeout_s,
+        )
         self.max_tokens = max_tokens
         self._ask = Asking(tokenizer, chat=chat, system=system, text=text)
         self._format_reward = checked_format_reward(format_reward)
@@ -151,3 +166,16 @@ def _check_safe(task: str, tasks: Any, *, allowed: bool) -> None:
             f"{task} of reasoning-gym evaluates parts of answers as Python, so a model's text would run on this machine; "
             "set environment.args.runs_answers to true if that is what you want"
         )
+
+
+class _Types(msgspec.Struct, kw_only=True):
+    """What a run file's values for these arguments must be."""
+
+    task: str
+    args: dict[str, Any] | None
+    marked: bool
+    format_reward: float
+    runs_answers: bool
+    max_tokens: Annotated[int, Meta(ge=1)] | None
+    score_processes: Annotated[int, Meta(ge=1)]
+    score_timeout_s: Annotated[float, Meta(gt=0)]

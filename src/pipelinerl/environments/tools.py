@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from pipelinerl.environments.arguments import checked
 from pipelinerl.environments.function import Function
 from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.tool_functions import read_tools
 from pipelinerl.environments.tool_use import require_chat, use_tools
-from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 
@@ -32,7 +32,7 @@ class Tools(Function):
     ) -> None:
         """Raises EnvironmentSetupError for what can't be used, and for a model without a chat template."""
         require_chat(tokenizer, "environment.kind tools")
-        own = _read(functions, max_turns)
+        own = checked(_Own, functions=functions, max_turns=max_turns)
         super().__init__(tokenizer, seed, **task)
         limits = Limits(timeout_s=task.get("timeout_s", 10.0), memory_mb=task.get("memory_mb", 1024))
         isolate, workers = task.get("isolate", True), task.get("workers", 2)
@@ -55,10 +55,3 @@ class _Own(msgspec.Struct, kw_only=True):
     @property
     def names(self) -> list[str]:
         return [self.functions] if isinstance(self.functions, str) else self.functions
-
-
-def _read(functions: object, max_turns: object) -> _Own:
-    try:
-        return msgspec.convert({"functions": functions, "max_turns": max_turns}, _Own)
-    except msgspec.ValidationError as error:
-        raise EnvironmentSetupError(f"environment.args of tools: {error}") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.environments.arguments import checked
 from pipelinerl.environments.epochs import Epochs
 from pipelinerl.environments.examples import Split, split, without
 from pipelinerl.environments.prompts import has_chat_template
@@ -48,7 +49,8 @@ class Verifiers:
         drop_raised: bool = False,
     ) -> None:
         """Raises MissingDependencyError, and EnvironmentSetupError for what can't be loaded, or not be trained on."""
-        _check_types(
+        types = checked(
+            _Types,
             environment=environment,
             load=load,
             args=args,
@@ -57,6 +59,7 @@ class Verifiers:
             threads=threads,
             drop_raised=drop_raised,
         )
+        _check(types)
         if importlib.util.find_spec("verifiers") is None:
             raise MissingDependencyError("verifiers is not installed: pip install 'pipelinerl[verifiers]'")
         # Here, because verifiers takes seconds to import, and is an extra.
@@ -110,12 +113,7 @@ class _Types(msgspec.Struct, kw_only=True):
     drop_raised: bool
 
 
-def _check_types(**arguments: object) -> None:
-    try:
-        types = msgspec.convert(arguments, _Types)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$.")
-        raise EnvironmentSetupError(f"environment.args.{where.rstrip('`')}: {what[:1].lower()}{what[1:]}") from error
+def _check(types: _Types) -> None:
     if bool(types.environment) == bool(types.load):
         raise EnvironmentSetupError(
             "environment.args needs either `environment`, the name of an installed environment of verifiers, or `load`, "
