@@ -10,7 +10,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -32,6 +32,7 @@ def machine() -> Record:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "torch_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
 
@@ -119,9 +120,9 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
-def fresh_model(path: str) -> Any:
-    """A copy of the model for one system alone, in float32, with PyTorch's fused attention (`sdpa`)."""
-    model = load_model(ModelConfig(path=path))
+def fresh_model(path: str, *, device: str = "cpu", dtype: Literal["float32", "bfloat16"] = "float32") -> Any:
+    """A copy of the model for one system alone, with PyTorch's fused attention (`sdpa`)."""
+    model = load_model(ModelConfig(path=path, dtype=dtype), device)
     model.set_attn_implementation("sdpa")
     return model
 

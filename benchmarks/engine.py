@@ -31,7 +31,9 @@ def compare(options: argparse.Namespace, slots: int, lengths: str) -> list[Recor
         wanted = common.long_tailed_lengths(count, options.longest, seed=slots)
     else:
         wanted = common.equal_lengths(count, options.longest)
-    models = {name: common.fresh_model(options.model) for name in options.systems}
+    models = {
+        name: common.fresh_model(options.model, device=options.device, dtype=options.dtype) for name in options.systems
+    }
     vocabulary = next(iter(models.values())).config.vocab_size
     jobs = make_jobs(wanted, options.prompt_tokens, vocabulary)
     room = options.prompt_tokens + options.longest
@@ -50,7 +52,8 @@ def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
 
     `share` counts all that is outside ModelRunner.forward and LocalEngine._draw.
     """
-    engine = LocalEngine(common.fresh_model(options.model), slots=slots, max_length=options.prompt_tokens + options.longest)
+    model = common.fresh_model(options.model, device=options.device, dtype=options.dtype)
+    engine = LocalEngine(model, slots=slots, max_length=options.prompt_tokens + options.longest)
     inside = dict.fromkeys(("forward", "draw"), 0.0)
     runner: Any = engine._runner
     runner.forward = _timer(runner.forward, "forward", inside)
@@ -121,6 +124,8 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=8, help="long-tailed requests per slot")
     parser.add_argument("--equal-waves", type=int, default=4, help="requests per slot of equal length")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="torch device of all systems, such as cuda")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", help="of the results' file; default: engine-MODEL")
     parser.add_argument("--results", type=Path, default=common.RESULTS)
@@ -133,7 +138,8 @@ def main() -> None:
         for lengths in options.lengths:
             records += compare(options, slots, lengths)
             print(common.markdown(table_of(records)[-1:]), flush=True)
-        records += own_share(options, slots)
+        if options.device == "cpu":  # a GPU computes while Python goes on: timing calls says nothing about shares there
+            records += own_share(options, slots)
     common.write_results(
         options.name or f"engine-{common.model_label(options.model)}",
         settings=common.settings_of(options),

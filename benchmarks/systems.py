@@ -58,7 +58,7 @@ class Generate:
         useful: list[int] = []
         for start in range(0, len(jobs), self._slots):
             batch = jobs[start : start + self._slots]
-            prompts_BP = torch.tensor([job.prompt for job in batch])
+            prompts_BP = torch.tensor([job.prompt for job in batch], device=self._model.device)
             longest = max(job.tokens for job in batch)
             options = GenerationConfig(
                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest, pad_token_id=0
