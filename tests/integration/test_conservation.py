@@ -22,6 +22,8 @@ from tests.integration.runs import (
     write_environment,
 )
 
+pytestmark = pytest.mark.slow
+
 MISBEHAVES = """
 def __init__(self, tokenizer, seed):
     super().__init__(tokenizer, seed)

@@ -22,6 +22,8 @@ from tests.integration.runs import (
     weights_checksum,
 )
 
+pytestmark = pytest.mark.slow
+
 LORA = {"model__lora__rank": 8, "trainer__learning_rate": 3e-3}
 
 

@@ -12,6 +12,8 @@ from pipelinerl.cli import main
 from pipelinerl.study.result import PolicyRecord, StudyRecord
 from tests.integration.runs import run
 
+pytestmark = pytest.mark.slow
+
 SAVED = {"trainer__checkpoint_every": 1, "trainer__keep_checkpoints": 100}
 SHORT = ("--lag", "3", "--problems", "6", "--attempts", "2", "--max-tokens", "30")
 

@@ -33,6 +33,7 @@ from pipelinerl.types import Rollout, SamplingParams
 from .chat_parts import STRIPS_THOUGHTS, SamplingClient, make_tokenizer
 from .scripted_engine import ScriptedEngine
 
+pytestmark = pytest.mark.slow  # for what verifiers imports
 pytest.importorskip("verifiers")
 
 TOKENIZER = make_tokenizer()

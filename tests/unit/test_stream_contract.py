@@ -305,6 +305,7 @@ for n in range(400):
 """
 
 
+@pytest.mark.slow
 def test_writers_at_once_lose_nothing(lasting: Place) -> None:
     reader = lasting.reader()
     writers = [subprocess.Popen([sys.executable, "-c", MANY, name, *lasting.address], cwd=ROOT) for name in "abc"]
