@@ -28,11 +28,11 @@ from pipelinerl.agents.session import Session, over
 from pipelinerl.environments.conversation import Answer
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.server.http import answer, answer_bug, answer_error, body_of, error_answer, unless_gone
+from pipelinerl.server.listening import uvicorn_config
 from pipelinerl.server.openai_bodies import read_body
 from pipelinerl.server.refusal import RefusedError
 
 HOST = "127.0.0.1"
-KEEP_ALIVE_S = 75
 CLOSE_S = 5.0
 
 RequestT = TypeVar("RequestT", ChatRequest, TextRequest)
@@ -77,7 +77,7 @@ class Gateway:
             except OSError as error:
                 raise EnvironmentSetupError(f"can't listen on {HOST} for agents: {error}") from error
             self._url = f"http://{HOST}:{listening.getsockname()[1]}"
-            self._server = uvicorn.Server(_config(self._app()))
+            self._server = uvicorn.Server(uvicorn_config(self._app(), close_s=1))
             # A daemon: whatever agents do, it does not keep the process from ending.
             self._thread = threading.Thread(
                 target=self._server.run, args=([listening],), name="agents' gateway", daemon=True
@@ -127,22 +127,6 @@ class Gateway:
         if session is None:
             raise over()
         return session
-
-
-def _config(app: Starlette) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-    )
 
 
 def _not_here(request: Request, error: HTTPException) -> Response:

@@ -106,6 +106,7 @@ class Function:
         self._training, self._held_out = read_split(data, held_out, self._check, self._key)
         functions = {"reward": reward} | ({} if self._field else {"prompt": prompt})
         limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
+        self._isolate, self._workers, self._limits = isolate, workers, limits
         self._calls: Calls = FunctionPool(functions, workers=workers, limits=limits) if isolate else InProcess(functions)
         try_out(self._trial(self._training[0]), 2 * limits.start_timeout_s, "an empty answer to the first example")
         self._epochs = Epochs(len(self._training), f"function/{seed}")

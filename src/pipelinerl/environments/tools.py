@@ -10,7 +10,6 @@ from msgspec import Meta
 
 from pipelinerl.environments.arguments import checked
 from pipelinerl.environments.function import Function
-from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.tool_functions import read_tools
 from pipelinerl.environments.tool_use import require_chat, use_tools
 from pipelinerl.interfaces import GenerationClient, Tokenizer
@@ -34,9 +33,7 @@ class Tools(Function):
         require_chat(tokenizer, "environment.kind tools")
         own = checked(_Own, functions=functions, max_turns=max_turns)
         super().__init__(tokenizer, seed, **task)
-        limits = Limits(timeout_s=task.get("timeout_s", 10.0), memory_mb=task.get("memory_mb", 1024))
-        isolate, workers = task.get("isolate", True), task.get("workers", 2)
-        self._tools = read_tools(own.names, isolate=isolate, workers=workers, limits=limits)
+        self._tools = read_tools(own.names, isolate=self._isolate, workers=self._workers, limits=self._limits)
         self._max_turns = own.max_turns
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from concurrent.futures import Future
-from threading import Thread
 from typing import Any
 
+from pipelinerl.environments.threads import in_daemon_thread
 from pipelinerl.errors import EnvironmentSetupError
 
 
 def try_out(trial: Coroutine[Any, Any, object], bound_s: float, what: str) -> None:
     """Run it now, whether or not a loop runs in this thread. Raises EnvironmentSetupError with what goes wrong."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            asyncio.run(trial)
-            done.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - code that isn't ours: raised below
-            done.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
     try:
-        done.result(bound_s)
+        in_daemon_thread(lambda: asyncio.run(trial)).result(bound_s)
     except EnvironmentSetupError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - code that isn't ours: whatever it raises is said

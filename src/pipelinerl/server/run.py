@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp
 
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.server.app import make_apps
+from pipelinerl.server.listening import uvicorn_config
 from pipelinerl.server.options import Address, ServeOptions
 from pipelinerl.server.service import Front, Loaded, Service, load, make_service
 
@@ -71,7 +71,7 @@ class _Process:
     async def run(self) -> None:
         front = Front()
         apps = make_apps(front, api_key=self._options.api_key, apart=self._options.updates is not None)
-        servers = [_Server(_config(app)) for app in apps[: len(self._sockets)]]
+        servers = [_Server(uvicorn_config(app, close_s=CLOSE_S)) for app in apps[: len(self._sockets)]]
         self._heed()
         serving = [
             asyncio.create_task(server.serve([listening])) for server, listening in zip(servers, self._sockets, strict=True)
@@ -150,23 +150,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
-
-
-def _config(app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        # Longer than clients keep idle connections: else one is closed here at the moment at which it is used there.
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=CLOSE_S,
-    )
 
 
 def _listen(address: Address) -> socket.socket:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from functools import partial, wraps
-from threading import Thread
 from typing import Any, NamedTuple
 
 from verifiers.envs.env_group import EnvGroup
@@ -20,6 +18,7 @@ from verifiers.envs.environment import Environment
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
 
+from pipelinerl.environments.threads import in_daemon_thread
 from pipelinerl.errors import EnvironmentSetupError
 
 
@@ -88,7 +87,7 @@ def _watched(function: Callable[..., Any], threads: bool) -> Callable[..., Any]:
     async def watched(*arguments: Any, **named: Any) -> float:
         call = partial(function, *arguments, **named)
         try:
-            value = await _in_thread(call) if in_thread else call()
+            value = await asyncio.wrap_future(in_daemon_thread(partial(copy_context().run, call))) if in_thread else call()
             return float(await value if inspect.isawaitable(value) else value)
         except Exception as error:
             if (errors := _noted.get()) is not None:
@@ -98,19 +97,3 @@ def _watched(function: Callable[..., Any], threads: bool) -> Callable[..., Any]:
             raise
 
     return watched
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """One of its own: in a pool's, calls that never return would keep others waiting, and the process from ending."""
-    done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the call can't be
-    context = copy_context()
-
-    def run() -> None:
-        try:
-            done.set_result(context.run(call))
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            done.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(done)
