@@ -233,17 +233,19 @@ class Verdict(NamedTuple):
 
 
 class PipelineState(NamedTuple):
-    """What admission looks at. `outstanding` counts rollouts started, by any engine, and neither trained nor dropped yet.
+    """What admission looks at: rollouts that were started, by any engine, and are neither trained nor dropped yet.
 
-    `oldest_version` is the version its engine held when the oldest outstanding group was started, `newest_version` the
-    newest that any engine has taken. `own` counts the rollouts that the engine which asks has in progress; there are
-    `processes` engines.
+    `outstanding` counts all of them, `handed_over` those that are in the stream or with the trainer. The others are in
+    progress: `oldest_in_progress` is the lowest version that any of them was started with (`engine_version` if there are
+    none). `newest_version` is the newest that any engine has taken. `own` counts the rollouts that the asking engine has in
+    progress; there are `processes` engines.
     """
 
     engine_version: int
     trainer_version: int
-    oldest_version: int
+    oldest_in_progress: int
     outstanding: int
+    handed_over: int = 0
     newest_version: int = 0
     own: int = 0
     processes: int = 1
@@ -254,6 +256,15 @@ class Schedule(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def too_old_reason(self) -> str:
+        """The reason under which rollouts older than `oldest_trained` are dropped."""
+        ...
+
+    def oldest_trained(self, version: int) -> int:
+        """The lowest version whose tokens may be trained on by the trainer at `version`."""
+        ...
 
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         """May the actor start `rollouts` more now?"""

@@ -233,7 +233,6 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     rollouts_handed_over: int = 0
     rollouts_dropped: dict[str, int] = {}
     rollouts_in_progress: int = 0
-    oldest_version: int | None = None
     recent_reward: float | None = None
     evaluations: dict[str, float] = {}
     evaluated: int = 0

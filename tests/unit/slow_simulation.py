@@ -53,7 +53,7 @@ class SlowSimulation:
         self._queue: deque[Attempt] = deque()
         self._batch: list[Attempt] = []
         self._in_progress: list[Attempt] = []  # of groups that are not in the stream
-        self._handed_over: list[int] = []  # the versions that rollouts in the stream or beyond were started with, in order
+        self._handed_over = 0  # rollouts in the stream or beyond
         self._newest_taken = 0
         self._version = 0
         self._free_s = 0.0
@@ -107,12 +107,13 @@ class SlowSimulation:
         heapq.heappush(self._events, (now_s + pause_s + decode_s + ended * costs.rollout_s, 1, number))
 
     def _may_start(self, server: Server) -> bool:
-        versions = [attempt.started_version for attempt in self._in_progress] + self._handed_over
+        versions = [attempt.started_version for attempt in self._in_progress]
         state = PipelineState(
             engine_version=server.version,
             trainer_version=self._version,
-            oldest_version=min(versions, default=server.version),
-            outstanding=len(versions),
+            oldest_in_progress=min(versions, default=server.version),
+            outstanding=len(versions) + self._handed_over,
+            handed_over=self._handed_over,
             newest_version=max(self._newest_taken, server.version),
             own=server.own,
             processes=len(self._servers),
@@ -136,16 +137,17 @@ class SlowSimulation:
                 return False
             dropped = len(self._stream.popleft())
             self.dropped["stream_full"] += dropped
-            del self._handed_over[-dropped:]
+            self._handed_over -= dropped
         self._stream.append(group)
         self._in_progress = [attempt for attempt in self._in_progress if attempt.group != group[0].group]
-        self._handed_over += [attempt.started_version for attempt in group]
+        self._handed_over += len(group)
         self._wake_idle(now_s)
         return True
 
     def _train_if_possible(self, now_s: float) -> None:
         scenario, costs = self.scenario, self.scenario.costs
         while not self._batch and self._version < scenario.steps:
+            self._drop_too_old(now_s)
             allowed = scenario.schedule.may_train(self._version, len(self._queue)).allowed
             if not allowed and not self._stream:
                 return
@@ -159,19 +161,12 @@ class SlowSimulation:
                     self._settle(len(group) - len(kept), now_s)
                 self._free_s = max(self._free_s, now_s) + len(group) * costs.prepare_s
                 continue
-            if scenario.max_lag is not None:
-                fresh = [attempt for attempt in self._queue if self._version - attempt.versions[0] <= scenario.max_lag]
-                if len(fresh) < len(self._queue):
-                    self.dropped["stale"] += len(self._queue) - len(fresh)
-                    self._settle(len(self._queue) - len(fresh), now_s)
-                self._queue = deque(fresh)
-            if len(self._queue) >= scenario.batch_size:
-                if scenario.schedule.trains_in_rounds():
-                    self._queue = deque(sorted(self._queue, key=lambda attempt: attempt.group))
-                self._batch = [self._queue.popleft() for _ in range(scenario.batch_size)]
-                tokens = sum(a.length + scenario.workload.prompt_tokens for a in self._batch if a.used)
-                self._free_s = max(self._free_s, now_s) + costs.train_step_s + tokens * costs.train_token_s
-                heapq.heappush(self._events, (self._free_s, 0, 0))
+            if scenario.schedule.trains_in_rounds():
+                self._queue = deque(sorted(self._queue, key=lambda attempt: attempt.group))
+            self._batch = [self._queue.popleft() for _ in range(scenario.batch_size)]
+            tokens = sum(a.length + scenario.workload.prompt_tokens for a in self._batch if a.used)
+            self._free_s = max(self._free_s, now_s) + costs.train_step_s + tokens * costs.train_token_s
+            heapq.heappush(self._events, (self._free_s, 0, 0))
 
     def _step_ends(self, now_s: float) -> None:
         for attempt in self._batch:
@@ -184,10 +179,19 @@ class SlowSimulation:
         self.step_end_s.append(now_s)
         if self.scenario.schedule.publishes(self._version):
             self._offers.append((now_s, self._version))
+        self._drop_too_old(now_s)
         self._train_if_possible(now_s)
 
+    def _drop_too_old(self, now_s: float) -> None:
+        oldest = self.scenario.schedule.oldest_trained(self._version)
+        fresh = deque(attempt for attempt in self._queue if attempt.versions[0] >= oldest)
+        if len(fresh) < len(self._queue):
+            self.dropped[self.scenario.schedule.too_old_reason] += len(self._queue) - len(fresh)
+            self._settle(len(self._queue) - len(fresh), now_s)
+        self._queue = fresh
+
     def _settle(self, rollouts: int, now_s: float) -> None:
-        del self._handed_over[:rollouts]
+        self._handed_over -= rollouts
         self._wake_idle(now_s)
 
     def _wake_idle(self, now_s: float) -> None:

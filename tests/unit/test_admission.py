@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
@@ -17,11 +18,12 @@ from pipelinerl import locks
 from pipelinerl.actor.admission import Admission, make_record
 from pipelinerl.actor.outstanding import Outstanding
 from pipelinerl.board import MemoryBoard, MmapBoard
+from pipelinerl.config import load_config
 from pipelinerl.errors import StalledError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.locks import FileLock
-from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, make_schedule
 from pipelinerl.types import StageStatus, TrainerProgress
 
 ROOT = Path(__file__).parents[2]
@@ -30,50 +32,39 @@ K = 4
 # ---------------------------------------------------------------------------------------------- the record
 
 
-class Reference:
-    """One entry a rollout, with its version, in the order of the stream."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[int, int]] = []
-        self.stream: list[int] = []
-        self.settled = 0
-
-    def versions(self) -> list[int]:
-        return self.stream[self.settled :] + [version for version, count in self.open for _ in range(count)]
-
-
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4), st.sampled_from(["start", "end", "settle"])), max_size=40))
 def test_number_and_oldest_version_are_those_of_a_list(history: list[tuple[int, int, str]]) -> None:
-    state, reference = Outstanding(), Reference()
+    state = Outstanding()
+    in_progress: list[int] = []
+    handed_over = settled = 0
     for number, (version, count, what) in enumerate(history):
         if what == "start":
             state.start(number, version, K)
-            reference.open.append((version, K))
-        elif what == "end" and reference.open:
-            started = reference.open.pop(count % len(reference.open))[0]
+            in_progress.append(version)
+        elif what == "end" and in_progress:
+            started = in_progress.pop(count % len(in_progress))
             state.hand_over(started, started=K, rollouts=count)
-            reference.stream += [started] * count
+            handed_over += count
         elif what == "settle":
-            reference.settled = min(reference.settled + version, len(reference.stream))
-            state.settle(reference.settled)
-        left = reference.versions()
-        assert state.rollouts == len(left)
-        assert state.oldest_version == min(left, default=None)
-        assert state.in_progress_before(3) == sum(count for started, count in reference.open if started < 3)
-        assert len(state.handed_over) <= 7, "one run a version at most"
+            settled = min(settled + version, handed_over)
+            state.settle(settled)
+        assert state.handed_over == handed_over - settled
+        assert state.rollouts == K * len(in_progress) + handed_over - settled
+        assert state.oldest_in_progress == min(in_progress, default=None)
+        assert state.in_progress_before(3) == K * sum(started < 3 for started in in_progress)
 
 
-def test_what_the_stream_dropped_is_not_waited_for_and_nothing_is_taken_for_younger_than_it_is() -> None:
-    state = Outstanding.at_start([(5, 4), (6, 4), (7, 4)], settled=100)
-    state.drop(6)  # it may have been the oldest: nobody knows
-    assert (state.rollouts, state.oldest_version) == (6, 5)
+def test_what_the_stream_dropped_or_the_trainer_settled_is_not_waited_for() -> None:
+    state = Outstanding(handed_over=12, settled=100)
+    state.drop(6)
+    assert state.rollouts == 6
     state.settle(104)
-    assert (state.rollouts, state.oldest_version) == (2, 6)
+    assert state.rollouts == 2
     state.settle(100)
     assert state.rollouts == 2
     state.settle(200)
-    assert (state.rollouts, state.oldest_version) == (0, None)
+    assert state.rollouts == 0
 
 
 # ------------------------------------------------------------------------------------------------ one process
@@ -117,7 +108,7 @@ def test_a_group_that_could_not_be_written_is_still_in_progress(tmp_path: Path) 
     assert not worker.hand_over(3, started=K, rollouts=K, write=lambda: False)
     assert worker.read().in_progress == {3: K}
     hand_over(worker, 3, rollouts=2)
-    assert (worker.read().in_progress, worker.read().handed_over) == ({}, [(3, 2)])
+    assert (worker.read().in_progress, worker.read().handed_over) == ({}, 2)
 
 
 def test_a_denial_is_asked_for_again_only_when_something_has_changed(tmp_path: Path) -> None:
@@ -210,6 +201,116 @@ def test_the_lag_bound_counts_the_work_of_all(tmp_path: Path) -> None:
     verdict = other.claim(1, 0, K).verdict
     assert not verdict.allowed
     assert "lag 2 > max_lag 1" in verdict.waiting_for
+    hand_over(one, 0)
+    assert other.claim(1, 0, K).group == 2, "what is in the stream can't be overtaken"
+
+
+def test_a_session_begins_a_round_in_the_middle() -> None:
+    """A run that is resumed under another schedule, G or B does not wait for weights that nobody will send."""
+    resumed = PipelineState(engine_version=7, trainer_version=7, oldest_in_progress=7, outstanding=8, newest_version=7)
+    for schedule in (ConventionalSchedule(64, 4), AsyncSchedule(64, 4)):
+        assert schedule.may_start(resumed, 8).allowed
+        assert schedule.publishes(8)
+        assert not schedule.may_train(7, 63).allowed
+        assert schedule.may_train(7, 64).allowed
+
+
+def test_the_stock_is_limited_unless_the_run_file_limits_the_stream() -> None:
+    def limit(*flags: str) -> int | None:
+        schedule = make_schedule(load_config(None, ["--trainer.batch_size", "64", "--actor.group_size", "8", *flags]))
+        assert isinstance(schedule, PipelineSchedule)
+        return schedule.stock
+
+    assert limit() == 128
+    assert limit("--stream.capacity", "50") is None
+    assert limit("--stream.when_full", "drop_oldest") is None
+    ready = PipelineState(engine_version=3, trainer_version=3, oldest_in_progress=3, outstanding=130, handed_over=128)
+    verdict = PipelineSchedule(64, stock=128).may_start(ready, 8)
+    assert "128 rollouts are ready" in verdict.waiting_for
+    assert PipelineSchedule(64, stock=128).may_start(ready._replace(handed_over=127), 8).allowed
+
+
+# ---------------------------------------------------------------------------------------------- the lag bound
+
+
+class RandomPipeline:
+    """Engines start groups, end them (mostly the newest first) and take weights at random moments. The trainer takes B
+    rollouts in stream order at random moments, and admission sees its counts late."""
+
+    def __init__(self, schedule: PipelineSchedule, random: Random, *, engines: int, group_size: int) -> None:
+        self.schedule, self.random, self.group_size = schedule, random, group_size
+        self.state = Outstanding(opened=True)
+        self.engines = [0] * engines
+        self.in_progress: list[int] = []  # the version that each group was started with
+        self.stream: list[int] = []  # the same of each rollout
+        self.version = self.trained = 0
+        self.seen = (0, 0)  # version and rollouts trained, as admission knows them
+        self.lags: list[int] = []
+        self.refused = 0
+
+    def move(self) -> None:
+        match self.random.choice(("start", "start", "end", "end", "weights", "step", "look")):
+            case "start":
+                self.start(self.random.randrange(len(self.engines)))
+            case "end" if self.in_progress:
+                newest = self.random.random() < 0.7
+                at = len(self.in_progress) - 1 if newest else self.random.randrange(len(self.in_progress))
+                started = self.in_progress.pop(at)
+                self.state.hand_over(started, started=self.group_size, rollouts=self.group_size)
+                self.stream += [started] * self.group_size
+            case "weights":
+                self.engines[self.random.randrange(len(self.engines))] = self.version
+            case "step" if len(self.stream) >= self.schedule.batch_size:
+                self.step()
+            case "look":
+                self.look()
+
+    def start(self, engine: int) -> None:
+        self.state.settle(self.seen[1])
+        held, oldest = self.engines[engine], self.state.oldest_in_progress
+        seen = PipelineState(
+            engine_version=held,
+            trainer_version=self.seen[0],
+            oldest_in_progress=held if oldest is None else oldest,
+            outstanding=self.state.rollouts,
+            handed_over=self.state.handed_over,
+        )
+        if self.schedule.may_start(seen, self.group_size).allowed:
+            self.state.start(self.state.next_index, held, self.group_size)
+            self.in_progress.append(held)
+        else:
+            self.refused += 1
+
+    def step(self) -> None:
+        batch, self.stream = self.stream[: self.schedule.batch_size], self.stream[self.schedule.batch_size :]
+        self.lags.append(self.version - min(batch))
+        # The sender waits until all engines have taken the weights before.
+        self.engines = [max(held, self.version) for held in self.engines]
+        self.version += 1
+        self.trained += self.schedule.batch_size
+
+    def look(self) -> None:
+        self.seen = (self.version, self.trained)
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 3, 4, 5])
+def test_no_batch_is_ever_beyond_the_bound(max_lag: int) -> None:
+    """1000 random histories over all bounds; the trainer drops nothing here, so admission alone keeps the bound."""
+    reached, refused = 0, 0
+    for seed in range(200):
+        random = Random(f"{max_lag}/{seed}")
+        batch_size, group_size = random.choice([(4, 1), (4, 2), (4, 4), (8, 4), (6, 3)])
+        stock = random.choice([None, 2 * batch_size])
+        schedule = PipelineSchedule(batch_size, max_lag, stock=stock)
+        pipeline = RandomPipeline(schedule, random, engines=random.randint(1, 3), group_size=group_size)
+        for _ in range(600):
+            pipeline.move()
+        assert max(pipeline.lags, default=0) <= max_lag, f"seed {seed}: {pipeline.lags}"
+        assert pipeline.version > 0
+        reached += pipeline.lags.count(max_lag)
+        refused += pipeline.refused
+    assert reached > 100, "the bound is used to the full"
+    assert refused > 1000
 
 
 # ------------------------------------------------------------------------------------------ several processes

@@ -33,7 +33,7 @@ def test_the_last_status_of_each_stage_is_read(boards: tuple[Board, Board]) -> N
     statuses = [
         status("trainer", "step 1", TrainerProgress(version=3, latest={"ess": 0.97})),
         status("engine", "decoding", EngineProgress(version=2, pauses_s=(0.1, 0.2))),
-        status("actor", "waiting", ActorProgress(rollouts_dropped={"timeout": 2}, oldest_version=None)),
+        status("actor", "waiting", ActorProgress(rollouts_dropped={"timeout": 2})),
         status("launcher"),
     ]
     for one in statuses:

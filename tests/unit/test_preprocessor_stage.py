@@ -169,7 +169,8 @@ class Run:
 
     def train(self, count: int) -> None:
         pull_all(self.queue)
-        if samples := self.queue.take(count, self.version):
+        if self.queue.queued >= count:
+            samples = self.queue.take(count)
             self.queue.mark_trained(samples)
             self.trained += ids(samples)
             self.version += 1

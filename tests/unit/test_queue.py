@@ -42,7 +42,6 @@ class Setup:
     """A queue over a list of groups, of which the first may be gone."""
 
     groups: Sequence[Group]
-    max_lag: int | None = None
     config: PreprocessConfig = field(default_factory=PreprocessConfig)
     by_index: bool = False
 
@@ -51,7 +50,7 @@ class Setup:
         for group in self.groups:
             assert writer.try_write(group)
         reader = PreparingReader(self.reader, Preprocessor(self.config))
-        queue = SampleQueue(reader, self.max_lag, by_index=self.by_index, position=position, counts=counts)
+        queue = SampleQueue(reader, by_index=self.by_index, position=position, counts=counts)
         if position is not None:
             self.reader.read(position.offset)  # a resumed stream starts at its committed offset
         return queue
@@ -69,23 +68,22 @@ def ids(samples: Sequence[object] | None) -> list[str]:
 
 def test_batches_come_in_order_and_only_whole() -> None:
     queue = Setup([make_group(0), make_group(1)]).queue()
-    assert queue.take(4, version=0) is None
+    assert queue.queued == 0
     assert queue.pull()
     assert queue.queued == 3
-    assert queue.take(4, version=0) is None
     assert queue.pull()
     assert not queue.pull()
-    assert ids(queue.take(4, version=0)) == ["0/0", "0/1", "0/2", "1/0"]
-    assert ids(queue.take(2, version=0)) == ["1/1", "1/2"]
+    assert ids(queue.take(4)) == ["0/0", "0/1", "0/2", "1/0"]
+    assert ids(queue.take(2)) == ["1/1", "1/2"]
 
 
 def test_by_index_the_order_of_completion_does_not_matter() -> None:
     queue = Setup([make_group(2), make_group(0), make_group(3), make_group(1)], by_index=True).queue()
     for _ in range(3):
         queue.pull()
-    assert ids(queue.take(4, version=0)) == ["0/0", "0/1", "0/2", "2/0"]
+    assert ids(queue.take(4)) == ["0/0", "0/1", "0/2", "2/0"]
     queue.pull()
-    assert ids(queue.take(8, version=0)) == ["1/0", "1/1", "1/2", "2/1", "2/2", "3/0", "3/1", "3/2"]
+    assert ids(queue.take(8)) == ["1/0", "1/1", "1/2", "2/1", "2/2", "3/0", "3/1", "3/2"]
 
 
 def test_it_reads_no_more_than_asked() -> None:
@@ -96,22 +94,32 @@ def test_it_reads_no_more_than_asked() -> None:
     assert setup.reader.stats().pending == 3
 
 
-def test_a_token_beyond_the_lag_bound_drops_its_sample() -> None:
-    groups = [make_group(0, versions=(0, 3)), make_group(1, versions=(1, 3)), make_group(2, versions=(3, 3))]
-    queue = Setup(groups, max_lag=2).queue()
-    pull_all(queue)
-    assert ids(queue.take(6, version=3)) == ["1/0", "1/1", "1/2", "2/0", "2/1", "2/2"]
+def test_a_sample_with_a_token_that_is_too_old_is_dropped_at_hand_or_when_it_comes() -> None:
+    groups = [make_group(0, versions=(0, 3)), make_group(1, versions=(1, 3)), make_group(2, versions=(0, 3))]
+    queue = Setup(groups).queue()
+    queue.pull()
+    queue.pull()
+    queue.require(1, "stale")
     assert queue.dropped == {"stale": 3}
     assert queue.dropped_lengths() == {"stale": [2, 3, 4]}
     assert queue.dropped_ids() == {"stale": ["0/0", "0/1", "0/2"]}
     assert queue.dropped_ids() == {}
     assert queue.dropped_lengths() == {}
+    queue.pull()
+    assert queue.dropped == {"stale": 6}
+    assert ids(queue.take(3)) == ["1/0", "1/1", "1/2"]
+    assert queue.queued == 0
+    assert queue.position().ledger.below == 1, "group 0 is dealt with, and 1 is in hand"
 
 
-def test_without_a_bound_nothing_is_too_old() -> None:
-    queue = Setup([make_group(0, versions=(0, 0))]).queue()
-    pull_all(queue)
-    assert len(queue.take(3, version=10**6) or ()) == 3
+def test_the_latest_requirement_is_the_one_that_holds() -> None:
+    queue = Setup([make_group(0, versions=(0, 0)), make_group(1, versions=(4, 4))]).queue()
+    queue.require(5, "ess_guard")
+    queue.pull()
+    queue.require(0, "stale")
+    queue.pull()
+    assert queue.dropped == {"ess_guard": 3}
+    assert queue.queued == 3
 
 
 def test_what_the_preprocessor_drops_is_counted_with_its_length() -> None:
@@ -130,10 +138,10 @@ def test_the_position_holds_at_the_first_group_that_is_not_dealt_with() -> None:
     queue = Setup([make_group(i) for i in range(4)]).queue()
     pull_all(queue)
     assert queue.position().offset == 0
-    queue.mark_trained(queue.take(4, version=0) or [])
+    queue.mark_trained(queue.take(4))
     position = queue.position()
     assert (position.offset, position.settled_ids, position.ledger.below) == (1, ("1/0",), 1)
-    taken = queue.take(5, version=0) or []
+    taken = queue.take(5)
     assert queue.position() == position, "what is taken and not settled is not dealt with"
     queue.drop(taken, "ess_guard")
     position = queue.position()
@@ -151,11 +159,11 @@ def test_a_group_that_comes_twice_is_an_error() -> None:
 def test_a_group_that_was_dealt_with_before_a_resume_is_not_trained_on_again() -> None:
     queue = Setup([make_group(0), make_group(1)]).queue()
     pull_all(queue)
-    trained = queue.take(6, version=0) or []
+    trained = queue.take(6)
     queue.mark_trained(trained[3:])  # group 1 is dealt with, group 0 is not
     again = Setup([make_group(0), make_group(1)]).queue(queue.position(), queue.counts)
     pull_all(again)
-    assert ids(again.take(3, version=0)) == ["0/0", "0/1", "0/2"]
+    assert ids(again.take(3)) == ["0/0", "0/1", "0/2"]
     assert again.queued == 0
 
 
@@ -169,7 +177,7 @@ def test_commit_lets_the_stream_forget() -> None:
     setup = Setup([make_group(0), make_group(1)])
     queue = setup.queue()
     pull_all(queue)
-    queue.mark_trained(queue.take(3, version=0) or [])
+    queue.mark_trained(queue.take(3))
     queue.commit(queue.position())
     with pytest.raises(ValueError, match="can't commit"):
         setup.reader.commit(3)
@@ -185,20 +193,21 @@ Action = st.one_of(
     ages=st.lists(st.integers(0, 6), min_size=12, max_size=12),
     flat=st.sets(st.integers(0, 11)),
     actions=st.lists(Action, max_size=40),
-    max_lag=st.sampled_from([None, 0, 2]),
+    oldest=st.sampled_from([0, 4, 6]),
     by_index=st.booleans(),
 )
 @settings(deadline=None, max_examples=200)
 def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(  # noqa: PLR0917 - hypothesis names them
-    sizes: list[int], ages: list[int], flat: set[int], actions: list[tuple[str, int]], max_lag: int | None, by_index: bool
+    sizes: list[int], ages: list[int], flat: set[int], actions: list[tuple[str, int]], oldest: int, by_index: bool
 ) -> None:
     """Trains, refuses and resumes at random; then checks what became of each rollout, and that the counts agree."""
     groups = [
         make_group(i, size, versions=(ages[i], ages[i]), rewards=[1.0] * size if i in flat else None)
         for i, size in reversed(list(enumerate(sizes)))
     ]
-    setup = Setup(groups, max_lag, PreprocessConfig(zero_advantage="drop"), by_index)
-    queue, version = setup.queue(), 6
+    setup = Setup(groups, PreprocessConfig(zero_advantage="drop"), by_index)
+    queue = setup.queue()
+    queue.require(oldest, "stale")
     trained: list[str] = []
     for action, count in actions:
         if action == "pull":
@@ -206,8 +215,9 @@ def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(  # 
         elif action == "resume":
             position = msgspec.json.decode(msgspec.json.encode(queue.position()), type=QueuePosition)
             queue = setup.queue(position, queue.counts)
-        elif samples := queue.take(count, version):
-            assert all(max_lag is None or version - v <= max_lag for sample in samples for v in sample.versions)
+            queue.require(oldest, "stale")
+        elif samples := queue.take(min(count, queue.queued)):
+            assert min(v for sample in samples for v in sample.versions) >= oldest
             if action == "train":
                 queue.mark_trained(samples)
                 trained += ids(samples)
@@ -218,8 +228,8 @@ def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(  # 
     rollouts = sum(sizes)
     assert queue.trained + sum(queue.dropped.values()) + queue.outstanding == rollouts
     assert queue.outstanding == queue.queued
-    while samples := queue.take(1, version):
-        queue.mark_trained(samples)
+    while queue.queued:
+        queue.mark_trained(queue.take(1))
     assert queue.position() == QueuePosition(
         offset=len(groups), ledger=msgspec.structs.replace(queue.position().ledger, below=len(groups), extras=())
     )

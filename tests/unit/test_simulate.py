@@ -58,12 +58,20 @@ class PartlyDropped:
         )
 
 
+class AdmitsAll(PipelineSchedule):
+    """The bound is kept by dropping alone."""
+
+    def may_start(self, state, rollouts):
+        return Verdict(True)
+
+
 CASES = {
     "pipeline": scenario(PipelineSchedule(16)),
     "one engine": scenario(PipelineSchedule(16), engines=1, seed=1),
-    "lag bound": scenario(PipelineSchedule(16, 2), max_lag=2, seed=2),
-    "lag bound, more slots than it admits": scenario(PipelineSchedule(16, 1), max_lag=1, slots=64, seed=3),
-    "stale": scenario(PipelineSchedule(16), max_lag=1, slots=40, longest=90, seed=4),
+    "lag bound": scenario(PipelineSchedule(16, 2), seed=2),
+    "lag bound, more slots than it admits": scenario(PipelineSchedule(16, 1), slots=64, seed=3),
+    "lag bound, little stock": scenario(PipelineSchedule(16, 3, stock=32), slots=64, costs=ticks(train_step_s=900), seed=3),
+    "stale": scenario(AdmitsAll(16, 1), slots=40, longest=90, seed=4),
     "training bound, stream blocks": scenario(
         PipelineSchedule(16), costs=ticks(train_step_s=3000, update_pause_s=9), engines=3, capacity=4, seed=5
     ),
@@ -129,7 +137,7 @@ def test_any_scenario(*, kind, K, groups, G, room, seed, max_lag, engines, slots
     B, flows = K * groups, kind in ("pipeline", "bounded")
     schedules = {
         "pipeline": PipelineSchedule(B),
-        "bounded": PipelineSchedule(B, max_lag),
+        "bounded": PipelineSchedule(B, max_lag, stock=2 * B if seed % 2 else None),
         "conventional": ConventionalSchedule(B, G),
         "async": AsyncSchedule(B, G),
     }
@@ -143,7 +151,6 @@ def test_any_scenario(*, kind, K, groups, G, room, seed, max_lag, engines, slots
             batch_size=B,
             steps=8,
             longest=longest,
-            max_lag=max_lag if flows and kind == "bounded" else None,
             capacity=room * groups * (1 if flows else G),
             when_full="drop_oldest" if drops and flows else "block",
             costs=ticks(prompt_s=1, rollout_s=2, update_pause_s=pause, train_step_s=train_step, train_token_s=1),
@@ -271,6 +278,19 @@ def test_async_lag_is_below_two_rounds():
     assert 3 <= predicted.lag_max <= 5
 
 
+@pytest.mark.parametrize("schedule", [*(ConventionalSchedule(16, G) for G in (1, 2, 4)), AsyncSchedule(16, 2)], ids=repr)
+def test_a_round_that_loses_rollouts_keeps_its_lag(schedule):
+    class LongOnesDropped(DrawnWorkload):
+        def group(self, index):
+            work = super().group(index)
+            return work._replace(dropped=tuple(length > 92 for length in work.lengths))
+
+    workload = LongOnesDropped(LengthDistribution.uniform(99), 8, seed=1)
+    predicted = simulate(scenario(schedule, workload=workload, group_size=8, capacity=64, steps=24))
+    assert predicted.lag_max == (3 if schedule.name == "async" else schedule.steps_per_round - 1)
+    assert predicted.rollouts_dropped["round_surplus"] > 0
+
+
 def test_a_long_prompt_and_a_pause_cost_what_they_should():
     lengths = LengthDistribution.of_lengths([10])
     base = scenario(PipelineSchedule(16), lengths=lengths, engines=1, costs=ticks())
@@ -303,11 +323,29 @@ def test_every_rollout_is_somewhere(name):
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3, 6])
 def test_the_lag_bound_holds_without_dropping(max_lag):
-    predicted = simulate(scenario(PipelineSchedule(16, max_lag), max_lag=None, slots=64, longest=50, steps=60))
+    predicted = simulate(scenario(PipelineSchedule(16, max_lag), slots=64, longest=50, steps=60))
     assert predicted.lag_max <= max_lag
+    assert not predicted.rollouts_dropped
     loose = simulate(scenario(PipelineSchedule(16), slots=64, longest=50, steps=60))
     assert loose.lag_max > 6
-    assert predicted.samples_per_s < loose.samples_per_s
+    if max_lag == 0:
+        assert predicted.samples_per_s < loose.samples_per_s
+    else:
+        assert predicted.samples_per_s >= 0.98 * loose.samples_per_s, "the trainer is the slow side, and is always fed"
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 3, 5])
+@pytest.mark.parametrize("engines", [1, 3])
+def test_with_a_bound_and_instant_generation_a_slow_trainer_never_waits(max_lag, engines):
+    """A pipeline that ran in rounds would wait for each round, and its lag would be 0 again after it."""
+    instant = Costs(decode_step_s=(TICK,) * 65, train_step_s=1000 * TICK)
+    for stock in (None, 32):
+        schedule = PipelineSchedule(16, max_lag, stock=stock)
+        predicted = simulate(scenario(schedule, longest=4, engines=engines, slots=64, costs=instant, capacity=64, steps=60))
+        assert predicted.lag_max <= max_lag
+        assert not predicted.rollouts_dropped
+        assert not any(predicted.step_wait_s[max_lag + 1 :])
+        assert 0 not in predicted.step_lag_max[max_lag + 1 :]
 
 
 def test_deterministic_by_seed():

@@ -184,7 +184,7 @@ def test_a_scenario_is_the_run_file_s():
     )
     made = run_scenario(config, costs, workload, capacity=7)
     assert (made.engines, made.slots, made.group_size, made.batch_size, made.steps) == (3, 8, 2, 8, 5)
-    assert (made.capacity, made.when_full, made.max_lag, made.schedule.max_lag) == (7, "drop_oldest", 2, 2)
+    assert (made.capacity, made.when_full, made.schedule.max_lag) == (7, "drop_oldest", 2)
     assert simulate(made).lag_max <= 2
     assert run_scenario(config, costs, workload, capacity=7, engines=2, steps=9).steps == 9
 

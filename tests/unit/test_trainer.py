@@ -241,10 +241,43 @@ def test_the_ess_guard_drops_what_is_off_policy_and_goes_on_with_fresh_rollouts(
     setup.feed([6, 7])
     assert setup.trainer.pump()
     assert setup.trainer.version == 2
-    assert setup.records()[-1].ess_guard_trips == 2
+    assert setup.records()[-1].ess_guard_trips == 1, "what came after the refusal was dropped, not refused again"
     assert setup.records()[-1].lag_max == 0
     assert not torch.equal(before[0], weights(setup)[0])
     assert setup.progress.trained + sum(setup.progress.dropped.values()) == 8 * K
+
+
+def test_after_a_refusal_stale_groups_of_the_stream_are_not_the_next_batch(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, ess_threshold=0.97, learning_rate=0.3, steps=2, batch_size=8)
+    setup.trainer.start()
+    setup.feed(range(4))
+    while setup.trainer.pump():  # the first batch is trained on, the second is refused
+        pass
+    for index in (4, 5):  # of the time before the refusal, as its engine has not taken the new weights
+        assert setup.writer.try_write(setup.engine.group(index))
+    while setup.trainer.pump():
+        pass
+    assert setup.trainer.version == 1
+    assert setup.progress.dropped == {"ess_guard": 16}
+    setup.feed([6, 7])
+    while setup.trainer.pump():
+        pass
+    assert (setup.trainer.version, setup.records()[-1].lag_max) == (2, 0)
+
+
+def test_what_a_round_leaves_over_is_dropped_before_the_next(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, ConventionalSchedule(4, 2), steps=4)
+    setup.trainer.start()
+    setup.feed(range(3))  # a group more than the round needs
+    while setup.trainer.pump():
+        pass
+    assert setup.trainer.version == 2
+    assert setup.progress.dropped == {"round_surplus": K}
+    setup.feed([3, 4])
+    while setup.trainer.pump():
+        pass
+    assert [record.lag_max for record in setup.records()] == [0, 1, 0, 1]
+    assert [record.versions_in_batch for record in setup.records()] == [1, 1, 1, 1]
 
 
 def test_an_on_policy_batch_below_the_threshold_is_a_mismatch_with_numbers(tmp_path: Path) -> None:

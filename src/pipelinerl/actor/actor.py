@@ -357,7 +357,6 @@ class Actor:
             rollouts_handed_over=self._rollouts_handed_over - self._rollouts_dropped_by_stream,
             rollouts_dropped=dropped,
             rollouts_in_progress=self._groups.in_progress,
-            oldest_version=self._admission.read().oldest_version,
             recent_reward=fmean(self._recent_rewards) if self._recent_rewards else None,
             evaluations=dict(self._evaluations),
             evaluated=self._evaluated + (self._online.answered if self._online is not None else 0),

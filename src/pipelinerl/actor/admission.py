@@ -9,7 +9,7 @@ twice. A claim costs some ten microseconds; one that was denied costs one or two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -156,12 +156,13 @@ class Admission:
             return Verdict(False, "the end of the run: the trainer has reached its goal")
         if not state.opened:
             return Verdict(False, "the evaluation before training")
-        oldest_version = state.oldest_version
+        oldest = state.oldest_in_progress
         seen = PipelineState(
             engine_version=engine_version,
             trainer_version=trainer.version,
-            oldest_version=engine_version if oldest_version is None else oldest_version,
+            oldest_in_progress=engine_version if oldest is None else oldest,
             outstanding=state.rollouts,
+            handed_over=state.handed_over,
             newest_version=max(state.newest_version, engine_version),
             own=own,
             processes=self._processes,
@@ -187,11 +188,11 @@ class Admission:
         self._record.write(self._encoder.encode(state))
 
 
-def make_record(path: Path, kept: Iterable[tuple[int, int]] = (), settled: int = 0) -> None:
-    """A new record, for a session that starts with `kept` in the stream and `settled` dealt with (see `Outstanding`)."""
+def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
+    """A new record, for a session that starts with `handed_over` rollouts in the stream, and `settled` dealt with."""
     path.unlink(missing_ok=True)
     memory = map_file(path, RECORD_BYTES)
-    SharedRecord(memory, 0, RECORD_BYTES).write(msgspec.json.encode(Outstanding.at_start(kept, settled)))
+    SharedRecord(memory, 0, RECORD_BYTES).write(msgspec.json.encode(Outstanding(handed_over=handed_over, settled=settled)))
     memory.close()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 
@@ -15,11 +13,7 @@ class Outstanding(msgspec.Struct):
     newest_version   the newest weights that any engine has taken
     settled          rollouts that the trainer is known to have trained or dropped, since the beginning of the run
     in_progress      rollouts of groups that were started and not handed over, by the version they were started with
-    handed_over      rollouts in the stream or with the trainer, in stream order, as runs of (version, rollouts)
-
-    The trainer reports counts only, how many rollouts it has trained or dropped. It takes groups in order, so these counts
-    say how much of `handed_over` it is through with. All that is asked of what is left is its number and its lowest
-    version, so a run keeps the lowest version of itself *and all behind it*: versions ascend, and there are few runs.
+    handed_over      rollouts in the stream or with the trainer
     """
 
     next_index: int = 0
@@ -27,25 +21,16 @@ class Outstanding(msgspec.Struct):
     newest_version: int = 0
     settled: int = 0
     in_progress: dict[int, int] = {}
-    handed_over: list[tuple[int, int]] = []
-
-    @classmethod
-    def at_start(cls, kept: Iterable[tuple[int, int]] = (), settled: int = 0) -> Outstanding:
-        """`kept` is in the stream already (a resumed run): version and rollouts still to be trained of each group."""
-        state = cls(settled=settled)
-        for version, rollouts in kept:
-            state._append(version, rollouts)
-        return state
+    handed_over: int = 0
 
     @property
     def rollouts(self) -> int:
-        return sum(self.in_progress.values()) + sum(rollouts for _, rollouts in self.handed_over)
+        return sum(self.in_progress.values()) + self.handed_over
 
     @property
-    def oldest_version(self) -> int | None:
-        """The lowest version that any of them was started with; None without any."""
-        versions = [*self.in_progress, *(version for version, _ in self.handed_over[:1])]
-        return min(versions, default=None)
+    def oldest_in_progress(self) -> int | None:
+        """The lowest version that a rollout in progress was started with; None without any."""
+        return min(self.in_progress, default=None)
 
     def in_progress_before(self, version: int) -> int:
         """Rollouts of groups that are not handed over and were started with older weights than those of `version`."""
@@ -63,34 +48,13 @@ class Outstanding(msgspec.Struct):
             self.in_progress[version] = left
         else:
             del self.in_progress[version]
-        self._append(version, rollouts)
+        self.handed_over += rollouts
 
     def drop(self, rollouts: int) -> None:
-        """The stream replaced these by fresher ones.
-
-        They are taken off the newest: which ones they were is not known any more, and so the lowest version is never
-        overestimated.
-        """
-        while rollouts > 0 and self.handed_over:
-            version, last = self.handed_over.pop()
-            if last > rollouts:
-                self.handed_over.append((version, last - rollouts))
-            rollouts -= last
+        """The stream replaced these by fresher ones."""
+        self.handed_over = max(0, self.handed_over - rollouts)
 
     def settle(self, total: int) -> None:
         """The trainer has dealt with `total` rollouts by now, since the beginning. Fewer than before changes nothing."""
-        newly, self.settled = total - self.settled, max(total, self.settled)
-        while newly > 0 and self.handed_over:
-            version, first = self.handed_over[0]
-            if first > newly:
-                self.handed_over[0] = (version, first - newly)
-            else:
-                del self.handed_over[0]
-            newly -= first
-
-    def _append(self, version: int, rollouts: int) -> None:
-        if rollouts == 0:
-            return
-        while self.handed_over and self.handed_over[-1][0] >= version:
-            rollouts += self.handed_over.pop()[1]
-        self.handed_over.append((version, rollouts))
+        newly, self.settled = max(0, total - self.settled), max(total, self.settled)
+        self.handed_over = max(0, self.handed_over - newly)

@@ -15,7 +15,6 @@ class KeptGroup(msgspec.Struct, frozen=True):
     """A group that lies in a stream, with the number of its rollouts that are `left` to be trained on."""
 
     index: int
-    started_version: int
     left: int
 
 

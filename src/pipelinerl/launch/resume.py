@@ -83,16 +83,16 @@ def take_back(
     def wanted(index: int, newest: int) -> bool:
         return index not in ledger and newest <= version
 
-    def keep(index: int, started_version: int, ids: Iterable[str]) -> None:
-        kept.append(KeptGroup(index, started_version, sum(rollout_id not in settled_ids for rollout_id in ids)))
+    def keep(index: int, ids: Iterable[str]) -> None:
+        kept.append(KeptGroup(index, sum(rollout_id not in settled_ids for rollout_id in ids)))
         ledger.add(index)
 
     if apart:
         for prepared in store.rewind(
             PREPARED, Prepared, position.offset, lambda item: wanted(item.index, item.newest_version)
         ):
-            keep(prepared.index, prepared.started_version, prepared.ids)
+            keep(prepared.index, prepared.ids)
     offset = first_uncommitted(store) if apart else position.offset
     for group in store.rewind(ROLLOUTS, Group, offset, lambda item: wanted(item.index, newest_version(item))):
-        keep(group.index, group.started_version, (rollout.id for rollout in group.rollouts))
+        keep(group.index, (rollout.id for rollout in group.rollouts))
     return kept

@@ -88,8 +88,7 @@ def _write_start(session: Session) -> None:
         write_atomically(run.config, config_to_yaml(session.config).encode())
         for stale in (*run.control.glob("*.board"), *run.control.glob("*.ready.json")):
             stale.unlink()
-        kept = [(kept.started_version, kept.left) for kept in session.plan.kept]
-        make_record(run.admission, kept, session.plan.settled)
+        make_record(run.admission, sum(kept.left for kept in session.plan.kept), session.plan.settled)
     except OSError as error:
         raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}; make room on that disk") from error
 

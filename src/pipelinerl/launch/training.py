@@ -88,7 +88,6 @@ def build_trainer(
     state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
     queue = SampleQueue(
         reader,
-        config.schedule.max_lag,
         by_index=session.schedule.trains_in_rounds(),
         position=state.position,
         counts=state.counters.queue,

@@ -84,6 +84,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     ess                     effective sample size (sum w)^2 / (N sum w^2), in (0, 1]
     kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (k1; the k3 estimate is beside it)
     lag_*                   optimizer steps between the weights that sampled a token and the weights being trained
+    versions_in_batch       how many weight versions sampled its tokens. Always 1: generation and training go in rounds
     clamp_fraction          tokens whose importance weight was clamped or clipped
     weight_*                importance weights pi/mu before the clamp
     on_policy_gap           largest |log pi - log mu| over tokens of lag 0: zero up to numerics if both agree, but
@@ -115,6 +116,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lag_max: int | None = None
     lag_p50: int | None = None
     lag_p99: int | None = None
+    versions_in_batch: int | None = None
     clamp_fraction: float | None = None
     entropy_mean: float | None = None
     weight_mean: float | None = None

@@ -51,7 +51,6 @@ def actor_total(statuses: Mapping[str, StageStatus]) -> ActorProgress | None:
         rollouts_handed_over=sum(actor.rollouts_handed_over for actor in actors),
         rollouts_dropped=dict(dropped),
         rollouts_in_progress=sum(actor.rollouts_in_progress for actor in actors),
-        oldest_version=min((actor.oldest_version for actor in actors if actor.oldest_version is not None), default=None),
         recent_reward=fmean(rewards) if rewards else None,
         evaluations={when: reward for actor in actors for when, reward in actor.evaluations.items()},
         evaluated=sum(actor.evaluated for actor in actors),

@@ -17,13 +17,12 @@ from pipelinerl.types import Group, Rollout, TrainingSample
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a group's rollouts: each is in `samples` or in `dropped_by_length`, never in both.
 
-    `index` and `started_version` are the group's, `ids` those of all of its rollouts, and `newest_version` is the newest
-    that has computed any token of it. `dropped_by_length` has, by reason, the number of sampled tokens of each rollout
+    `index` is the group's, `ids` those of all of its rollouts, and `newest_version` is the newest that has computed any
+    token of it. `dropped_by_length` has, by reason, the number of sampled tokens of each rollout
     dropped for it, so that a bias against a length shows; `dropped_ids`, in the same order, which ones these are.
     """
 
     index: int
-    started_version: int
     newest_version: int
     ids: tuple[str, ...]
     samples: tuple[TrainingSample, ...]
@@ -63,7 +62,6 @@ class Preprocessor:
             samples = _with_reference(samples, self._reference)
         return Prepared(
             index=group.index,
-            started_version=group.started_version,
             newest_version=newest_version(group),
             ids=tuple(rollout.id for rollout in group.rollouts),
             samples=tuple(samples),

@@ -72,8 +72,6 @@ class _OpenGroup:
 class SampleQueue:
     """First in, first out; with `by_index`, of those at hand the lowest group index first.
 
-    `max_lag`: no sample with an older token is handed out; None: no bound.
-
     Reads a group only when asked to (`pull`): what the trainer does not need yet stays in the stream, whose bound then
     holds the actor back or replaces old groups by fresh ones.
     """
@@ -81,7 +79,6 @@ class SampleQueue:
     def __init__(
         self,
         reader: StreamReader[PreparedGroup],
-        max_lag: int | None = None,
         *,
         by_index: bool = False,
         position: QueuePosition | None = None,
@@ -90,9 +87,10 @@ class SampleQueue:
         """`position` and `counts` are those of the checkpoint a run resumes from."""
         position, counts = position or QueuePosition(), counts or QueueCounts()
         self._reader = reader
-        self._max_lag = max_lag
         self._by_index = by_index
         self._samples: deque[TrainingSample] = deque()
+        self._oldest_version = 0
+        self._too_old_reason = ""
         self._groups: dict[int, _OpenGroup] = {}
         self._next_offset = position.offset
         self._settled_before = set(position.settled_ids)  # of groups that did not come again yet
@@ -145,29 +143,19 @@ class SampleQueue:
                 self._admit(offset, group)
         return bool(items)
 
-    def take(self, count: int, version: int) -> list[TrainingSample] | None:
-        """The first `count` samples, to be trained on by the weights of `version`, or None if there are fewer.
-
-        Samples with a token of lag > `max_lag` are dropped first (reason `stale`). The caller settles what it took by
-        `mark_trained` or `drop`.
-        """
-        if self._max_lag is not None:
-            self.drop_older_than(version - self._max_lag, "stale")
-        if len(self._samples) < count:
-            return None
+    def take(self, count: int) -> list[TrainingSample]:
+        """The first `count` samples, of at least as many. The caller settles them by `mark_trained` or `drop`."""
         if self._by_index:
             self._samples = deque(sorted(self._samples, key=lambda sample: sample.group_index))
         return [self._samples.popleft() for _ in range(count)]
 
-    def drop_older_than(self, version: int, reason: str) -> None:
-        """Drop every queued sample with a token of an earlier version than `version`."""
-        kept: deque[TrainingSample] = deque()
-        for sample in self._samples:
-            if min(sample.versions) < version:
-                self.drop([sample], reason)
-            else:
-                kept.append(sample)
-        self._samples = kept
+    def require(self, version: int, reason: str) -> None:
+        """From now on drop samples with a token of an earlier version: those at hand, and those that come later.
+
+        The next call replaces this one.
+        """
+        self._oldest_version, self._too_old_reason = version, reason
+        self._drop_too_old(self._samples)
 
     def mark_trained(self, samples: Sequence[TrainingSample]) -> None:
         """These went through an optimizer step."""
@@ -220,8 +208,16 @@ class SampleQueue:
         self._samples.extend(sample for sample in group.samples if sample.id not in settled_before)
         if opened.open_ids:
             self._groups[group.index] = opened
+            self._drop_too_old(group.samples)
         else:
             self._ledger.add(group.index)
+
+    def _drop_too_old(self, among: Iterable[TrainingSample]) -> None:
+        too_old = {sample.id for sample in among if min(sample.versions) < self._oldest_version}
+        if too_old:
+            dropped = [sample for sample in self._samples if sample.id in too_old]
+            self._samples = deque(sample for sample in self._samples if sample.id not in too_old)
+            self.drop(dropped, self._too_old_reason)
 
     def _settle(self, sample: TrainingSample) -> None:
         group = self._groups[sample.group_index]

@@ -41,6 +41,7 @@ def step_record(
         loss=result.loss,
         reward_mean=fmean(rewards),
         reward_std=pstdev(rewards),
+        versions_in_batch=len({version for sample in samples for version in sample.versions}),
         completion_length_mean=fmean(lengths),
         completion_length_max=max(lengths),
         sampled_length_mean=queue.sampled_length_mean,

@@ -128,6 +128,7 @@ class Trainer:
         self._ess_guard_trips = state.counters.ess_guard_trips
         self._busy_s = self._step_end_busy_s = 0.0
         self._latest: dict[str, float] = {}
+        self._require_recent()
 
     @property
     def version(self) -> int:
@@ -168,12 +169,11 @@ class Trainer:
             pulled = True
             self._report("working", f"preparing rollouts, {self._queue.queued} are ready")
             verdict = self._schedule.may_train(self._version, self._queue.queued)
-        samples = self._queue.take(self._config.batch_size, self._version) if verdict.allowed else None
-        if samples is not None:
-            self._train(samples, begin_s)
+        if verdict.allowed:
+            self._train(self._queue.take(self._config.batch_size), begin_s)
         else:
             self._busy_s += self._clock() - begin_s if pulled else 0.0
-            self._report("waiting", verdict.waiting_for or "samples from the actor: those that were here are too old")
+            self._report("waiting", verdict.waiting_for)
         return pulled or verdict.allowed
 
     def finish(self) -> None:
@@ -227,6 +227,7 @@ class Trainer:
             return
         self._queue.mark_trained(samples)
         self._version += 1
+        self._require_recent()
         self._tokens_trained += result.tokens_trained
         # The last weights are published in any case: the run's result is evaluated with them.
         if self._schedule.publishes(self._version) or self.goal_reached:
@@ -238,13 +239,13 @@ class Trainer:
         self._report("working", f"step {self._version} is done", now=True)
 
     def _refuse(self, samples: list[TrainingSample], result: StepResult) -> None:
-        """The ESS guard: give up the batch and all else that is not on-policy, and wait for what is.
+        """The ESS guard (Algorithm 2): drop the batch, and until a batch is trained on, all that is not on-policy.
 
         Raises PolicyMismatchError if the batch was on-policy: waiting for other data would not help.
         """
         self._ess_guard_trips += 1
         self._queue.drop(samples, "ess_guard")
-        self._queue.drop_older_than(self._version, "ess_guard")
+        self._queue.require(self._version, "ess_guard")
         self._report("working", "a batch was refused: its ESS is too low", now=True)  # the actor may start others now
         metrics = result.metrics
         if metrics is not None and metrics.lag_max == 0:
@@ -253,6 +254,9 @@ class Trainer:
                 f"the very weights being trained (version {self._version}): engine and trainer differ in log-probabilities "
                 f"by up to {metrics.on_policy_gap:.3g}; check that both run the same model and dtype"
             )
+
+    def _require_recent(self) -> None:
+        self._queue.require(self._schedule.oldest_trained(self._version), self._schedule.too_old_reason)
 
     def _publish(self) -> None:
         self._probe.expect(self._version)

@@ -66,7 +66,6 @@ def run_scenario(
         workload=workload,
         capacity=capacity,
         when_full=config.stream.when_full,
-        max_lag=config.schedule.max_lag,
     )
 
 

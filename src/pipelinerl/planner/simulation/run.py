@@ -114,7 +114,7 @@ class _Run:
         waiting: set[int] = set()
         if took:
             waiting |= self._blocked
-        if self._trainer.rollouts_dropped > dropped:
+        if wrote or self._trainer.rollouts_dropped > dropped:
             waiting |= self._denied
         if wrote and self._held and self._may_take(self._publications[-1].version):
             waiting |= self._held
@@ -160,12 +160,13 @@ class _Run:
             )
 
     def _may_start(self, engine: SimulatedEngine) -> bool:
-        oldest_version = self._outstanding.oldest_version
+        oldest = self._outstanding.oldest_in_progress
         state = PipelineState(
             engine_version=engine.version,
             trainer_version=self._trainer.version,
-            oldest_version=engine.version if oldest_version is None else oldest_version,
+            oldest_in_progress=engine.version if oldest is None else oldest,
             outstanding=self._outstanding.rollouts,
+            handed_over=self._outstanding.handed_over,
             newest_version=max(self._outstanding.newest_version, engine.version),
             own=engine.in_progress,
             processes=self._scenario.engines,

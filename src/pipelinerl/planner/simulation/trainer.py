@@ -83,9 +83,10 @@ class SimulatedTrainer:
                 self._pull(now_s)
                 pulled = took = True
                 allowed = self._scenario.schedule.may_train(self.version, len(self._queue)).allowed
-            if allowed and self._take_batch():
+            if allowed:
+                self._take_batch()
                 self._begin(now_s)
-            elif not (pulled or allowed):
+            elif not pulled:
                 break
         return took
 
@@ -97,6 +98,7 @@ class SimulatedTrainer:
         self.version += 1
         self.trained += len(self._batch)
         self._settle(len(self._batch))
+        self._drop_too_old()
         if self._scenario.schedule.publishes(self.version) or self.goal_reached:
             self._publications.append(Publication(now_s, self.version))
         self._record(now_s)
@@ -113,26 +115,27 @@ class SimulatedTrainer:
             self._count_dropped(len(group.rollouts) - len(kept), "preprocess")
             self._settle(len(group.rollouts) - len(kept))
         self._queue.extend(kept)
+        self._drop_too_old()
         group.rollouts = []  # a circle of references would keep all groups there ever were
         prepare_s = len(group.work.lengths) * self._scenario.costs.prepare_s
         self._free_s = max(self._free_s, now_s) + prepare_s
         self.busy_s += prepare_s
 
-    def _take_batch(self) -> bool:
-        """B rollouts of the queue, in the real one's order; what is too old is dropped before. False if there are fewer."""
-        max_lag, batch_size = self._scenario.max_lag, self._scenario.batch_size
-        if max_lag is not None:
-            stale = [rollout for rollout in self._queue if rollout.oldest_version < self.version - max_lag]
-            if stale:
-                self._queue = deque(rollout for rollout in self._queue if rollout.oldest_version >= self.version - max_lag)
-                self._count_dropped(len(stale), "stale")
-                self._settle(len(stale))
-        if len(self._queue) < batch_size:
-            return False
+    def _drop_too_old(self) -> None:
+        schedule = self._scenario.schedule
+        oldest = schedule.oldest_trained(self.version)
+        kept = [rollout for rollout in self._queue if rollout.oldest_version >= oldest] if oldest > 0 else self._queue
+        too_old = len(self._queue) - len(kept)
+        if too_old:
+            self._queue = deque(kept)
+            self._count_dropped(too_old, schedule.too_old_reason)
+            self._settle(too_old)
+
+    def _take_batch(self) -> None:
+        """B rollouts of the queue, in the real one's order."""
         if self._scenario.schedule.trains_in_rounds():
             self._queue = deque(sorted(self._queue, key=lambda rollout: rollout.group.index))
-        self._batch = [self._queue.popleft() for _ in range(batch_size)]
-        return True
+        self._batch = [self._queue.popleft() for _ in range(self._scenario.batch_size)]
 
     def _begin(self, now_s: float) -> None:
         costs, used = self._scenario.costs, [rollout.length for rollout in self._batch if rollout.used]
