@@ -84,8 +84,8 @@ class ScheduleConfig(Section, frozen=True):
     max_lag: Annotated[
         int | None,
         Meta(
-            description="pipeline: no token older than this many optimizer steps is trained on. The actor admits work so "
-            "that the bound holds without waste, and the trainer's side drops what would still break it. null: no bound."
+            description="pipeline: no token older than this many optimizer steps is trained on. The actor starts no group "
+            "that could break the bound, so that nothing has to be dropped. null: no bound."
         ),
     ] = None
 
@@ -202,7 +202,11 @@ class StreamConfig(Section, frozen=True):
         ),
     ] = None
     capacity: Annotated[
-        int | None, Meta(description="Most groups waiting in the stream. null: two optimizer steps' worth, or a round.")
+        int | None,
+        Meta(
+            description="Most groups waiting in the stream. null: two optimizer steps' worth, or a round, and the pipeline "
+            "starts no group while two steps' worth of rollouts are finished."
+        ),
     ] = None
     when_full: Annotated[
         Literal["block", "drop_oldest"],
