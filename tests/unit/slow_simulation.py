@@ -22,7 +22,9 @@ class Attempt:
     length: int
     used: bool
     dropped: bool
+    wait_s: float
     versions: list[int] = field(default_factory=list)
+    reward_s: float = 0.0
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Server:
     open: dict[int, list[Attempt]] = field(default_factory=dict)
     own: int = 0
     idle: bool = False
+    turn: int = 0
 
 
 class SlowSimulation:
@@ -57,24 +60,25 @@ class SlowSimulation:
         self._newest_taken = 0
         self._version = 0
         self._free_s = 0.0
-        self._events: list[tuple[float, int, int]] = []
+        self._events: list[tuple[float, int, int, int]] = []
         self._groups = count()
 
     def run(self) -> SlowSimulation:
         for number in range(len(self._servers)):
-            heapq.heappush(self._events, (0.0, 1, number))
+            self._look_at(number, 0.0)
         while self._version < self.scenario.steps:
-            now_s, kind, number = heapq.heappop(self._events)
+            now_s, kind, number, turn = heapq.heappop(self._events)
             if kind == 0:
                 self._step_ends(now_s)
-            else:
+            elif turn == self._servers[number].turn:
                 self._boundary(self._servers[number], number, now_s)
         return self
 
     def _boundary(self, server: Server, number: int, now_s: float) -> None:
         costs = self.scenario.costs
         server.idle = False
-        for group in [group for group, attempts in server.open.items() if all(_done(a) for a in attempts)]:
+        ended = [g for g, attempts in server.open.items() if all(_done(a) and a.reward_s <= now_s for a in attempts)]
+        for group in ended:
             server.finished.append(server.open.pop(group))
         while server.finished and self._write(server.finished[0], now_s):
             server.own -= len(server.finished.popleft())
@@ -86,25 +90,40 @@ class SlowSimulation:
             server.version, pause_s = newest, costs.update_pause_s
             self._newest_taken = max(self._newest_taken, newest)
             self._wake_idle(now_s)
-        while len(server.running) + len(server.waiting) < self.scenario.slots and not server.finished:
-            if not self._may_start(server):
+        denied = False
+        while not denied and len(server.running) + len(server.waiting) < self.scenario.slots:
+            decoded = sum(_done(a) and a.reward_s > now_s for attempts in server.open.values() for a in attempts)
+            if len(server.running) + len(server.waiting) + decoded >= 4 * self.scenario.slots:
                 break
-            self._start(server)
+            denied = bool(server.finished) or not self._may_start(server)
+            if not denied:
+                self._start(server)
         prompts = set()
         while server.waiting and len(server.running) < self.scenario.slots:
             attempt = server.waiting.popleft()
             prompts.add(attempt.group)
             server.running.append(attempt)
         if not server.running:
-            server.idle = True
+            rewards_s = [a.reward_s for attempts in server.open.values() for a in attempts if a.reward_s > now_s]
+            server.idle = denied or not rewards_s  # who only waits for rewards does not look up before the next one
+            if rewards_s:
+                self._look_at(number, min(rewards_s))
             return
         decode_s = costs.decode_step_s[len(server.running)] + len(prompts) * costs.prompt_s
         self.busy_s += decode_s
         for attempt in server.running:
             attempt.versions.append(server.version)
-        ended = sum(_done(attempt) for attempt in server.running)
+        done = [attempt for attempt in server.running if _done(attempt)]
         server.running = [attempt for attempt in server.running if not _done(attempt)]
-        heapq.heappush(self._events, (now_s + pause_s + decode_s + ended * costs.rollout_s, 1, number))
+        end_s = now_s + pause_s + decode_s + len(done) * costs.rollout_s
+        for attempt in done:
+            attempt.reward_s = end_s + attempt.wait_s
+        self._look_at(number, end_s)
+
+    def _look_at(self, number: int, time_s: float) -> None:
+        """The server's next boundary is then, whatever was planned before."""
+        self._servers[number].turn += 1
+        heapq.heappush(self._events, (time_s, 1, number, self._servers[number].turn))
 
     def _may_start(self, server: Server) -> bool:
         versions = [attempt.started_version for attempt in self._in_progress]
@@ -123,8 +142,9 @@ class SlowSimulation:
     def _start(self, server: Server) -> None:
         group = next(self._groups)
         work = self.scenario.workload.group(group)
-        triples = zip(work.lengths, work.used, work.dropped or [False] * len(work.lengths), strict=True)
-        attempts = [Attempt(group, server.version, *triple) for triple in triples]
+        K = len(work.lengths)
+        rows = zip(work.lengths, work.used, work.dropped or [False] * K, work.waits_s or [0.0] * K, strict=True)
+        attempts = [Attempt(group, server.version, *row) for row in rows]
         server.open[group] = attempts
         server.waiting.extend(attempts)
         server.own += len(attempts)
@@ -166,7 +186,7 @@ class SlowSimulation:
             self._batch = [self._queue.popleft() for _ in range(scenario.batch_size)]
             tokens = sum(a.length + scenario.workload.prompt_tokens for a in self._batch if a.used)
             self._free_s = max(self._free_s, now_s) + costs.train_step_s + tokens * costs.train_token_s
-            heapq.heappush(self._events, (self._free_s, 0, 0))
+            heapq.heappush(self._events, (self._free_s, 0, 0, 0))
 
     def _step_ends(self, now_s: float) -> None:
         for attempt in self._batch:
@@ -198,7 +218,7 @@ class SlowSimulation:
         for number, server in enumerate(self._servers):
             if server.idle:
                 server.idle = False
-                heapq.heappush(self._events, (now_s, 1, number))
+                self._look_at(number, now_s)
 
 
 def _done(attempt: Attempt) -> bool:

@@ -14,6 +14,7 @@ from pipelinerl.actor.rollouts import check_rollout
 from pipelinerl.config import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import SingleTurn, make_environment
+from pipelinerl.environments.gcd import Gcd
 from pipelinerl.environments.gcd_task import GcdProblem, subtract_once
 from pipelinerl.environments.guess_number import GuessNumber, guess_in
 from pipelinerl.environments.prompts import encode_prompt, encode_reply, text_decoder
@@ -383,6 +384,27 @@ def test_the_example_of_ones_own_task_works():
     ]
     assert pairs[0].isdisjoint(pairs[1])
     assert len(environment.held_out(100)) == 100
+
+
+def test_the_example_with_a_slow_judge_delays_the_verdict_and_changes_nothing_else():
+    path = f"{EXAMPLES / 'slow_judge.py'}:SlowJudge"
+    slow, again, other = (make_environment(path, {"median_s": 1.0}, TOKENIZER, seed) for seed in (0, 0, 1))
+    attempts = [(slow.problem(index), f"g{index}.a{attempt}.t0") for index in range(100) for attempt in range(20)]
+    delays_s = sorted(slow.delay_s(*attempt) for attempt in attempts)
+    assert delays_s == sorted(again.delay_s(*attempt) for attempt in attempts)
+    assert delays_s != sorted(other.delay_s(*attempt) for attempt in attempts)
+    assert delays_s[1000] == pytest.approx(1.0, rel=0.1)  # the median
+    assert delays_s[1980] == pytest.approx(10.2, rel=0.25)  # exp(2.33), the 99th percentile
+
+    quick = make_environment(path, {"median_s": 0.0}, TOKENIZER, 0)
+    assert all(quick.delay_s(*attempt) == 0 for attempt in attempts)
+    problem = quick.problem(0)
+    assert problem == Gcd(TOKENIZER, 0).problem(0)
+    assert play(quick, problem, [say(f">{problem.payload['answer']:02d}")])[0].reward == 1.0
+    barely_slow = make_environment(path, {"median_s": 0.001, "sigma": 0.0}, TOKENIZER, 0)
+    assert play(barely_slow, problem, [say(">00")])[0].reward == 0.0
+    with pytest.raises(EnvironmentSetupError, match="median_s and sigma must not be negative"):
+        make_environment(path, {"sigma": -1.0}, TOKENIZER, 0)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))

@@ -65,6 +65,22 @@ class AdmitsAll(PipelineSchedule):
         return Verdict(True)
 
 
+class Waiting:
+    """Attempts that wait 0 to 199 ticks for their rewards."""
+
+    prompt_tokens = 2.0
+
+    def group(self, index):
+        return GroupWork(
+            lengths=tuple(1 + (7 * index + 5 * i) % 23 for i in range(4)),
+            used=(True,) * 4,
+            waits_s=tuple((131 * index + 67 * i) % 200 * (i > 0) * TICK * self.factor for i in range(4)),
+        )
+
+    def __init__(self, factor=1):
+        self.factor = factor
+
+
 CASES = {
     "pipeline": scenario(PipelineSchedule(16)),
     "one engine": scenario(PipelineSchedule(16), engines=1, seed=1),
@@ -84,6 +100,13 @@ CASES = {
     "groups larger than slots": scenario(PipelineSchedule(16), slots=3, seed=8),
     "some without gradient": scenario(PipelineSchedule(16), used_share=0.4, seed=9),
     "some dropped": scenario(PipelineSchedule(16), workload=PartlyDropped()),
+    "rewards take time": scenario(PipelineSchedule(16), workload=Waiting()),
+    "rewards take time, all that may be open waits": scenario(
+        PipelineSchedule(16), workload=Waiting(40), slots=4, engines=1
+    ),
+    "rewards take time, lag bound": scenario(PipelineSchedule(16, 2), workload=Waiting(8), slots=20),
+    "rewards take time, conventional": scenario(ConventionalSchedule(16, 2), workload=Waiting(5), capacity=16, engines=3),
+    "rewards take time, async": scenario(AsyncSchedule(16, 2), workload=Waiting(5), capacity=16),
     "conventional": scenario(ConventionalSchedule(16, 4), capacity=32, seed=10),
     "conventional, G = 1, engines idle": scenario(ConventionalSchedule(16, 1), engines=7, seed=11),
     "async": scenario(AsyncSchedule(16, 2), capacity=16, seed=12),
@@ -394,6 +417,41 @@ def test_drawn_work_does_not_depend_on_the_order():
     used = [one.group(i).used for i in range(2000)]
     assert set(used) == {(True,) * 4, (False,) * 4}
     assert sum(all(group) for group in used) / 2000 == pytest.approx(0.5, abs=0.05)
+
+
+def test_drawn_waits_change_no_lengths():
+    lengths = LengthDistribution.uniform(50)
+    plain, waiting, again = (DrawnWorkload(lengths, 4, seed=5, wait_median_s=wait_s) for wait_s in (0.0, 2.0, 2.0))
+    assert all(plain.group(i).waits_s == () for i in range(500))
+    assert [plain.group(i).lengths for i in range(500)] == [waiting.group(i).lengths for i in range(500)]
+    waits_s = sorted(wait_s for i in range(2000) for wait_s in waiting.group(i).waits_s)
+    assert waits_s == sorted(wait_s for i in range(2000) for wait_s in again.group(i).waits_s)
+    assert waits_s[4000] == pytest.approx(2.0, rel=0.1)
+    assert waits_s[7920] == pytest.approx(20.4, rel=0.2)  # exp(2.33) times the median
+
+
+def test_a_reward_that_takes_time_takes_no_slot():
+    """Rewards that take as long as a sequence's 10 decode steps: an engine is as fast as without, lag is higher."""
+
+    class Constant:
+        prompt_tokens = 0.0
+
+        def __init__(self, wait_s):
+            self.work = GroupWork((10,) * 4, (True,) * 4, waits_s=(wait_s,) * 4)
+
+        def group(self, index):
+            return self.work
+
+    step_s = ticks().decode_step_s[12]
+    one, two = (
+        simulate(
+            scenario(PipelineSchedule(16), workload=Constant(wait_s), costs=ticks(train_step_s=1), engines=1, steps=100)
+        )
+        for wait_s in (0.0, 10 * step_s)
+    )
+    assert two.trained_tokens_per_s_later == pytest.approx(one.trained_tokens_per_s_later, rel=0.03)
+    assert two.slots_used == one.slots_used == 1.0
+    assert two.lag_mean > one.lag_mean
 
 
 def test_replayed_work():

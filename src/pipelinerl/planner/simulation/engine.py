@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from typing import NamedTuple
 
+from pipelinerl.actor.actor import OPEN_ROLLOUTS_PER_SLOT
 from pipelinerl.interfaces import Schedule
 from pipelinerl.planner.simulation.rollouts import SimulatedGroup, SimulatedRollout
 from pipelinerl.planner.simulation.scenario import Costs
@@ -49,7 +50,10 @@ class Segment(NamedTuple):
 
 
 class SimulatedEngine:
-    """H slots and the queue before them. `segment` is what it is doing now; None: nothing, it has no sequence."""
+    """H slots and the queue before them. `segment` is what it is doing now; None: nothing, it has no open rollout.
+
+    With no sequence in progress and rollouts that wait for their rewards, the segment is the time until the next reward.
+    """
 
     def __init__(self, index: int, slots: int, costs: Costs, schedule: Schedule, publications: list[Publication]) -> None:
         self.index = index
@@ -77,11 +81,16 @@ class SimulatedEngine:
         self._waiting: deque[SimulatedRollout] = deque()
         self._ends: list[int] = []
         self._ending: dict[int, list[SimulatedRollout]] = {}
+        self._rewards: list[tuple[float, int, int, SimulatedRollout]] = []
+        """A heap of when the rollouts that wait get their rewards, each with what orders those of equal time."""
         self._pause_s = 0.0
 
     @property
     def room(self) -> int:
-        return self.slots - self.active - len(self._waiting)
+        """Free slots; none while as many rollouts are open as the actor allows."""
+        if self.running + len(self._rewards) >= OPEN_ROLLOUTS_PER_SLOT * self.slots:
+            return 0
+        return self.slots - self.running
 
     @property
     def running(self) -> int:
@@ -99,13 +108,14 @@ class SimulatedEngine:
         self._take(self._newest(now_s))
 
     def submit(self, group: SimulatedGroup) -> None:
-        pairs = zip(group.work.lengths, group.work.used, strict=True)
-        group.rollouts = [SimulatedRollout(group, length, used, self) for length, used in pairs]
+        work = group.work
+        triples = zip(work.lengths, work.used, work.waits_s or (0.0,) * len(work.lengths), strict=True)
+        group.rollouts = [SimulatedRollout(group, length, used, self, wait_s) for length, used, wait_s in triples]
         self._waiting.extend(group.rollouts)
         self.in_progress += len(group.rollouts)
 
     def begin(self, now_s: float) -> None:
-        """Fill the slots and set off, until the next sequence ends."""
+        """Fill the slots and set off, until the next sequence ends or the next reward is there."""
         prompts: set[int] = set()
         entering = min(self.slots - self.active, len(self._waiting))
         for _ in range(entering):
@@ -123,6 +133,10 @@ class SimulatedEngine:
             steps = self._ends[0] - self.steps_done
             step_s, prefill_s = self._costs.decode_step_s[self.active], len(prompts) * self._costs.prompt_s
             self.segment = Segment(now_s, self._pause_s, prefill_s, step_s, steps)
+            if self._rewards:
+                self.segment = self.segment._replace(steps=min(steps, self.segment.steps_until(self._rewards[0][0])))
+        elif self._rewards:
+            self.segment = Segment(now_s, 0.0, 0.0, self._rewards[0][0] - now_s, 1)
         else:
             self.segment = None
         self._pause_s = 0.0
@@ -133,7 +147,7 @@ class SimulatedEngine:
         """When the segment will be over, should nothing come in between; the actor's work on what ends then included."""
         segment = self.segment
         assert segment is not None  # noqa: S101 - asked only of an engine at work
-        ending = len(self._ending[self._ends[0]]) if self.steps_done + segment.steps == self._ends[0] else 0
+        ending = len(self._ending[self._ends[0]]) if self._ends and self.steps_done + segment.steps == self._ends[0] else 0
         return segment.boundary_s(segment.steps) + ending * self._costs.rollout_s
 
     def catch_up(self, now_s: float) -> bool:
@@ -142,7 +156,7 @@ class SimulatedEngine:
         True if there were any.
         """
         took = False
-        while self.segment is not None and self._seen < len(self._publications):
+        while self.segment is not None and self.active and self._seen < len(self._publications):
             steps = self.segment.steps_until(self._publications[self._seen].time_s)
             boundary_s = self.segment.boundary_s(steps)
             # From `now_s` on, newer weights may come before the boundary.
@@ -163,6 +177,9 @@ class SimulatedEngine:
         """Cut the segment at the first boundary at `now_s` or, if `later`, after it. False if it ends there anyway."""
         segment = self.segment
         assert segment is not None  # noqa: S101 - asked only of an engine at work
+        if not self.active:  # it decodes nothing: it can stop now
+            self.segment = Segment(now_s, 0.0, 0.0, 0.0, 1)
+            return True
         steps = segment.steps_until(now_s, later=later)
         if steps >= segment.steps:
             return False
@@ -170,34 +187,44 @@ class SimulatedEngine:
         return True
 
     def finish_segment(self) -> None:
-        """The segment is over: what ended with it leaves its slot, and whole groups go to `finished`."""
+        """The segment is over: what ended with it leaves its slot. Whole groups go to `finished`, oldest first."""
         if self.segment is None:
             return
+        now_s = self.end_s()
         self._account(self.segment, self.segment.steps)
         self.segment = None
-        if not self._ends or self._ends[0] != self.steps_done:
-            return
-        last_update = len(self.update_steps) - 1
-        for rollout in self._ending.pop(heapq.heappop(self._ends)):
-            rollout.last_update = last_update
+        ended: list[SimulatedRollout] = []
+        if self._ends and self._ends[0] == self.steps_done:
+            ended = self._ending.pop(heapq.heappop(self._ends))
+        for number, rollout in enumerate(ended):
+            rollout.last_update = len(self.update_steps) - 1
             self.active -= 1
-            group = rollout.group
-            group.open -= 1
-            if group.open == 0:
-                self.finished.append(group)
+            if rollout.wait_s > 0:
+                heapq.heappush(self._rewards, (now_s + rollout.wait_s, self.steps_done, number, rollout))
+        rewarded = [rollout for rollout in ended if rollout.wait_s <= 0]
+        while self._rewards and self._rewards[0][0] <= now_s:
+            rewarded.append(heapq.heappop(self._rewards)[-1])
+        complete = []
+        for rollout in rewarded:
+            rollout.group.open -= 1
+            if rollout.group.open == 0:
+                complete.append(rollout.group)
+        self.finished.extend(sorted(complete, key=lambda group: group.index))
 
     def interrupt(self, now_s: float) -> None:
         """The run is over at `now_s`: count what was done by then."""
-        if self.segment is not None:
+        if self.segment is not None and self.active:
             done_s = now_s - self.segment.begin_s - self.segment.first_s
             steps = min(self.segment.steps, max(0, math.floor(done_s / self.segment.step_s)))
             self._account(self.segment, steps)
-            self.segment = None
+        self.segment = None
 
     # ----------------------------------------------------------------------------------------------------------
 
     def _account(self, segment: Segment, steps: int) -> None:
-        """So many of the segment's steps are done."""
+        """So many of the segment's steps are done. Without a sequence in progress they are no decode steps."""
+        if not self.active:
+            return
         decode_s = steps * segment.step_s
         self.steps_done += steps
         self.tokens += steps * self.active

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedGroup:
-    """K attempts that run in one engine. `open` of them are still being generated."""
+    """K attempts that run in one engine. `open` of them are being generated, or wait for their reward."""
 
     __slots__ = ("index", "open", "rollouts", "started_version", "work")
 
@@ -29,10 +29,11 @@ class SimulatedRollout:
     The weights that made the first and the last of them are the engine's updates number `first_update`, `last_update`.
     """
 
-    __slots__ = ("engine", "first_update", "group", "last_update", "length", "start_step", "used")
+    __slots__ = ("engine", "first_update", "group", "last_update", "length", "start_step", "used", "wait_s")
 
-    def __init__(self, group: SimulatedGroup, length: int, used: bool, engine: SimulatedEngine) -> None:
+    def __init__(self, group: SimulatedGroup, length: int, used: bool, engine: SimulatedEngine, wait_s: float = 0.0) -> None:
         self.group = group
+        self.wait_s = wait_s
         self.length = length
         self.used = used
         self.engine = engine

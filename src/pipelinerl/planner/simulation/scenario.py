@@ -33,12 +33,14 @@ class Costs:
 class GroupWork(NamedTuple):
     """One group's attempts: sampled tokens of each (at least 1), and which of them have a gradient.
 
-    `dropped` are left out when the trainer prepares them, and count for nothing; empty: none are.
+    `dropped` are left out when the trainer prepares them, and count for nothing; empty: none are. `waits_s` is the time from
+    an attempt's last token to its reward, for a tool or a judge; it takes no slot. Empty: no attempt waits.
     """
 
     lengths: tuple[int, ...]
     used: tuple[bool, ...]
     dropped: tuple[bool, ...] = ()
+    waits_s: tuple[float, ...] = ()
 
 
 class Workload(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -25,13 +26,24 @@ class Lengths(Protocol):
 class DrawnWorkload:
     """K lengths a group, independent of one another; `used_share` of the groups have a gradient, all attempts or none.
 
-    A pure function of (seed, index).
+    Each attempt waits lognormal time for its reward: the median is `wait_median_s`, `wait_sigma` is that of the logarithm.
+    With a median of 0 no attempt waits. A pure function of (seed, index).
     """
 
     def __init__(
-        self, lengths: Lengths, group_size: int, *, seed: int, used_share: float = 1.0, prompt_tokens: float = 0.0
+        self,
+        lengths: Lengths,
+        group_size: int,
+        *,
+        seed: int,
+        used_share: float = 1.0,
+        prompt_tokens: float = 0.0,
+        wait_median_s: float = 0.0,
+        wait_sigma: float = 1.0,
     ) -> None:
         self.prompt_tokens = prompt_tokens
+        self._wait_median_s = wait_median_s
+        self._wait_sigma = wait_sigma
         self._lengths = lengths
         self._group_size = group_size
         self._seed = seed
@@ -49,9 +61,13 @@ class DrawnWorkload:
         rng = np.random.default_rng((self._seed, block))
         lengths_GK = self._lengths.sample(rng, BLOCK * self._group_size).reshape(BLOCK, self._group_size)
         used_G = rng.random(BLOCK) < self._used_share
+        waits_G: list[tuple[float, ...]] = [()] * BLOCK
+        if self._wait_median_s > 0:
+            drawn_GK = rng.lognormal(math.log(self._wait_median_s), self._wait_sigma, lengths_GK.shape)
+            waits_G = [tuple(waits) for waits in drawn_GK.tolist()]
         return [
-            GroupWork(tuple(lengths), (used,) * self._group_size)
-            for lengths, used in zip(lengths_GK.tolist(), used_G.tolist(), strict=True)
+            GroupWork(tuple(lengths), (used,) * self._group_size, waits_s=waits)
+            for lengths, used, waits in zip(lengths_GK.tolist(), used_G.tolist(), waits_G, strict=True)
         ]
 
 
