@@ -8,6 +8,9 @@
 
 A checkpoint is written into a hidden folder, made durable, and renamed. Whatever happens before the rename (a full disk,
 a kill) leaves the checkpoints that were there as they were. Nothing is pickled.
+
+`weights/step_00000010/` (`save_weights`) is the same without what only a resume needs: no optimizer, no RNG, no fsync. It is
+cheap enough to be written often, for evaluations after the run.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ from pipelinerl.files import sync_directory
 FORMAT = 1
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+WEIGHTS_FOLDER = "weights"
+"""Where in a run directory `save_weights` writes."""
 
 # A checkpoint that is being replaced by one of the same version is called `.old` for the moment between two renames.
 _NAME = re.compile(r"step_(\d{8,})(\.old)?")
@@ -118,35 +123,66 @@ def save_checkpoint(
 
     Raises CheckpointError when it can't be written (full disk, no permission); what was there before is still there.
     """
-    name = f"step_{version:08d}"
-    hidden = directory / f"{_HIDDEN}{name}-{secrets.token_hex(4)}"
+    state = CheckpointState(
+        version=version,
+        rng=dict(rng),
+        positions=dict(positions),
+        counters=dict(counters),
+        config_checksum=config_checksum,
+    )
+    with _new_folder(directory, version) as hidden:
+        _write_model(hidden, model, tokenizer)
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in optimizer.items()}, hidden / OPTIMIZER_FILE)
+        _write_state(hidden, state)
+        _sync_tree(hidden)
+    _forget(checkpoints(directory)[:-keep])
+    return directory / _name(version)
+
+
+def save_weights(directory: Path, *, version: int, model: Any, tokenizer: Any) -> Path:
+    """Write `directory/step_XXXXXXXX`: model and tokenizer alone, to be evaluated. A crash of the machine may lose it.
+
+    `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError when it can't be written.
+    """
+    with _new_folder(directory, version) as hidden:
+        _write_model(hidden, model, tokenizer)
+        _write_state(hidden, CheckpointState(version=version))
+    return directory / _name(version)
+
+
+@contextmanager
+def _new_folder(directory: Path, version: int) -> Iterator[Path]:
+    """A hidden folder, which gets its name when all is written. Raises CheckpointError; then nothing is left of it."""
+    target = directory / _name(version)
+    hidden = directory / f"{_HIDDEN}{target.name}-{secrets.token_hex(4)}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_unfinished(directory)
         hidden.mkdir()
-        with _no_progress_bars():
-            model.save_pretrained(hidden)
-        tokenizer.save_pretrained(hidden)
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in optimizer.items()}, hidden / OPTIMIZER_FILE)
-        state = CheckpointState(
-            version=version,
-            rng=dict(rng),
-            positions=dict(positions),
-            counters=dict(counters),
-            config_checksum=config_checksum,
-            files={str(path.relative_to(hidden)): _record(path) for path in _files(hidden)},
-        )
-        (hidden / STATE_FILE).write_bytes(_encode(state))
-        _sync_tree(hidden)
-        _install(hidden, directory / name)
+        yield hidden
+        _install(hidden, target)
     except (OSError, SafetensorError, ValueError) as error:  # ValueError: a config that save_pretrained refuses
         shutil.rmtree(hidden, ignore_errors=True)
-        raise CheckpointError(f"can't write checkpoint {directory / name}: {_first_line(error)}") from error
+        raise CheckpointError(f"can't write checkpoint {target}: {_first_line(error)}") from error
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
-    _forget(checkpoints(directory)[:-keep])
-    return directory / name
+
+
+def _write_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    with _no_progress_bars():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_state(folder: Path, state: CheckpointState) -> None:
+    """Last of all: it has the checksums of all other files in the folder."""
+    files = {str(path.relative_to(folder)): _record(path) for path in _files(folder)}
+    (folder / STATE_FILE).write_bytes(_encode(msgspec.structs.replace(state, files=files)))
+
+
+def _name(version: int) -> str:
+    return f"step_{version:08d}"
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -158,6 +194,13 @@ def checkpoints(directory: Path) -> list[Path]:
         if match := _NAME.fullmatch(path.name):
             found[int(match[1])] = path
     return [found[version] for version in sorted(found)]
+
+
+def saved_versions(run_dir: Path) -> dict[int, Path]:
+    """Where the weights of each version that the run saved are, ascending: its checkpoints, and its copies of weights."""
+    found = [*checkpoints(run_dir / WEIGHTS_FOLDER), *checkpoints(run_dir / "checkpoints")]
+    by_version = {int(path.name.removeprefix("step_").removesuffix(".old")): path for path in found}
+    return dict(sorted(by_version.items()))
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:

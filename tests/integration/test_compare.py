@@ -21,7 +21,10 @@ SMALL = [
 @pytest.mark.slow
 def test_a_comparison_is_made_and_made_only_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = ["compare", "--schedules", "pipeline,conventional:2", "--seeds", "1", "--no-tune", "--out", str(out), *SMALL]
+    arguments = [
+        *("compare", "--schedules", "pipeline,conventional:2", "--seeds", "1", "--no-tune", "--out", str(out), *SMALL),
+        *("--held-out", "24", "--evaluate-every", "4"),
+    ]
     ended = command(*arguments)
     assert ended.status == 0, ended.error
     contents = json.loads((out / "compare.json").read_text())
@@ -33,7 +36,13 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path) -> None:
     assert set(conventional["lag_max"][0::2]) <= {0, None}  # None: all of a group earned the same, nothing to train
     assert max(conventional["lag_by_position"]["max"]) <= 1
     assert sum(conventional["lag_by_position"]["tokens"]) > 96
-    assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("learning", "on_policyness"))
+    pictures = ("held_out", "learning", "on_policyness")
+    assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in pictures)
+    held_out = [one["held_out"] for one in contents["runs"]]
+    assert [[point["version"] for point in points] for points in held_out] == [[0, 4, 6], [0, 4, 6]]
+    assert held_out[0][0] == held_out[1][0]  # the same weights, problems and random numbers
+    assert not list(out.glob("runs/*/*/weights"))
+    assert all(0 < one["saving_s"] < one["measured"]["training_s"] for one in contents["runs"])
     assert "Where PipelineRL does not help" in (out / "report.html").read_text()
 
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("metrics.jsonl")}
@@ -97,7 +106,10 @@ def test_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--seeds", "x"], "invalid int"),
         (["--trainer.step", "1"], "did you mean"),
         (["--schedules", "pipeline,conventional:8", "--trainer.steps", "6"], "set it to a multiple of 8"),
-        (["--target-reward", "nan"], "--target-reward"),
+        (["--target", "nan"], "--target"),
+        (["--held-out", "-1"], "--held-out"),
+        (["--held-out-arg", "x"], "give KEY=VALUE"),
+        (["--held-out-arg", "no_such=1"], "no_such"),
     ):
         status = main(["compare", "--out", str(tmp_path / "out"), *arguments])
         error = capsys.readouterr().err

@@ -177,8 +177,10 @@ def test_spread_of_what_is_not_all_there() -> None:
 
 
 def test_findings_say_it_when_it_helps() -> None:
-    said = " ".join(findings([row(RUNS, name) for name in ("pipeline", "conventional:1", "conventional:4")], 0.9))
-    assert "reached a training reward of 0.9 1.40 times sooner than the best conventional schedule, conventional:1" in said
+    said = " ".join(
+        findings([row(RUNS, name) for name in ("pipeline", "conventional:1", "conventional:4")], 0.9, "held-out")
+    )
+    assert "reached a held-out reward of 0.9 1.40 times sooner than the best conventional schedule, conventional:1" in said
     assert "made samples 1.67 times faster than the best conventional schedule, conventional:4" in said
     assert "does not help" not in said
     assert "conventional:4: 1 of 3 runs did not reach 0.9." in said
@@ -187,25 +189,25 @@ def test_findings_say_it_when_it_helps() -> None:
 
 def test_findings_say_it_when_it_does_not_help() -> None:
     slow = [result("pipeline", time_s=20.0, rate=80.0), result("conventional:1", time_s=10.0, rate=100.0)]
-    said = findings([row(slow, "pipeline"), row(slow, "conventional:1")], 0.5)
-    assert said[0].startswith("pipeline reached a training reward of 0.5 2.00 times later")
+    said = findings([row(slow, "pipeline"), row(slow, "conventional:1")], 0.5, "held-out")
+    assert said[0].startswith("pipeline reached a held-out reward of 0.5 2.00 times later")
     assert said[0].endswith("Here it does not help.")
     assert said[1].startswith("pipeline made samples 1.25 times slower")
     mixed = [
         *(result("pipeline", seed, time_s=10.0) for seed in range(3)),
         *(result("conventional:1", seed, time_s=time_s) for seed, time_s in enumerate((9.0, 12.0, 13.0))),
     ]
-    assert "Not in every seed" in findings([row(mixed, "pipeline"), row(mixed, "conventional:1")], 0.5)[0]
+    assert "Not in every seed" in findings([row(mixed, "pipeline"), row(mixed, "conventional:1")], 0.5, "held-out")[0]
 
 
 def test_findings_without_a_ratio() -> None:
     alone = [result("pipeline", time_s=None)]
-    said = " ".join(findings([row(alone, "pipeline")], 0.5))
+    said = " ".join(findings([row(alone, "pipeline")], 0.5, "held-out"))
     assert "There is no conventional run that reached" in said
     assert "pipeline: 1 of 1 runs did not reach 0.5." in said
-    assert "there is no target" in findings([row(alone, "pipeline")], None)[0]
+    assert "there is no target" in findings([row(alone, "pipeline")], None, "held-out")[0]
     diverged = [result("conventional:4", status="diverged: nan")]
-    assert findings([row(diverged, "conventional:4")], 0.5) == ["conventional:4: 1 of 1 runs diverged."]
+    assert findings([row(diverged, "conventional:4")], 0.5, "held-out") == ["conventional:4: 1 of 1 runs diverged."]
 
 
 def test_numbers_are_rounded_for_the_file() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.compare.compare import compare, plan_runs
+from pipelinerl.compare.held_out import Answered
 from pipelinerl.compare.machine import Machine
 from pipelinerl.compare.request import Request, make_request
 from pipelinerl.config import RunConfig, config_to_yaml, load_config
@@ -25,7 +27,13 @@ SECONDS = {"pipeline": 1.0, "conventional": 2.0, "async": 1.5}
 
 
 def request(*flags: str, **changed: Any) -> Request:
-    arguments = {"schedules": "pipeline,conventional:2,conventional:4", "seeds": 2, "quick": False, "tune": False} | changed
+    arguments = {
+        "schedules": "pipeline,conventional:2,conventional:4",
+        "seeds": 2,
+        "quick": False,
+        "tune": False,
+        "held_out": 0,
+    } | changed
     config = load_config(None, ["--trainer.steps", "16", "--trainer.batch_size", "32", *flags])
     return make_request(config, MACHINE, **arguments)
 
@@ -75,9 +83,28 @@ class Runs:
         (run_dir / "summary.json").write_bytes(msgspec.json.encode(summary))
 
 
-def run(out: Path, asked: Request | None = None, runs: Runs | None = None, **options: Any) -> dict[str, Any]:
+class Evaluations:
+    """Stands in for evaluations: all schedules are as good at the same version, 0.1 + 0.04 a step."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def __call__(self, run_dir: Path, asked: Request) -> list[Answered]:
+        self.made.append("/".join(run_dir.parts[-2:]))
+        rewards = {version: 0.1 + 0.04 * version for version in asked.evaluated_versions}
+        return [Answered(version=n, reward=reward, low=reward - 0.02, high=reward + 0.02) for n, reward in rewards.items()]
+
+
+def run(
+    out: Path,
+    asked: Request | None = None,
+    runs: Runs | None = None,
+    evaluations: Evaluations | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     said: list[str] = []
-    return compare(asked or request(), out, train=runs or Runs(), say=said.append, **options)
+    made = evaluations or Evaluations()
+    return compare(asked or request(), out, train=runs or Runs(), evaluate=made, say=said.append, **options)
 
 
 def test_the_results(tmp_path: Path) -> None:
@@ -103,6 +130,57 @@ def test_the_results(tmp_path: Path) -> None:
     assert all(source == "data:" for source in re.findall(r'src="(.{5})', page))
     assert "http" not in page
     assert "2.00 times sooner" in page
+
+
+def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
+    """Training rewards of the schedules are shifted by their lag; their versions are equally good."""
+
+    class Lagging(Runs):
+        def __call__(self, config: RunConfig) -> None:
+            super().__call__(config)
+            path = Path(config.run_dir or "") / "metrics.jsonl"
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            lag = 3 if config.schedule.kind == "pipeline" else 0
+            for record in records:
+                record["reward_mean"] = 0.1 + 0.04 * max(0, record["version"] - lag)
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+            (path.parent / WEIGHTS_FOLDER).mkdir()
+
+    asked, evaluations = request(held_out=8, evaluate_every=3), Evaluations()
+    assert asked.evaluated_versions == [0, 3, 6, 9, 12, 15, 16]
+    contents = run(tmp_path / "out", asked, Lagging(), evaluations, target=0.5)
+    assert contents["reward"] == "held-out"
+    assert len(evaluations.made) == 6
+    # 0.5 is reached by version 10, between those evaluated; a step of pipeline takes half as long.
+    assert {(one["reached"]["version"], one["reached"]["samples"]) for one in contents["runs"]} == {(10, 320)}
+    assert contents["ratio_time_to_reward"]["median"] == 2.0
+    by_training = {one["schedule"]: one["reached_training"]["version"] for one in contents["runs"]}
+    assert (by_training["pipeline"], by_training["conventional:2"]) == (15, 12)
+    first = contents["runs"][0]
+    assert [one["version"] for one in first["held_out"]] == asked.evaluated_versions
+    assert not (tmp_path / "out" / "runs" / "seed-0" / "pipeline" / WEIGHTS_FOLDER).exists()
+    assert (tmp_path / "out" / "held_out.png").is_file()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "reached a held-out reward of 0.5 2.00 times sooner" in page
+    again = Evaluations()
+    assert run(tmp_path / "out", asked, evaluations=again, target=0.5) == contents
+    assert again.made == []
+    unasked = run(tmp_path / "out", asked)
+    assert unasked["target_reward"] == 0.67  # nine tenths of the way from 0.1 to 0.74
+
+
+def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) -> None:
+    class Stopped(Evaluations):
+        def __call__(self, run_dir: Path, asked: Request) -> list[Answered]:
+            raise RunInterruptedError("stopped")
+
+    with pytest.raises(RunInterruptedError, match=r"the same command with --out .* goes on"):
+        run(tmp_path / "out", request(held_out=8), evaluations=Stopped())
+    runs, evaluations = Runs(), Evaluations()
+    run(tmp_path / "out", request(held_out=8), runs, evaluations)
+    assert "seed-0/pipeline" not in runs.made
+    assert evaluations.made[0] == "seed-0/pipeline"
+    assert len(runs.made) == 5
 
 
 def test_the_order_rotates(tmp_path: Path) -> None:
@@ -213,6 +291,17 @@ def test_a_damaged_folder(tmp_path: Path) -> None:
     (tmp_path / "out" / "request.json").write_text("{")
     with pytest.raises(RunDirectoryError, match="damaged"):
         run(tmp_path / "out")
+
+
+def test_a_run_that_diverged_is_not_evaluated_and_reaches_nothing(tmp_path: Path) -> None:
+    def diverge(config: RunConfig) -> Exception | None:
+        return TrainingDivergedError("the loss is nan") if config.schedule.steps_per_round == 4 else None
+
+    evaluations = Evaluations()
+    contents = run(tmp_path / "out", request(held_out=8), Runs(diverge), evaluations, target=0.5)
+    assert len(evaluations.made) == 4
+    row = next(one for one in contents["schedules"] if one["schedule"] == "conventional:4")
+    assert (row["reached"], row["diverged"]) == (0, 2)
 
 
 def test_a_schedule_that_diverges_is_a_result(tmp_path: Path) -> None:

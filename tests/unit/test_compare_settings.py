@@ -90,6 +90,19 @@ def test_a_run_has_its_schedule_and_settings_and_nothing_that_takes_time() -> No
     assert run_config(base, Contender("pipeline"), settings, seed=0, steps=8, run_dir=Path("x")).schedule.max_lag == 4
 
 
+def test_what_is_evaluated_is_the_same_for_all_schedules() -> None:
+    asked = request(load_config(None, ["--trainer.steps", "50"]))
+    assert (asked.steps, asked.held_out, asked.evaluate_every) == (48, 512, 3)
+    assert asked.evaluated_versions == list(range(0, 49, 3))
+    asked = request(schedules="pipeline", quick=True, evaluate_every=20)
+    assert (asked.held_out, asked.evaluated_versions) == (256, [0, 20, 40, 48])
+    assert request(held_out=0).evaluated_versions == []
+    with pytest.raises(ConfigError, match="--held-out"):
+        request(held_out=-1)
+    with pytest.raises(ConfigError, match="--evaluate-every"):
+        request(evaluate_every=0)
+
+
 def test_what_a_run_file_leaves_open_is_decided_for_each_schedule() -> None:
     config = RunConfig(engine=EngineConfig(slots=8))
     assert settings_of(config, cores=4) == Settings(1, 2, 8, 2)

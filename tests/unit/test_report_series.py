@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from pipelinerl.report.series import (
     MOST_POINTS,
     WINDOW,
     BatchSize,
+    Reached,
     VersionRun,
     batch_size_over_time,
     begin_s,
@@ -25,6 +27,7 @@ from pipelinerl.report.series import (
     measure,
     rate_after,
     reached,
+    reached_held_out,
     slots_in_use,
     tokens_rate_after,
     windowed,
@@ -179,3 +182,25 @@ def test_slots_in_use_while_generating() -> None:
     assert slots_in_use(batch, 8, 3.5) == pytest.approx((1 * 8 + 2 * 4) / (3 * 8))  # what comes later does not count
     assert slots_in_use(BatchSize([0.0], [0]), 8, 5.0) is None
     assert slots_in_use(BatchSize([], []), 8, 5.0) is None
+
+
+def slow_reached_held_out(points: list[tuple[int, float]], steps: list[StepRecord], begin: float, target: float) -> object:
+    """The definition, version by version."""
+    versions, rewards = zip(*points, strict=True)
+    for version in range(versions[0], versions[-1] + 1):
+        if np.interp(version, versions, rewards) >= target - 1e-9:
+            done = [one for one in steps if one.version <= version]
+            time_s = done[-1].time_s - begin if done else 0.0
+            return Reached(version=version, time_s=time_s, samples=sum(one.samples for one in done))
+    return None
+
+
+@given(
+    st.lists(st.integers(0, 100), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.integers(0, 100),
+)
+def test_the_step_that_reaches_a_held_out_reward(hundredths: list[int], every: int, target: int) -> None:
+    points = [(number * every, reward / 100) for number, reward in enumerate(hundredths)]
+    steps = [StepRecord(version=n, time_s=5.0 + n * n, samples=n) for n in range(1, points[-1][0] + 1)]
+    assert reached_held_out(points, steps, 5.0, target / 100) == slow_reached_held_out(points, steps, 5.0, target / 100)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipelinerl.board import MemoryBoard
-from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
+from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.files import JsonLines, read_json_lines
@@ -315,6 +315,30 @@ def test_checkpoints_come_when_due(tmp_path: Path) -> None:
         "step_00000004",
         "step_00000005",
     ]
+
+
+def test_copies_of_the_weights_come_when_due_and_are_of_their_version(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, steps=5, weights_every=2)
+    seen: dict[int, list[torch.Tensor]] = {}
+    setup.trainer.start()
+    index = 0
+    while not setup.trainer.goal_reached:
+        setup.feed([index])
+        index += 1
+        setup.trainer.pump()
+        seen[setup.trainer.version] = [weight.clone() for weight in weights(setup)]
+    setup.trainer.finish()
+    saved = saved_versions(tmp_path)
+    assert list(saved) == [2, 4, 5]  # 5 is the last checkpoint
+    assert [path.parent.name for path in saved.values()] == ["weights", "weights", "checkpoints"]
+    for version, path in saved.items():
+        load_checkpoint(path)  # verifies every file
+        model = AutoModelForCausalLM.from_pretrained(path)
+        for mine, there in zip(seen[version], model.state_dict().values(), strict=True):
+            assert torch.equal(mine, there)
+    assert not (saved[2] / "optimizer.safetensors").exists()
+    saving = [record.saving_s for record in setup.records()]
+    assert [seconds > 0 for seconds in saving] == [False, False, True, False, True]
 
 
 def test_a_resumed_trainer_takes_the_same_next_steps(tmp_path: Path) -> None:

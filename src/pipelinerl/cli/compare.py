@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, load, write
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, keyed_values, load, write
 from pipelinerl.errors import UserError
 
 
@@ -29,19 +29,42 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer schedules, seeds, steps and settings: some minutes")
     parser.add_argument("--no-tune", action="store_true", help="use the run file's settings; try no others")
     parser.add_argument(
-        "--target-reward", type=float, metavar="R", help="the training reward to reach (chosen from the runs)"
+        "--target",
+        "--target-reward",
+        dest="target",
+        type=float,
+        metavar="R",
+        help="the reward to reach (chosen from the runs)",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        metavar="N",
+        help="held-out problems that decide when a run reached it, answered after it by copies of its weights (512; with "
+        "--quick 256); 0: training rewards decide, which depend on each schedule's lag",
+    )
+    parser.add_argument(
+        "--evaluate-every", type=int, metavar="E", help="optimizer steps between these copies (a sixteenth of all steps)"
+    )
+    parser.add_argument(
+        "--held-out-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of environment.args, when held-out problems are answered: no delay, say; may be repeated",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="a new folder, or one to go on with (runs/compare-DATE)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    target: float | None = options.target_reward
+    target: float | None = options.target
     if target is not None and not math.isfinite(target):
-        raise UserError(f"--target-reward: {target} is not a reward")
+        raise UserError(f"--target: {target} is not a reward")
     config = load(options.run_file, settings)
     out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     from pipelinerl.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
+    from pipelinerl.compare.held_out import answer_held_out, check_held_out  # noqa: PLC0415
     from pipelinerl.compare.machine import this_machine  # noqa: PLC0415
     from pipelinerl.compare.request import make_request  # noqa: PLC0415
     from pipelinerl.launch import train  # noqa: PLC0415
@@ -53,14 +76,20 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         seeds=options.seeds,
         quick=options.quick,
         tune=not options.no_tune,
+        held_out=options.held_out,
+        evaluate_every=options.evaluate_every,
+        held_out_args=keyed_values("--held-out-arg", options.held_out_arg),
     )
+    check_held_out(request)
     print(f"results and runs: {out} (the same command with --out {out} goes on if this is stopped)", flush=True)
-    contents = compare(request, out, train=train, target=target, say=lambda text: print(text, flush=True))
+    contents = compare(
+        request, out, train=train, evaluate=answer_held_out, target=target, say=lambda text: print(text, flush=True)
+    )
     return write(_came_to(contents, out))
 
 
 def _came_to(contents: dict[str, Any], out: Path) -> str:
-    lines = [f"target reward: {contents['target_reward']}"]
+    lines = [f"target: a {contents['reward']} reward of {contents['target_reward']}"]
     for key in ("ratio_time_to_reward", "ratio_samples_per_s"):
         ratio = contents[key]
         if ratio and ratio["median"] is not None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelinerl.cli.parser import Commands, api_key_from, refuse_settings, write
-from pipelinerl.config import yaml_text
+from pipelinerl.cli.parser import Commands, api_key_from, keyed_values, refuse_settings, write
 from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig
 from pipelinerl.environments.registry import find_class
 from pipelinerl.errors import RunInterruptedError, UserError
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises RunInterruptedError, once all is written, if it was asked to stop."""
     refuse_settings("pipelinerl eval", settings)
     _check(options)
-    arguments = _arguments(options.env_arg)
+    arguments = keyed_values("--env-arg", options.env_arg)
     if options.env is not None:
         find_class(options.env)
     plan = _plan(options, arguments)
@@ -119,17 +118,6 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--top-p {options.top_p:g}: give a number above 0, and at most 1")
     if not math.isfinite(options.pass_at):
         raise UserError(f"--pass-at {options.pass_at:g}: give a finite number")
-
-
-def _arguments(texts: Sequence[str]) -> dict[str, Any]:
-    """Of `--env-arg`; values are YAML, as they are in flags of a run file."""
-    found = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise UserError(f"--env-arg {text}: give KEY=VALUE")
-        found[key] = yaml_text.parse(value, f"--env-arg {key}").value
-    return found
 
 
 def _plan(options: argparse.Namespace, arguments: dict[str, Any]) -> EvaluationPlan:

@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipelinerl import __version__
-from pipelinerl.config import RunConfig, load_config
+from pipelinerl.config import RunConfig, load_config, yaml_text
 from pipelinerl.errors import UserError
 
 SETTINGS_HELP = (
@@ -103,6 +103,17 @@ def _check_spelling(settings: Sequence[str], flags: Mapping[str, argparse.Action
 def load(run_file: Path | None, settings: Sequence[str]) -> RunConfig:
     """The configuration of a run file (none: the demo's) with flags on top. Raises ConfigError."""
     return load_config(run_file, settings)
+
+
+def keyed_values(flag: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Of a flag that takes KEY=VALUE; values are YAML, as they are in flags of a run file. Raises UserError."""
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UserError(f"{flag} {text}: give KEY=VALUE")
+        found[key] = yaml_text.parse(value, f"{flag} {key}").value
+    return found
 
 
 def refuse_settings(command: str, settings: Sequence[str]) -> None:

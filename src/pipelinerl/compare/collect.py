@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipelinerl.compare.contenders import Contender
 from pipelinerl.compare.folder import Execution
+from pipelinerl.compare.held_out import Answered
 from pipelinerl.compare.results import RunResult
 from pipelinerl.compare.settings import Settings
 from pipelinerl.report.figures import DrawnRun, drawn_run
 from pipelinerl.report.run_records import RunRecords
-from pipelinerl.report.series import measure, reached, slots_in_use, windowed
+from pipelinerl.report.series import HeldOut, measure, reached, reached_held_out, slots_in_use, windowed
 
 
 class Collected(NamedTuple):
@@ -23,14 +24,32 @@ class Collected(NamedTuple):
 
 
 def collect(
-    records: RunRecords, contender: Contender, settings: Settings, execution: Execution, target: float | None
+    records: RunRecords,
+    contender: Contender,
+    settings: Settings,
+    execution: Execution,
+    *,
+    target: float | None,
+    answered: Sequence[Answered] | None,
 ) -> Collected:
-    """What a run came to. Pure. Without a target, nothing is reached."""
+    """What a run came to. Pure. Without a target, nothing is reached.
+
+    `answered`: its held-out rewards, which decide then when the target is reached; None: the training rewards decide.
+    """
     steps = records.steps
     begin = records.begin_s
     measured = measure(steps, begin)
     drawn = drawn_run(records, contender.label)
+    training = [reward for reward in windowed([step.reward_mean for step in steps]) if not math.isnan(reward)]
+    if answered is not None:
+        times_s = {0: 0.0} | dict(zip(drawn.curves.version, drawn.curves.time_s, strict=True))
+        points = [_point(one, times_s[one.version]) for one in answered]
+        drawn = drawn._replace(curves=drawn.curves._replace(held_out=points))
     summary: Mapping[str, Any] = records.summary or {}
+    by_training = None if target is None else reached(steps, begin, target)
+    by_held_out = None
+    if answered is not None and target is not None:
+        by_held_out = reached_held_out([(one.version, one.reward) for one in answered], steps, begin, target)
     in_use = slots_in_use(drawn.batch, drawn.slots, measured.training_s) if drawn.batch else None
     result = RunResult(
         schedule=contender.label,
@@ -42,8 +61,11 @@ def collect(
         load_before=execution.load_before,
         run_dir=execution.run,
         measured=measured,
-        reached=None if target is None else reached(steps, begin, target),
-        rewards=[reward for reward in windowed([step.reward_mean for step in steps]) if not math.isnan(reward)],
+        reached=by_training if answered is None else by_held_out,
+        reached_training=by_training,
+        rewards=training if answered is None else [one.reward for one in answered],
+        held_out=list(answered or ()),
+        saving_s=math.fsum(step.saving_s for step in steps),
         slots_used_fraction=in_use,
         **{key: summary.get(key) for key in _FROM_SUMMARY},
     )
@@ -54,6 +76,11 @@ _FROM_SUMMARY = (
     *("ess_mean", "ess_min", "lag_mean", "lag_max"),
     *("engine_busy_fraction", "trainer_busy_fraction"),
 )
+
+
+def _point(one: Answered, time_s: float) -> HeldOut:
+    error = (one.high - one.low) / (2 * 1.96)  # of a 95% interval
+    return HeldOut("after", one.version, one.version, one.version, time_s, one.reward, error, {})
 
 
 def series_of(drawn: DrawnRun) -> dict[str, Any]:

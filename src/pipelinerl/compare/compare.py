@@ -1,12 +1,12 @@
 """`pipelinerl compare`: settings are tried, every schedule runs on every seed, and what they came to is written down.
 
 trials of each schedule ─▶ seed 0: a, b, c ─▶ seed 1: b, c, a ─▶ ... ─▶ compare.json, PNGs, report.html
-(the fastest settings)     (one run at a time; what is done in the folder already is not done again)
+(the fastest settings)     (one run at a time, then its weights answer held-out problems; what is done is not done again)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from pipelinerl.compare.contenders import PIPELINE, Contender, run_config
-from pipelinerl.compare.folder import Execution, Folder, forget_bulk
+from pipelinerl.compare.folder import Execution, Folder, forget_bulk, forget_weights
+from pipelinerl.compare.held_out import Answered, read_answers, write_answers
 from pipelinerl.compare.output import Planned, write_results
 from pipelinerl.compare.page import Tried
 from pipelinerl.compare.request import Request, claim_folder
@@ -30,19 +31,21 @@ def compare(
     out: Path,
     *,
     train: Callable[[RunConfig], object],
+    evaluate: Callable[[Path, Request], Sequence[Answered]],
     target: float | None = None,
     say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
     """Make the runs of `request` that `out` lacks, write the results there, and return the contents of `compare.json`.
 
-    `train` makes one run to its end; `say` gets a line for each. Raises ConfigError if a schedule does not go with the run
+    `train` makes one run to its end, then `evaluate` has its weights answer the held-out problems; `say` gets a line for
+    each. Raises ConfigError if a schedule does not go with the run
     file, RunDirectoryError if `out` is another comparison's or can't be used, RunInterruptedError, and whatever ends a run
     other than divergence, which is a result.
     """
     for contender in request.schedules:
         _check(request, contender)
     claim_folder(out, request)
-    session = _Session(request, Folder(out, train), say)
+    session = _Session(request, Folder(out, train), evaluate, say)
     try:
         tried = {contender.label: session.tune(contender) for contender in request.schedules}
         planned = plan_runs(request)
@@ -78,6 +81,7 @@ class _Session:
 
     request: Request
     folder: Folder
+    evaluate: Callable[[Path, Request], Sequence[Answered]]
     say: Callable[[str], object]
 
     def tune(self, contender: Contender) -> Tried:
@@ -106,7 +110,13 @@ class _Session:
         execution = self.folder.done(planned.name)
         if execution is None:
             config = run_config(
-                request.config, planned.contender, settings, seed=planned.seed, steps=request.steps, run_dir=path
+                request.config,
+                planned.contender,
+                settings,
+                seed=planned.seed,
+                steps=request.steps,
+                run_dir=path,
+                weights_every=request.evaluate_every if request.held_out else 0,
             )
             execution = self.folder.execute(planned.name, config)
         steps = read_records(path / METRICS_FILE, StepRecord)
@@ -114,6 +124,12 @@ class _Session:
             f"{sum(step.samples for step in steps)} rollouts, {steps[-1].time_s:.0f} s with start-up" if steps else "no step"
         )
         self.say(f"{progress} {planned.contender.label}, seed {planned.seed}: {execution.status}, {came_to}")
+        if request.held_out and execution.finished and not read_answers(path):
+            write_answers(path, self.evaluate(path, request))
+            last = read_answers(path)[-1]
+            interval = f"{last.reward:.3f} ({last.low:.3f} to {last.high:.3f})"
+            self.say(f"{progress} held-out reward of version {last.version}: {interval}")
+        forget_weights(path)
         return execution
 
     def _rate(self, contender: Contender, settings: Settings, length: int, fill: int, kind: str = "") -> float | None:

@@ -63,12 +63,20 @@ def whole_rounds(steps: int, contenders: Sequence[Contender]) -> int:
 
 
 def run_config(
-    base: RunConfig, contender: Contender, settings: Settings, *, seed: int, steps: int, run_dir: Path
+    base: RunConfig,
+    contender: Contender,
+    settings: Settings,
+    *,
+    seed: int,
+    steps: int,
+    run_dir: Path,
+    weights_every: int = 0,
 ) -> RunConfig:
     """The run file of one run: `base` with the schedule, its settings, and nothing else that takes time.
 
     Held-out problems are not evaluated and no checkpoints are written on the way: they would interrupt all schedules, but
-    not all alike. Raises ConfigError where the schedule does not go with the rest of `base`.
+    not all alike. Copies of the weights every `weights_every` steps (0: none) cost all schedules the same. Raises
+    ConfigError where the schedule does not go with the rest of `base`.
     """
     schedule = ScheduleConfig(
         kind=contender.kind,
@@ -82,8 +90,8 @@ def run_config(
             run_dir=str(run_dir),
             seed=seed,
             schedule=schedule,
-            evaluation=EvaluationConfig(problems=0),
+            evaluation=EvaluationConfig(problems=0, temperature=base.evaluation.temperature),
             metrics=replace(base.metrics, view="none", plot=False, tensorboard=False),
-            trainer=replace(settings.applied_to(base).trainer, steps=steps, checkpoint_every=0),
+            trainer=replace(settings.applied_to(base).trainer, steps=steps, checkpoint_every=0, weights_every=weights_every),
         )
     )

@@ -22,17 +22,17 @@ LIMITS = (
 )
 
 
-def findings(rows: Sequence[Row], target: float | None) -> list[str]:
-    """Sentences on pipeline against the best conventional schedule, and on each run that did not get there."""
+def findings(rows: Sequence[Row], target: float | None, reward: str) -> list[str]:
+    """Sentences on pipeline against the best conventional schedule, and on runs that did not get there. `reward`: whose."""
     by_name = {row.schedule: row for row in rows}
     pipeline = by_name.get(PIPELINE)
     said: list[str] = []
     if pipeline is not None:
         time = pipeline.ratio_time_to_reward
         said.append(
-            _in_words(time, f"reached a training reward of {target:g}", "sooner", "later")
+            _in_words(time, f"reached a {reward} reward of {target:g}", "sooner", "later")
             if target is not None
-            else _NO_TARGET
+            else f"No schedule's {reward} reward rose, so there is no target to compare times by."
         )
         said.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
         said += _efficiency(pipeline, by_name.get(time.baseline or ""))
@@ -44,9 +44,6 @@ def findings(rows: Sequence[Row], target: float | None) -> list[str]:
         if target is not None and missed:
             said.append(f"{row.schedule}: {missed} of {row.runs} runs did not reach {target:g}.")
     return said
-
-
-_NO_TARGET = "No schedule's training reward rose, so there is no target to compare times by."
 
 
 def _in_words(ratio: Ratio, did: str, better: str, worse: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.compare.machine import load_average
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import RunDirectoryError, TrainingDivergedError
@@ -89,6 +90,11 @@ def forget_bulk(run_dir: Path) -> None:
     """Remove what a trial's rate does not need: rollouts, checkpoints, the stream."""
     for part in ("rollouts", "checkpoints", "streams"):
         shutil.rmtree(run_dir / part, ignore_errors=True)
+
+
+def forget_weights(run_dir: Path) -> None:
+    """Remove the copies of a run's weights, once they have been evaluated."""
+    shutil.rmtree(run_dir / WEIGHTS_FOLDER, ignore_errors=True)
 
 
 def _clear(path: Path) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from pipelinerl.compare.collect import Collected, collect, rounded, series_of
 from pipelinerl.compare.contenders import PIPELINE, Contender
 from pipelinerl.compare.folder import Execution
+from pipelinerl.compare.held_out import read_answers
 from pipelinerl.compare.page import Results, Trials, comparison_page
 from pipelinerl.compare.request import Request
 from pipelinerl.compare.results import row, target_reward
@@ -38,10 +39,19 @@ def write_results(
     order = {contender: place for place, contender in enumerate(request.schedules)}
     planned = sorted(executions, key=lambda run: (order[run.contender], run.seed))
     records = {run: read_run(out / run.name) for run in planned}
+    answers = {run: read_answers(out / run.name) if request.held_out else None for run in planned}
 
     def collected(goal: float | None) -> list[Collected]:
         return [
-            collect(records[run], run.contender, trials[run.contender.label].used, executions[run], goal) for run in planned
+            collect(
+                records[run],
+                run.contender,
+                trials[run.contender.label].used,
+                executions[run],
+                target=goal,
+                answered=answers[run],
+            )
+            for run in planned
         ]
 
     found = collected(target)
@@ -50,7 +60,7 @@ def write_results(
         found = collected(target)
     runs = [one.result for one in found]
     results = Results(target, [row(runs, one.label) for one in request.schedules], runs, trials)
-    images = _images([one.drawn for one in found], target)
+    images = _images([one.drawn for one in found], target, held_out=request.held_out > 0)
     contents = document(request, results, [one.drawn for one in found])
     for name, png in images.items():
         write_file(out / f"{name}.png", png)
@@ -67,6 +77,7 @@ def document(request: Request, results: Results, drawn: Sequence[DrawnRun]) -> d
         "ratio_time_to_reward": builtins(pipeline.ratio_time_to_reward) if pipeline else None,
         "ratio_samples_per_s": builtins(pipeline.ratio_samples_per_s) if pipeline else None,
         "target_reward": results.target,
+        "reward": request.reward,
         "schedules": [{**builtins(row), "settings": row.settings._asdict()} for row in results.rows],
         "trials": {
             schedule: [
@@ -99,7 +110,11 @@ def in_lines(contents: Mapping[str, Any]) -> bytes:
     return b"{\n" + b",\n".join(encode(key) + b": " + value(item) for key, item in contents.items()) + b"\n}\n"
 
 
-def _images(drawn: Sequence[DrawnRun], target: float | None) -> dict[str, bytes]:
-    images = {"learning": figures.learning(drawn, target), "on_policyness": figures.on_policyness(drawn)}
-    batches = figures.batch_sizes(drawn)
-    return images if batches is None else images | {"batch_sizes": batches}
+def _images(drawn: Sequence[DrawnRun], target: float | None, *, held_out: bool) -> dict[str, bytes]:
+    found = {
+        "held_out": figures.held_out(drawn, target) if held_out else None,
+        "learning": figures.learning(drawn, None if held_out else target),
+        "on_policyness": figures.on_policyness(drawn),
+        "batch_sizes": figures.batch_sizes(drawn),
+    }
+    return {name: png for name, png in found.items() if png is not None}

@@ -39,7 +39,7 @@ class Results(NamedTuple):
 
 
 def comparison_page(request: Request, results: Results, figures: Mapping[str, bytes]) -> str:
-    """The HTML. `figures` are PNGs by name: learning, on_policyness and, if there are timelines, batch_sizes."""
+    """The HTML. `figures` are PNGs by name: learning, on_policyness, and held_out and batch_sizes if there are any."""
     target, rows, runs, trials = results
     config = request.config
     best = {ratio.baseline for row in rows for ratio in (row.ratio_time_to_reward, row.ratio_samples_per_s)}
@@ -52,12 +52,13 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
             "lead",
         ),
         html.heading("What was found"),
-        html.bullets(findings(rows, target)),
+        html.bullets(findings(rows, target, request.reward)),
         html.heading("Schedules"),
         html.table(_HEADER, [_cells(row) for row in rows], strong=strong),
-        html.paragraph(_legend(target), "note"),
+        html.paragraph(_legend(target, request), "note"),
+        *([html.heading("Held-out reward"), html.figure(figures["held_out"], HELD_OUT)] if "held_out" in figures else []),
         html.heading("Learning"),
-        html.figure(figures["learning"], LEARNING + _dashed(target)),
+        html.figure(figures["learning"], LEARNING + _dashed(None if request.held_out else target)),
         html.heading("On-policyness"),
         html.figure(figures["on_policyness"], ON_POLICYNESS),
         html.heading("Generation batch size"),
@@ -71,7 +72,7 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
         html.heading("Settings that were tried"),
         *_tried(request, trials),
         html.heading("Machine and method"),
-        html.bullets(_circumstances(request)),
+        html.bullets(_circumstances(request, runs)),
     ]
     return html.page(f"Schedules compared: {config.environment.kind}", body)
 
@@ -104,10 +105,21 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _legend(target: float | None) -> str:
-    reward = "No target: no schedule's reward rose." if target is None else f"Target: a training reward of {target:g}"
+HELD_OUT = (
+    "The same held-out problems, answered after the run by the weights of the same versions of every run, with their 95% "
+    "intervals as standard errors; the time of a version is when the trainer had made it. Dashed: the target."
+)
+
+
+def _legend(target: float | None, request: Request) -> str:
+    how = "between evaluated versions the reward is taken as linear" if request.held_out else f"mean of {WINDOW} steps"
+    reward = (
+        f"No target: no schedule's {request.reward} reward rose."
+        if target is None
+        else f"Target: a {request.reward} reward of {target:g} ({how})."
+    )
     return (
-        f"{reward} as the mean of {WINDOW} steps. Medians over seeds, with the smallest and largest where they differ. "
+        f"{reward} Medians over seeds, with the smallest and largest where they differ. "
         "Times sooner and faster are ratios to the best conventional schedule (for that quantity, by its median), seed by "
         "seed: above 1 is better than it. Slots in use: while any is, so that a draining batch counts, and a phase of "
         "training does not."
@@ -120,7 +132,7 @@ def _dashed(target: float | None) -> str:
 
 _RUN_HEADER = (
     *("schedule", "seed", "status", "time to target, s", "samples/s", "samples/s, last 4/5 of steps", "tokens/s"),
-    *("last reward", "ESS mean", "lag mean", "began", "load before"),
+    *("last reward", "same training reward at, s", "ESS mean", "lag mean", "began", "load before"),
 )
 
 
@@ -134,6 +146,7 @@ def _run_cells(run: RunResult) -> list[str]:
         _number(run.measured.samples_per_s_later, ".1f"),
         _number(run.measured.tokens_per_s, ".0f"),
         _number(run.rewards[-1] if run.rewards else None, ".3f"),
+        _number(run.reached_training.time_s if run.reached_training else None, ".1f"),
         _number(run.ess_mean, ".4f"),
         _number(run.lag_mean, ".2f"),
         run.began,
@@ -165,7 +178,7 @@ def _tried(request: Request, trials: Trials) -> list[str]:
     ]
 
 
-def _circumstances(request: Request) -> list[str]:
+def _circumstances(request: Request, runs: Sequence[RunResult]) -> list[str]:
     machine = request.machine
     memory = "" if machine.memory_gib is None else f", {machine.memory_gib:g} GiB"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
@@ -174,7 +187,18 @@ def _circumstances(request: Request) -> list[str]:
         versions,
         f"Seeds {', '.join(map(str, request.seed_numbers))}; the order of the schedules rotates from seed to seed.",
         "No evaluation of held-out problems and no checkpoint falls into the measured time.",
+        *([_held_out(request, runs)] if request.held_out else []),
     ]
+
+
+def _held_out(request: Request, runs: Sequence[RunResult]) -> str:
+    share = max(run.saving_s / run.measured.training_s for run in runs)
+    changed = ", ".join(f"{key} {value}" for key, value in request.held_out_args.items())
+    return (
+        f"Every {_count(request.evaluate_every, 'step')} each run copied its weights, which took at most {share:.2%} of its "
+        f"measured time. After the run each copy answered {request.held_out} held-out problems once, with the same random "
+        f"numbers{f', the environment with {changed}' if changed else ''}."
+    )
 
 
 def _spread(found: Spread, pattern: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -30,16 +30,22 @@ class Effort(NamedTuple):
     trial_steps: int
     slot_factors: tuple[int, ...]
     finals: bool
+    held_out: int
 
 
-FULL = Effort("pipeline,conventional:4,conventional:8", 2, None, 16, (1, 2), finals=True)
-QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 8, (1, 2), finals=False)
+FULL = Effort("pipeline,conventional:4,conventional:8", 2, None, 16, (1, 2), finals=True, held_out=512)
+QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 8, (1, 2), finals=False, held_out=256)
+EVALUATIONS = 16
+"""Versions of each run that answer the held-out problems, besides the first weights, if the user does not say how many."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that decides which runs are made, so that runs made for an equal request need not be made again.
 
-    `config` is the run file, resolved and without its run_dir.
+    config             the run file, resolved and without its run_dir
+    held_out           held-out problems that decide when a reward is reached; 0: training rewards do
+    evaluate_every     optimizer steps between the versions that answer them
+    held_out_args      arguments of the environment that differ when they are answered
     """
 
     config: RunConfig
@@ -51,6 +57,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     slot_factors: tuple[int, ...]
     finals: bool
     machine: Machine
+    held_out: int
+    evaluate_every: int
+    held_out_args: dict[str, Any]
+
+    @property
+    def reward(self) -> Literal["held-out", "training"]:
+        """Whose reward the target is about."""
+        return "held-out" if self.held_out else "training"
+
+    @property
+    def evaluated_versions(self) -> list[int]:
+        """The versions of every run that answer the held-out problems: the same for all schedules."""
+        return [*range(0, self.steps, self.evaluate_every), self.steps] if self.held_out else []
 
     @property
     def seed_numbers(self) -> list[int]:
@@ -58,25 +77,44 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_request(
-    config: RunConfig, machine: Machine, *, schedules: str | None, seeds: int | None, quick: bool, tune: bool
+    config: RunConfig,
+    machine: Machine,
+    *,
+    schedules: str | None,
+    seeds: int | None,
+    quick: bool,
+    tune: bool,
+    held_out: int | None = None,
+    evaluate_every: int | None = None,
+    held_out_args: Mapping[str, Any] | None = None,
 ) -> Request:
     """A request with the defaults of its effort where nothing is said. Raises ConfigError."""
     effort = QUICK if quick else FULL
     contenders = parse_contenders(effort.schedules if schedules is None else schedules)
     if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds: {seeds} repetitions are none; ask for 1 or more")
+    if held_out is not None and held_out < 0:
+        raise ConfigError(
+            f"--held-out: {held_out} problems are too few; ask for 1 or more, or for 0 to use training rewards"
+        )
+    if evaluate_every is not None and evaluate_every < 1:
+        raise ConfigError(f"--evaluate-every: {evaluate_every} steps are too few; give 1 or more")
     if config.launch.kind != "processes":
         raise ConfigError("launch.kind: schedules are compared in processes of their own; set it to processes")
+    steps = whole_rounds(min(config.trainer.steps, effort.most_steps or config.trainer.steps), contenders)
     return Request(
         config=msgspec.structs.replace(config, run_dir=None),
         schedules=contenders,
         seeds=effort.seeds if seeds is None else seeds,
-        steps=whole_rounds(min(config.trainer.steps, effort.most_steps or config.trainer.steps), contenders),
+        steps=steps,
         tune=tune,
         trial_steps=effort.trial_steps,
         slot_factors=effort.slot_factors,
         finals=effort.finals,
         machine=machine,
+        held_out=effort.held_out if held_out is None else held_out,
+        evaluate_every=evaluate_every or -(-steps // EVALUATIONS),
+        held_out_args=dict(held_out_args or {}),
     )
 
 

@@ -13,13 +13,20 @@ from statistics import median
 import msgspec
 
 from pipelinerl.compare.contenders import CONVENTIONAL
+from pipelinerl.compare.held_out import Answered
 from pipelinerl.compare.settings import Settings
 from pipelinerl.launch.outcome import FINISHED
 from pipelinerl.report.series import Measured, Reached
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `rewards` are means over a window of steps, without those at the start that have no whole window."""
+    """One run.
+
+    rewards            those that the target is about: held-out rewards by version; or, in a comparison without them, means
+                       of training rewards over a window of steps, without those at the start that have no whole window
+    reached            when these reached the target; `reached_training` when the training rewards did
+    saving_s           of the measured time, what it took to write weights
+    """
 
     schedule: str
     kind: str
@@ -32,6 +39,9 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured
     reached: Reached | None
     rewards: list[float]
+    reached_training: Reached | None = None
+    held_out: list[Answered] = []
+    saving_s: float = 0.0
     ess_mean: float | None
     ess_min: float | None
     lag_mean: float | None

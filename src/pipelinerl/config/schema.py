@@ -293,6 +293,14 @@ class TrainerConfig(Section, frozen=True):
         int, Meta(ge=0, description="Optimizer steps between checkpoints; 0: only at the end and when stopped.")
     ] = 0
     keep_checkpoints: Annotated[int, Meta(ge=1, description="How many checkpoints to keep.")] = 2
+    weights_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Optimizer steps between copies of the weights alone, in `weights/`, all of which are kept: cheaper "
+            "than checkpoints, for `pipelinerl eval RUN_DIR@all`. 0: none.",
+        ),
+    ] = 0
     gradient_checkpointing: Annotated[bool, Meta(description="Trade compute for activation memory.")] = False
     device: Annotated[str, Meta(description="torch device of the trainer.")] = "cpu"
     threads: Annotated[

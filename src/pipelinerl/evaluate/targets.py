@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.checkpoint import checkpoints
+from pipelinerl.checkpoint import saved_versions
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
@@ -88,9 +88,7 @@ def _targets_of(text: str) -> Iterator[Target]:
         yield Target(path.resolve().name if path.is_dir() else text, "", ModelConfig(path=text))
         return
     name = run_dir.resolve().name
-    saved = {
-        int(path.name.removeprefix("step_").removesuffix(".old")): path for path in checkpoints(run_dir / "checkpoints")
-    }
+    saved = saved_versions(run_dir)
     if wanted == "0" and 0 not in saved:
         yield Target(f"{name}@0", "", config.model, 0)
         return

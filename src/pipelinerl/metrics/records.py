@@ -90,6 +90,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     on_policy_gap           largest |log pi - log mu| over tokens of lag 0: zero up to numerics if both agree, but
                             for sequences that span an update with kept KV entries
     train_s, wait_s         time in the step, and time the trainer had waited for its data before
+    saving_s                time for writing a checkpoint or a copy of the weights, between the step before and this one
     packing_efficiency      tokens over (rows x row length) of the step's micro-batches
     queued                  rollouts at hand after the step
     dropped                 rollouts dropped at the trainer so far, by reason
@@ -126,6 +127,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float | None = None
     train_s: float = 0.0
     wait_s: float = 0.0
+    saving_s: float = 0.0
     micro_batches: int = 0
     packing_efficiency: float | None = None
     queued: int = 0

@@ -74,9 +74,12 @@ def learning(runs: Sequence[DrawnRun], target: float | None = None) -> bytes:
     return png_of(figure)
 
 
-def held_out(runs: Sequence[DrawnRun]) -> bytes | None:
-    """Held-out reward over versions, with the versions that answered, and over time; None without online evaluations."""
-    if not any(run.curves.online for run in runs):
+def held_out(runs: Sequence[DrawnRun], target: float | None = None) -> bytes | None:
+    """Held-out reward over versions, with the versions that answered, and over time; the target as a dashed line.
+
+    None if no run has evaluations of versions between its first and its last.
+    """
+    if not any(run.curves.online or len(run.curves.held_out) > 2 for run in runs):
         return None
     figure = new_figure(15, 4.4)
     by_version, by_time = figure.subplots(1, 2)
@@ -84,6 +87,9 @@ def held_out(runs: Sequence[DrawnRun]) -> bytes | None:
         found = run.curves.held_out
         points(by_version, [(one.version, one) for one in found], spans=True, **style)
         points(by_time, [(one.time_s, one) for one in found], **style)
+    if target is not None:
+        for axes in (by_version, by_time):
+            axes.axhline(target, color="0.35", linestyle="--", linewidth=1, zorder=1)
     finish_axes(by_version, "Held-out reward over versions", "optimizer step", "mean held-out reward")
     finish_axes(by_time, "Held-out reward over time", "seconds", "mean held-out reward")
     return png_of(figure)

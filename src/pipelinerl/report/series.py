@@ -189,6 +189,30 @@ def reached(steps: Sequence[StepRecord], begin: float, target: float) -> Reached
     return None
 
 
+def reached_held_out(
+    points: Sequence[tuple[int, float]], steps: Sequence[StepRecord], begin: float, target: float
+) -> Reached | None:
+    """The first optimizer step by which the held-out reward is at least `target`, if it ever is.
+
+    points   (version, held-out reward) of the versions that were evaluated, ascending; in between, the reward is linear
+
+    A version's time is that of its step's record: when it was published, or would have been (the versions within a round).
+    So the time depends on how fast the versions were made and on how good they are, and not on the lag of their data.
+    """
+    before: tuple[int, float] | None = None
+    for version, reward in points:
+        if reward >= target:
+            first = version
+            if before is not None:
+                share = (target - before[1]) / (reward - before[1])
+                first = before[0] + math.ceil((version - before[0]) * share - 1e-9)  # rounding costs no step
+            taken = [step for step in steps if step.version <= first]
+            time_s = taken[-1].time_s - begin if taken else 0.0
+            return Reached(version=first, time_s=time_s, samples=sum(step.samples for step in taken))
+        before = version, reward
+    return None
+
+
 def lag_by_position(
     trained: Iterable[tuple[int, Sequence[str]]], runs_of: Mapping[str, Sequence[VersionRun]]
 ) -> LagByPosition:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from pipelinerl.checkpoint import checkpoints, load_checkpoint
+from pipelinerl.checkpoint import load_checkpoint, saved_versions
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.models.loading import load_model
@@ -23,14 +23,14 @@ NAMED_STARTS = ("early", "middle", "late")
 class SavedWeights:
     """Weights of a run by version, loaded when asked for; the last few are kept, up to `kept_bytes`.
 
-    Version 0 is the model that the run started from; the others are its checkpoints.
+    Version 0 is the model that the run started from; the others are its checkpoints and copies of weights.
     """
 
     def __init__(self, run_dir: Path, model: ModelConfig, *, kept_bytes: int = 2 << 30) -> None:
         self._run_dir = run_dir
         self._model = model
         self._kept_bytes = kept_bytes
-        self._paths: dict[int, Path] = {_version_of(path): path for path in checkpoints(run_dir / "checkpoints")}
+        self._paths: dict[int, Path] = saved_versions(run_dir)
         self._loaded: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
 
     @property
@@ -91,10 +91,6 @@ def choose_starts(wanted: Sequence[str], possible: Sequence[int], lag: int) -> M
     if not chosen:
         raise UserError(f"--from names no version; give {', '.join(NAMED_STARTS)}, or versions")
     return chosen
-
-
-def _version_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_").removesuffix(".old"))
 
 
 def _longest_run(versions: Sequence[int]) -> int:

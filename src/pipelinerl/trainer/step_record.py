@@ -23,6 +23,7 @@ def step_record(
     time_s: float,
     train_s: float,
     wait_s: float,
+    saving_s: float,
     ess_guard_trips: int,
     engine: EngineRecord | None,
 ) -> StepRecord:
@@ -49,6 +50,7 @@ def step_record(
         learning_rate=result.learning_rate,
         train_s=train_s,
         wait_s=wait_s,
+        saving_s=saving_s,
         micro_batches=result.micro_batches,
         packing_efficiency=result.padding_free,
         queued=queue.queued,

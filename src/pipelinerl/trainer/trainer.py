@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.checkpoint import Checkpoint, rng_state, save_checkpoint
+from pipelinerl.checkpoint import WEIGHTS_FOLDER, Checkpoint, rng_state, save_checkpoint, save_weights
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.files import JsonLines
@@ -126,7 +126,7 @@ class Trainer:
         self._micro_batches = state.counters.micro_batches
         self._tokens_trained = state.counters.tokens_trained
         self._ess_guard_trips = state.counters.ess_guard_trips
-        self._busy_s = self._step_end_busy_s = 0.0
+        self._busy_s = self._step_end_busy_s = self._saving_s = 0.0
         self._latest: dict[str, float] = {}
         self._require_recent()
 
@@ -233,10 +233,26 @@ class Trainer:
         if self._schedule.publishes(self._version) or self.goal_reached:
             self._publish()
         self._record(samples, result, begin_s)
-        if self._config.checkpoint_every and self._version % self._config.checkpoint_every == 0:
-            self.checkpoint()
-            self._busy_s += self._clock() - self._step_end_s
+        self._save()
         self._report("working", f"step {self._version} is done", now=True)
+
+    def _save(self) -> None:
+        """What is due after a step, a checkpoint or a copy of the weights. Its time is in the next step's record."""
+        self._saving_s = 0.0
+        copy, checkpoint = (
+            every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
+        )
+        if self._checkpoints is None or not (copy or checkpoint):
+            return
+        begin_s = self._clock()
+        if copy:
+            self._report("working", f"writing the weights of version {self._version}", now=True)
+            folder = self._checkpoints.directory.parent / WEIGHTS_FOLDER
+            save_weights(folder, version=self._version, model=self._learner, tokenizer=self._checkpoints.tokenizer)
+        if checkpoint:
+            self.checkpoint()
+        self._saving_s = self._clock() - begin_s
+        self._busy_s += self._saving_s
 
     def _refuse(self, samples: list[TrainingSample], result: StepResult) -> None:
         """The ESS guard (Algorithm 2): drop the batch, and until a batch is trained on, all that is not on-policy.
@@ -284,6 +300,7 @@ class Trainer:
             time_s=now_s - self._started_s,
             train_s=now_s - begin_s,
             wait_s=max(0.0, wait_s),
+            saving_s=self._saving_s,
             ess_guard_trips=self._ess_guard_trips,
             engine=self._engine.record(progress, now_s) if progress is not None else None,
         )
