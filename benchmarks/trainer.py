@@ -73,6 +73,7 @@ class PaddedLearner:
         inputs = LossInputs(
             logprobs_N=logprobs_P,
             behaviour_logprobs_N=torch.tensor([lp for sample in batch for lp in sample.behaviour_logprobs]),
+            lags_N=torch.zeros(len(logprobs_P), dtype=torch.long),
             advantages_N=torch.tensor([sample.advantage for sample in batch]).repeat_interleave(counts_B),
             sequence_N=torch.arange(len(batch)).repeat_interleave(counts_B),
             sequence_count=len(batch),

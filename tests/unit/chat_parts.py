@@ -72,7 +72,7 @@ def _byte_level() -> Tokenizer:
 def _metaspace() -> Tokenizer:
     """As SentencePiece has it: a space is put in front of a text, and bytes are tokens for what isn't in the vocabulary."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))  # noqa: S106
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
@@ -85,7 +85,7 @@ def _metaspace() -> Tokenizer:
 
 def make_tokenizer(family: str = "byte level", template: str | None = CHATML) -> Any:
     inner = {"byte level": _byte_level, "metaspace": _metaspace}[family]()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(inner.to_str()), eos_token="<|im_end|>")  # noqa: S106
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(inner.to_str()), eos_token="<|im_end|>")
     tokenizer.chat_template = template
     return tokenizer
 

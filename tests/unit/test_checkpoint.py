@@ -31,8 +31,8 @@ def make_model(hidden_size: int = 16) -> PreTrainedModel:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))  # noqa: S106
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="b")  # noqa: S106
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="b")
 
 
 def make_learner(model: PreTrainedModel) -> Learner:

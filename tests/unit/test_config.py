@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config import (
     ActorConfig,
+    CorrectionConfig,
     EnvironmentConfig,
     RunConfig,
     TrainerConfig,
@@ -26,6 +28,7 @@ from pipelinerl.config import (
     render,
     validate,
 )
+from pipelinerl.config.correction import clip_range, resolve
 from pipelinerl.config.fields import run_fields
 from pipelinerl.errors import ConfigError
 
@@ -59,10 +62,10 @@ def test_without_a_file_it_is_the_demo() -> None:
 
 
 def test_numbers_as_people_write_them(tmp_path: Path) -> None:
-    config = load(tmp_path, "trainer: {learning_rate: 1e-6, clamp: 5, weight_decay: .1, max_grad_norm: 1.}\nseed: 010")
+    config = load(tmp_path, "trainer: {learning_rate: 1e-6, dual_clip: 5, weight_decay: .1, max_grad_norm: 1.}\nseed: 010")
     trainer = config.trainer
-    assert (trainer.learning_rate, trainer.clamp, trainer.weight_decay, trainer.max_grad_norm) == (1e-6, 5.0, 0.1, 1.0)
-    assert isinstance(trainer.clamp, float)
+    assert (trainer.learning_rate, trainer.dual_clip, trainer.weight_decay, trainer.max_grad_norm) == (1e-6, 5.0, 0.1, 1.0)
+    assert isinstance(trainer.dual_clip, float)
     assert config.seed == 10
 
 
@@ -101,8 +104,8 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path: Path) -> None:
         ("trainer: {steps:}", "trainer.steps: null is not allowed here"),
         ("actor: {top_p: 1.5}", "actor.top_p: 1.5 is not allowed here; this takes a number > 0 and <= 1"),
         ("trainer: {learning_rate: '1e-6'}", "trainer.learning_rate: '1e-6' is not allowed here; this takes a number > 0"),
-        ("trainer: {clamp: .inf}", "trainer.clamp: inf is not a finite number"),
-        ("trainer: {clamp: .nan}", "trainer.clamp: nan is not a finite number"),
+        ("correction: {token_high: .inf}", "correction.token_high: inf is not a finite number"),
+        ("correction: {token_high: .nan}", "correction.token_high: nan is not a finite number"),
         ("trainer: {betas: [0.9]}", "trainer.betas: [0.9] is not allowed here; this takes a list of 2: a number, a number"),
         ("schedule: {kind: sync}", "'sync' is not allowed here; this takes one of pipeline, conventional, async"),
         ("engine: {kind: sglang}", "engine.kind: 'sglang' is not allowed here; this takes one of local, http, vllm"),
@@ -227,6 +230,7 @@ def test_every_key_can_be_set_by_its_flag_to_its_default(tmp_path: Path) -> None
     for key, field in run_fields().items():
         value = values[field.section][field.name] if field.section else values[field.name]
         flag = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+        flag = value if isinstance(value, str) else flag  # `off`, which YAML 1.1 would need quotes for
         assert load(tmp_path, "", f"--{key}={flag}") == RunConfig(), key
 
 
@@ -323,6 +327,17 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("weights: {kind: collective}\nlaunch: {kind: embedded}", "weights.kind", "set launch.kind to processes"),
         ("launch: {kind: embedded, preprocessor: process}", "launch.preprocessor", "launch.preprocessor to with_trainer"),
         ("trainer: {threads: -2}", "trainer.threads", "set it to 1 or more"),
+        ("trainer: {loss: ppo}\ncorrection: {token: truncate}", "correction.token", "set it to a mask"),
+        ("trainer: {loss: gspo}\ncorrection: {sequence: truncate}", "correction.sequence", "set it to a mask"),
+        ("correction: {token: truncate, sequence: truncate}", "correction.sequence", "remove one of the two"),
+        ("correction: {token: none, token_high: 5}", "correction.token_high", "remove it"),
+        ("trainer: {loss: cispo}\ncorrection: {token_high: 5}", "correction.token_high", "remove it"),
+        ("correction: {token: mask, token_low: 0.5}", "correction.token_low", "remove it"),
+        ("correction: {sequence_low: 0.5}", "correction.sequence_low", "remove it"),
+        ("correction: {token: mask, token_high: 0.9}", "correction.token", "token_high above 1"),
+        ("correction: {token: band, token_low: 1.2}", "correction.token", "token_low below 1"),
+        ("correction: {sequence: geo_mask, sequence_high: 0.95}", "correction.sequence", "sequence_high above 1"),
+        ("correction: {drift: 1e-3}", "preprocess.zero_advantage", "set it to keep"),
     ],
 )
 def test_combinations_that_make_no_sense_name_key_and_fix(tmp_path: Path, text: str, key: str, fix: str) -> None:
@@ -471,3 +486,51 @@ def test_configuration_imports_nothing_heavy() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_a_key_that_has_moved_says_where_it_is_now(tmp_path: Path) -> None:
+    message = message_of(tmp_path, "trainer: {clamp: 5}")
+    assert "trainer.clamp: unknown key; it is now `correction.token_high`" in message
+    with pytest.raises(ConfigError, match=r"now `--correction\.token_high`"):
+        load_config(None, ["--trainer.clamp", "5"])
+
+
+def test_off_is_a_word_in_a_run_file_and_comes_back_from_one(tmp_path: Path) -> None:
+    assert load(tmp_path, "trainer: {ess_lr: off}").trainer.ess_lr == "off"
+    config = load(tmp_path, "trainer: {ess_lr: sqrt}")
+    assert load_config(None, ["--trainer.ess_lr", "off"]).trainer.ess_lr == "off"
+    assert config_from_yaml(config_to_yaml(config)).trainer.ess_lr == "sqrt"
+    assert config_from_yaml(config_to_yaml(RunConfig())).trainer.ess_lr == "off"
+
+
+@pytest.mark.parametrize(
+    ("loss", "token", "high", "clip"),
+    [
+        ("reinforce", "truncate", 5.0, None),
+        ("decoupled", "truncate", 5.0, (0.2, 0.2)),
+        ("ppo", "none", math.inf, (0.2, 0.2)),
+        ("cispo", "none", math.inf, (0.2, 0.2)),
+        ("gspo", "none", math.inf, (3e-4, 4e-4)),
+    ],
+)
+def test_null_is_the_default_of_the_loss(loss: str, token: str, high: float, clip: tuple[float, float] | None) -> None:
+    trainer = TrainerConfig(loss=loss)
+    correction = resolve(trainer, CorrectionConfig())
+    assert (correction.token, correction.token_high, correction.sequence, correction.drift) == (token, high, "none", 0.0)
+    if clip is not None:
+        assert clip_range(trainer) == clip
+        assert clip_range(TrainerConfig(loss=loss, clip_high=0.7)) == (clip[0], 0.7)
+
+
+def test_thresholds_left_out_are_those_of_their_kind() -> None:
+    def thresholds(**given: Any) -> tuple[float, float, float, float]:
+        found = resolve(TrainerConfig(), CorrectionConfig(**given))
+        return found.token_low, found.token_high, found.sequence_low, found.sequence_high
+
+    assert thresholds(token="band") == (0.5, 5.0, 0.0, math.inf)
+    assert thresholds(token="band", token_low=0.8) == (0.8, 5.0, 0.0, math.inf)
+    assert thresholds(token="mask") == (0.0, 2.0, 0.0, math.inf)
+    assert thresholds(token="tv") == (0.2, 0.2, 0.0, math.inf)
+    assert thresholds(sequence="geo_mask") == (0.0, 5.0, 0.9, 1.1)
+    # One weight for the whole sequence: nothing is left to truncate by token.
+    assert thresholds(sequence="truncate") == (0.0, math.inf, 0.0, 5.0)

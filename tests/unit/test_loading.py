@@ -51,8 +51,8 @@ def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny_config(attention_dropout=0.5)).save_pretrained(path)
     vocabulary = {"<unk>": 0, "a": 1, "b": 2, "<eos>": 5}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)  # noqa: S106
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Each loss against a slow reference written as its formula: loops over rollouts and tokens, float64, no autograd."""
+"""Each objective and correction against a slow reference written as its formula: loops over rollouts and tokens, float64."""
 
 from __future__ import annotations
 
@@ -10,15 +10,45 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.trainer.losses import LossInputs, LossOutput, cispo, gspo, kl_penalty, make_loss, ppo, reinforce
+from pipelinerl.config.correction import Correction, resolve
+from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
+from pipelinerl.trainer.losses import Loss, LossInputs, LossOutput, kl_penalty, make_loss
+from pipelinerl.trainer.losses.objectives import cispo, decoupled, gspo, ppo, reinforce
 
-CLAMP, LOW, HIGH = 1.5, 0.2, 0.3
-LOSSES = ["reinforce", "ppo", "gspo", "cispo"]
+LOW, HIGH, DUAL = 0.2, 0.3, 1.4
+
+RECIPES: dict[str, tuple[str, CorrectionConfig]] = {
+    "reinforce": ("reinforce", CorrectionConfig(token_high=1.5)),
+    "weighted": ("reinforce", CorrectionConfig(token="none")),
+    "mask": ("reinforce", CorrectionConfig(token="mask", token_high=1.3)),
+    "band": ("reinforce", CorrectionConfig(token="band", token_low=0.7, token_high=1.3)),
+    "tv": ("reinforce", CorrectionConfig(token="tv", token_low=0.04, token_high=0.06)),
+    "tv, drift": ("reinforce", CorrectionConfig(token="tv", token_low=0.04, token_high=0.06, drift=0.2)),
+    "sequence truncate": ("reinforce", CorrectionConfig(sequence="truncate", sequence_high=1.2)),
+    "sequence truncate, mask": ("reinforce", CorrectionConfig(token="mask", sequence="truncate", sequence_high=1.2)),
+    "geo mask": ("reinforce", CorrectionConfig(token_high=1.5, sequence="geo_mask", sequence_low=0.8, sequence_high=1.2)),
+    "ppo": ("ppo", CorrectionConfig()),
+    "ppo, band": ("ppo", CorrectionConfig(token="band", token_low=0.5, token_high=1.25, drift=0.1)),
+    "gspo": ("gspo", CorrectionConfig()),
+    "gspo, geo mask": ("gspo", CorrectionConfig(sequence="geo_mask", sequence_low=0.8, sequence_high=1.2)),
+    "cispo": ("cispo", CorrectionConfig()),
+    "decoupled": ("decoupled", CorrectionConfig(token_high=1.2)),
+    "decoupled, tv": ("decoupled", CorrectionConfig(token="tv", token_low=0.04, token_high=0.06)),
+    "decoupled, sequence truncate": ("decoupled", CorrectionConfig(sequence="truncate", sequence_high=1.1)),
+}
 
 
 def config(loss: str, **changes: object) -> TrainerConfig:
-    return TrainerConfig(loss=loss, clamp=CLAMP, clip_low=LOW, clip_high=HIGH, **changes)
+    return TrainerConfig(loss=loss, **({"clip_low": LOW, "clip_high": HIGH, "dual_clip": DUAL} | changes))
+
+
+def loss_of(recipe: str, **changes: object) -> Loss:
+    loss, correction = RECIPES[recipe]
+    return make_loss(config(loss, **changes), correction)
+
+
+def weights_up_to(limit: float) -> Correction:
+    return resolve(TrainerConfig(), CorrectionConfig(token_high=limit))
 
 
 def make_inputs(lengths: list[int], seed: int = 0, spread: float = 0.4) -> LossInputs:
@@ -29,13 +59,15 @@ def make_inputs(lengths: list[int], seed: int = 0, spread: float = 0.4) -> LossI
     advantages = rng.normal(0, 1, len(lengths))[sequence]
     # A shift common to a rollout's tokens, so that whole-sequence ratios reach the limits too.
     log_ratio = rng.normal(0, spread, len(sequence)) + rng.normal(0, spread, len(lengths))[sequence]
+    reference = behaviour - rng.normal(0, spread, len(sequence))
     return LossInputs(
         logprobs_N=torch.tensor(behaviour + log_ratio, dtype=torch.float64, requires_grad=True),
         behaviour_logprobs_N=torch.tensor(behaviour, dtype=torch.float64),
         advantages_N=torch.tensor(advantages, dtype=torch.float64),
+        lags_N=torch.tensor(rng.integers(0, 5, len(sequence))),
         sequence_N=torch.tensor(sequence),
         sequence_count=len(lengths),
-        reference_logprobs_N=torch.tensor(behaviour - rng.normal(0, spread, len(sequence)), dtype=torch.float64),
+        reference_logprobs_N=torch.tensor(reference, dtype=torch.float64),
     )
 
 
@@ -44,45 +76,91 @@ class Token:
     logprob: float
     behaviour: float
     advantage: float
+    lag: int
 
     @property
     def ratio(self) -> float:
         return math.exp(self.logprob) / math.exp(self.behaviour)
 
+    @property
+    def prox(self) -> float:
+        """The probability under the proximal policy: a geometric mean of mu and pi."""
+        alpha = 1.0 if self.lag == 0 else 1 / self.lag
+        return math.exp(self.behaviour) ** alpha * math.exp(self.logprob) ** (1 - alpha)
+
 
 def rollouts_of(inputs: LossInputs, logprobs: np.ndarray) -> list[list[tuple[int, Token]]]:
     """The tokens of each rollout with their places in the flat tensors."""
     rollouts: list[list[tuple[int, Token]]] = [[] for _ in range(inputs.sequence_count)]
+    columns = (inputs.behaviour_logprobs_N, inputs.advantages_N, inputs.lags_N)
     for place, sequence in enumerate(inputs.sequence_N.tolist()):
-        token = Token(logprobs[place], inputs.behaviour_logprobs_N[place].item(), inputs.advantages_N[place].item())
+        token = Token(logprobs[place], *(column[place].item() for column in columns))
         rollouts[sequence].append((place, token))
     return rollouts
 
 
-def slow_surrogate(ratio: float, advantage: float) -> float:
-    return -min(ratio * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage)
+def slow_surrogate(ratio: float, advantage: float, dual: float | None = None) -> float:
+    objective = min(ratio * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage)
+    if dual is not None and advantage < 0:
+        objective = max(objective, dual * advantage)
+    return -objective
 
 
-def slow_terms(name: str, inputs: LossInputs, logprobs: np.ndarray, frozen: np.ndarray) -> np.ndarray:
+def slow_kept(correction: CorrectionConfig, token: Token, rollout: list[Token]) -> bool:
+    kept = True
+    low, high = correction.token_low, correction.token_high
+    if correction.token == "mask":
+        kept = token.ratio <= (high or 2.0)
+    elif correction.token == "band":
+        kept = low <= token.ratio <= high
+    elif correction.token == "tv":
+        pi, mu = math.exp(token.logprob), math.exp(token.behaviour)
+        kept = not ((token.advantage > 0 and pi - mu > high) or (token.advantage < 0 and mu - pi > low))
+    if correction.sequence == "geo_mask":
+        geometric_mean = math.prod(other.ratio for other in rollout) ** (1 / len(rollout))
+        kept = kept and correction.sequence_low <= geometric_mean <= correction.sequence_high
+    return kept
+
+
+def slow_weight(correction: CorrectionConfig, own: Callable[[Token], float], token: Token, rollout: list[Token]) -> float:
+    if correction.sequence == "truncate":
+        return min(correction.sequence_high, math.prod(own(other) for other in rollout))
+    if correction.token in (None, "truncate"):
+        return min(correction.token_high or 5.0, own(token))
+    return own(token)
+
+
+def slow_term(recipe: str, token: Token, rollout: list[Token], fixed: Token, fixed_rollout: list[Token]) -> float:
+    loss, correction = RECIPES[recipe]
+    term = 0.0
+    if slow_kept(correction, fixed, fixed_rollout):
+        if loss == "reinforce":
+            term = -slow_weight(correction, lambda t: t.ratio, fixed, fixed_rollout) * token.advantage * token.logprob
+        elif loss == "cispo":
+            term = -min(max(fixed.ratio, 1 - LOW), 1 + HIGH) * token.advantage * token.logprob
+        elif loss == "ppo":
+            term = slow_surrogate(token.ratio, token.advantage, DUAL)
+        elif loss == "gspo":
+            likelihood_ratio = math.prod(other.ratio for other in rollout)
+            term = slow_surrogate(likelihood_ratio ** (1 / len(rollout)), token.advantage)
+        elif loss == "decoupled":
+            weight = slow_weight(correction, lambda t: t.prox / math.exp(t.behaviour), fixed, fixed_rollout)
+            term = weight * slow_surrogate(math.exp(token.logprob) / fixed.prox, token.advantage, DUAL)
+    return term + correction.drift * math.log(token.ratio) ** 2
+
+
+def slow_terms(recipe: str, inputs: LossInputs, logprobs: np.ndarray, frozen: np.ndarray) -> np.ndarray:
     """Every token's term. `frozen` are the log-probs that a stopped gradient sees: equal to `logprobs`, but not varied."""
     terms = np.zeros(len(logprobs))
     constant = rollouts_of(inputs, frozen)
     for i, rollout in enumerate(rollouts_of(inputs, logprobs)):
+        tokens, fixed = [token for _, token in rollout], [token for _, token in constant[i]]
         for t, (place, token) in enumerate(rollout):
-            fixed = constant[i][t][1]
-            if name == "reinforce":
-                terms[place] = -min(CLAMP, fixed.ratio) * token.advantage * token.logprob
-            elif name == "cispo":
-                terms[place] = -min(max(fixed.ratio, 1 - LOW), 1 + HIGH) * token.advantage * token.logprob
-            elif name == "ppo":
-                terms[place] = slow_surrogate(token.ratio, token.advantage)
-            elif name == "gspo":
-                likelihood_ratio = math.prod(other.ratio for _, other in rollout)
-                terms[place] = slow_surrogate(likelihood_ratio ** (1 / len(rollout)), token.advantage)
+            terms[place] = slow_term(recipe, token, tokens, fixed[t], fixed)
     return terms
 
 
-def slow_gradient(name: str, inputs: LossInputs, step: float = 1e-6) -> np.ndarray:
+def slow_gradient(recipe: str, inputs: LossInputs, step: float = 1e-6) -> np.ndarray:
     """d(sum of terms) / d(log-probs) by central differences."""
     at = inputs.logprobs_N.detach().numpy()
     gradient = np.zeros(len(at))
@@ -91,7 +169,7 @@ def slow_gradient(name: str, inputs: LossInputs, step: float = 1e-6) -> np.ndarr
         for sign in (1, -1):
             moved = at.copy()
             moved[place] += sign * step
-            sums.append(slow_terms(name, inputs, moved, at).sum())
+            sums.append(slow_terms(recipe, inputs, moved, at).sum())
         gradient[place] = (sums[0] - sums[1]) / (2 * step)
     return gradient
 
@@ -101,39 +179,56 @@ def gradient_of(loss: Callable[[LossInputs], LossOutput], inputs: LossInputs) ->
     return gradient_N
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("seed", range(5))
-def test_terms_and_gradient_equal_the_slow_reference(name: str, seed: int) -> None:
-    inputs = make_inputs([1, 2, 7, 4, 12, 3, 3, 1], seed)
-    output = make_loss(config(name))(inputs)
+LENGTHS = [1, 2, 7, 4, 12, 3, 3, 1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_terms_and_gradient_equal_the_slow_reference(recipe: str, seed: int) -> None:
+    inputs = make_inputs(LENGTHS, seed)
+    output = loss_of(recipe)(inputs)
     at = inputs.logprobs_N.detach().numpy()
-    np.testing.assert_allclose(output.loss_N.detach().numpy(), slow_terms(name, inputs, at, at), rtol=1e-12, atol=1e-14)
-    gradient_N = gradient_of(make_loss(config(name)), inputs).numpy()
-    np.testing.assert_allclose(gradient_N, slow_gradient(name, inputs), rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(output.loss_N.detach().numpy(), slow_terms(recipe, inputs, at, at), rtol=1e-11, atol=1e-13)
+    gradient_N = gradient_of(loss_of(recipe), inputs).numpy()
+    np.testing.assert_allclose(gradient_N, slow_gradient(recipe, inputs), rtol=1e-6, atol=1e-8)
     assert not output.weight_N.requires_grad
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("seed", range(5))
-def test_the_data_of_the_comparison_reach_the_limits(name: str, seed: int) -> None:
-    """Guards the test above: with data that never clip it would prove little."""
-    clipped_N = make_loss(config(name))(make_inputs([1, 2, 7, 4, 12, 3, 3, 1], seed)).clipped_N
-    assert 1 <= clipped_N.sum() < len(clipped_N)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "weighted"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_data_of_the_comparison_reach_the_limits(recipe: str, seed: int) -> None:
+    """Guards the test above: with data that no limit concerns it would prove little."""
+    output = loss_of(recipe)(make_inputs(LENGTHS, seed))
+    assert not (output.masked_N & output.truncated_N).any()
+    assert 1 <= (output.masked_N | output.truncated_N).sum() < len(output.masked_N)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_on_policy_every_loss_has_the_gradient_of_plain_reinforce(name: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_called_masked_is_what_has_no_gradient(recipe: str) -> None:
+    inputs = make_inputs(LENGTHS)
+    loss, correction = RECIPES[recipe]
+    output = loss_of(recipe)(inputs)
+    without_drift = make_loss(config(loss), CorrectionConfig(**{**_fields(correction), "drift": 0.0}))
+    assert output.masked_N.tolist() == (gradient_of(without_drift, inputs) == 0).tolist()
+
+
+def _fields(correction: CorrectionConfig) -> dict[str, object]:
+    return {name: getattr(correction, name) for name in correction.__struct_fields__}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_policy_every_loss_has_the_gradient_of_plain_reinforce(recipe: str) -> None:
     inputs = make_inputs([3, 1, 8], spread=0.0)
-    output = make_loss(config(name))(inputs)
-    torch.testing.assert_close(gradient_of(make_loss(config(name)), inputs), -inputs.advantages_N)
-    assert not output.clipped_N.any()
+    output = loss_of(recipe)(inputs)
+    torch.testing.assert_close(gradient_of(loss_of(recipe), inputs), -inputs.advantages_N)
+    assert not (output.masked_N | output.truncated_N).any()
     torch.testing.assert_close(output.weight_N, torch.ones_like(output.weight_N))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_step_does_not_depend_on_how_rollouts_are_split_over_micro_batches(name: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_does_not_depend_on_how_rollouts_are_split_over_micro_batches(recipe: str) -> None:
     whole = make_inputs([5, 2, 9, 1])
-    loss = make_loss(config(name, kl_coefficient=0.3))
+    loss = loss_of(recipe, kl_coefficient=0.3)
     expected_N = gradient_of(loss, whole)
     for rollouts in ([0, 2], [3], [1]):
         mine_N = torch.isin(whole.sequence_N, torch.tensor(rollouts))
@@ -143,6 +238,7 @@ def test_a_step_does_not_depend_on_how_rollouts_are_split_over_micro_batches(nam
             logprobs_N=whole.logprobs_N[mine_N].detach().requires_grad_(),
             behaviour_logprobs_N=whole.behaviour_logprobs_N[mine_N],
             advantages_N=whole.advantages_N[mine_N],
+            lags_N=whole.lags_N[mine_N],
             sequence_N=renumbered[whole.sequence_N[mine_N]],
             sequence_count=len(rollouts),
             reference_logprobs_N=whole.reference_logprobs_N[mine_N],
@@ -150,20 +246,22 @@ def test_a_step_does_not_depend_on_how_rollouts_are_split_over_micro_batches(nam
         torch.testing.assert_close(gradient_of(loss, part), expected_N[mine_N])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("log_ratio", [50.0, -50.0, 1000.0, -1000.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_extreme_ratios_stay_finite(name: str, log_ratio: float, advantage: float) -> None:
+@pytest.mark.parametrize("lag", [0, 10**9])
+def test_extreme_ratios_stay_finite(recipe: str, log_ratio: float, advantage: float, lag: int) -> None:
     logprobs_N = torch.tensor([-1000.0, -1.0], requires_grad=True)
     inputs = LossInputs(
         logprobs_N=logprobs_N,
         behaviour_logprobs_N=torch.tensor([-1000.0 - log_ratio, -1.0]),
         advantages_N=torch.full((2,), advantage),
+        lags_N=torch.tensor([lag, lag]),
         sequence_N=torch.tensor([0, 1]),
         sequence_count=2,
         reference_logprobs_N=torch.tensor([-1000.0 + log_ratio, -1.0]),
     )
-    loss = make_loss(config(name, kl_coefficient=0.1))
+    loss = loss_of(recipe, kl_coefficient=0.1, dual_clip=None)
     output = loss(inputs)
     gradient_N = gradient_of(loss, inputs)
     for tensor_N in (output.loss_N, output.weight_N, gradient_N):
@@ -172,36 +270,97 @@ def test_extreme_ratios_stay_finite(name: str, log_ratio: float, advantage: floa
     assert gradient_N[1].item() == pytest.approx(-advantage)
 
 
-def token_inputs(ratios: list[float], advantages: list[float]) -> LossInputs:
+def token_inputs(ratios: list[float], advantages: list[float], lag: int = 1) -> LossInputs:
     behaviour_N = torch.full((len(ratios),), -2.0, dtype=torch.float64)
     return LossInputs(
         logprobs_N=(behaviour_N + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_(),
         behaviour_logprobs_N=behaviour_N,
         advantages_N=torch.tensor(advantages, dtype=torch.float64),
+        lags_N=torch.full((len(ratios),), lag),
         sequence_N=torch.arange(len(ratios)),
         sequence_count=len(ratios),
     )
 
 
-def test_what_counts_as_clipped_and_what_keeps_a_gradient() -> None:
+def test_what_counts_as_masked_or_truncated_and_what_keeps_a_gradient() -> None:
     ratios, advantages = [2.0, 2.0, 0.5, 0.5, 1.1, 2.0], [1.0, -1.0, 1.0, -1.0, 1.0, 0.0]
     inputs = token_inputs(ratios, advantages)
 
-    clamped = reinforce(inputs, clamp=1.5)
-    assert clamped.clipped_N.tolist() == [True, True, False, False, False, True]
-    assert clamped.weight_N.tolist() == pytest.approx([1.5, 1.5, 0.5, 0.5, 1.1, 1.5])
+    truncated = reinforce(inputs, correction=weights_up_to(1.5))
+    assert truncated.truncated_N.tolist() == [True, True, False, False, False, True]
+    assert not truncated.masked_N.any()
+    assert truncated.weight_N.tolist() == pytest.approx([1.5, 1.5, 0.5, 0.5, 1.1, 1.5])
 
-    for surrogate in (ppo, gspo):  # one token per rollout: the two are the same
-        output = surrogate(inputs, clip_low=0.2, clip_high=0.3)
-        assert output.clipped_N.tolist() == [True, False, False, True, False, False]
+    for output in (  # one token per rollout: the two are the same
+        ppo(inputs, clip_low=0.2, clip_high=0.3, dual_clip=None),
+        gspo(inputs, clip_low=0.2, clip_high=0.3),
+    ):
+        assert output.masked_N.tolist() == [True, False, False, True, False, False]
+        assert not output.truncated_N.any()
         assert output.weight_N.tolist() == pytest.approx([1.3, 2.0, 0.5, 0.8, 1.1, 2.0])
         (gradient_N,) = torch.autograd.grad(output.loss_N.sum(), inputs.logprobs_N)
         assert gradient_N.tolist() == pytest.approx([0.0, 2.0, -0.5, 0.0, -1.1, 0.0])
 
     bounded = cispo(inputs, clip_low=0.2, clip_high=0.3)
-    assert bounded.clipped_N.tolist() == [True, True, True, True, False, True]
+    assert bounded.truncated_N.tolist() == [True, True, True, True, False, True]
+    assert not bounded.masked_N.any()
     (gradient_N,) = torch.autograd.grad(bounded.loss_N.sum(), inputs.logprobs_N)
     assert gradient_N.tolist() == pytest.approx([-1.3, 1.3, -0.8, 0.8, -1.1, 0.0])
+
+
+def test_dual_clip_bounds_the_term_of_a_negative_advantage_and_nothing_else() -> None:
+    inputs = token_inputs([2.9, 3.1, 1e6, 1e6, 1e6], [-1.0, -2.0, -1.0, 1.0, 0.0])
+    without, limited = (ppo(inputs, clip_low=0.2, clip_high=0.2, dual_clip=dual) for dual in (None, 3.0))
+    assert without.loss_N.tolist() == pytest.approx([2.9, 6.2, 1e6, -1.2, 0.0])
+    assert limited.loss_N.tolist() == pytest.approx([2.9, 6.0, 3.0, -1.2, 0.0])
+    assert limited.masked_N.tolist() == [False, True, True, True, False]
+    (gradient_N,) = torch.autograd.grad(limited.loss_N.sum(), inputs.logprobs_N)
+    assert gradient_N.tolist() == pytest.approx([2.9, 0.0, 0.0, 0.0, 0.0])
+
+
+def test_tokens_that_a_mask_keeps_have_their_whole_ratio_as_weight() -> None:
+    inputs = token_inputs([7.0, 0.01, 1.5], [-1.0, 1.0, 1.0])  # tv: pi falls where A > 0 and rises where A < 0, so all stay
+    output = make_loss(TrainerConfig(), CorrectionConfig(token="tv"))(inputs)
+    assert output.weight_N.tolist() == pytest.approx([7.0, 0.01, 1.5])
+    banded = make_loss(TrainerConfig(), CorrectionConfig(token="band"))(inputs)
+    assert banded.weight_N.tolist() == pytest.approx([0.0, 0.0, 1.5])
+    assert banded.masked_N.tolist() == [True, True, False]
+
+
+def test_drift_pulls_masked_tokens_too() -> None:
+    inputs = token_inputs([7.0, 1.0, 0.1], [1.0, 0.0, 0.0])
+    loss = make_loss(TrainerConfig(), CorrectionConfig(token="mask", drift=0.25))
+    assert gradient_of(loss, inputs).tolist() == pytest.approx([0.5 * math.log(7), 0.0, 0.5 * math.log(0.1)])
+
+
+def test_a_decoupled_loss_at_lag_0_and_1_is_ppo_and_at_great_lag_a_weighted_policy_gradient() -> None:
+    ratios, advantages = [2.0, 2.0, 0.5, 1.1], [1.0, -1.0, -1.0, 1.0]
+    correction = weights_up_to(1.5)
+    for lag in (0, 1):
+        inputs = token_inputs(ratios, advantages, lag)
+        output = decoupled(inputs, correction=correction, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
+        expected = ppo(inputs, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
+        torch.testing.assert_close(output.loss_N, expected.loss_N)
+        assert output.masked_N.tolist() == expected.masked_N.tolist()
+    # prox is pi: the surrogate clips nothing, and the weight is that of REINFORCE.
+    inputs = token_inputs(ratios, advantages, 10**12)
+    output = decoupled(inputs, correction=correction, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
+    torch.testing.assert_close(output.weight_N, reinforce(inputs, correction=correction).weight_N)
+    assert not output.masked_N.any()
+    assert output.truncated_N.tolist() == [True, True, False, False]
+
+
+def test_the_product_of_a_long_rollout_saturates_and_leaves_others_alone() -> None:
+    inputs = dataclasses.replace(
+        token_inputs([3.0, 3.0, 3.0, 1.1, 0.9], [1.0] * 5), sequence_N=torch.tensor([0, 2, 0, 2, 0]), sequence_count=4
+    )
+    output = make_loss(TrainerConfig(), CorrectionConfig(sequence="truncate"))(inputs)
+    products = [3.0 * 3.0 * 0.9, 3.0 * 1.1]
+    assert output.weight_N.tolist() == pytest.approx([min(5.0, products[i]) for i in (0, 1, 0, 1, 0)])
+    assert output.truncated_N.tolist() == [True, False, True, False, True]
+    unlimited = dataclasses.replace(weights_up_to(5.0), sequence="truncate", sequence_high=math.inf)
+    huge = reinforce(token_inputs([math.exp(50)] * 3, [1.0] * 3), correction=unlimited)
+    assert huge.weight_N.tolist() == pytest.approx([math.exp(20)] * 3)
 
 
 def test_gspo_terms_of_a_rollout_sum_to_its_length_times_the_sequence_objective() -> None:
@@ -212,15 +371,17 @@ def test_gspo_terms_of_a_rollout_sum_to_its_length_times_the_sequence_objective(
     assert output.weight_N.tolist() == pytest.approx([s] * 6)
 
 
-def test_gspo_accepts_a_rollout_without_tokens() -> None:
+def test_a_rollout_without_tokens_is_accepted() -> None:
     inputs = dataclasses.replace(token_inputs([1.1], [1.0]), sequence_N=torch.tensor([2]), sequence_count=4)
     assert gspo(inputs, clip_low=0.2, clip_high=0.2).weight_N.tolist() == pytest.approx([1.1])
+    masked = make_loss(TrainerConfig(), CorrectionConfig(sequence="geo_mask", sequence_high=1.2))(inputs)
+    assert masked.weight_N.tolist() == pytest.approx([1.1])
 
 
 def test_no_tokens_give_no_terms() -> None:
-    for name in LOSSES:
-        output = make_loss(config(name))(make_inputs([]))
-        assert output.loss_N.shape == output.weight_N.shape == output.clipped_N.shape == (0,)
+    for recipe in RECIPES:
+        output = loss_of(recipe)(make_inputs([]))
+        assert output.loss_N.shape == output.weight_N.shape == output.masked_N.shape == output.truncated_N.shape == (0,)
 
 
 def test_kl_penalty_is_k3_and_estimates_the_divergence() -> None:
@@ -258,10 +419,10 @@ def test_kl_penalty_gradient_against_finite_differences() -> None:
         assert gradient_N[place].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_kl_penalty_is_added_with_its_coefficient(name: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_kl_penalty_is_added_with_its_coefficient(recipe: str) -> None:
     inputs = make_inputs([4, 5])
-    without, with_penalty = make_loss(config(name))(inputs), make_loss(config(name, kl_coefficient=0.25))(inputs)
+    without, with_penalty = loss_of(recipe)(inputs), loss_of(recipe, kl_coefficient=0.25)(inputs)
     assert without.kl_N is None
     expected_N = kl_penalty(inputs.logprobs_N, inputs.reference_logprobs_N)
     torch.testing.assert_close(with_penalty.kl_N, expected_N.detach())
@@ -271,7 +432,7 @@ def test_the_kl_penalty_is_added_with_its_coefficient(name: str) -> None:
 def test_a_kl_penalty_without_reference_logprobs_is_refused() -> None:
     inputs = dataclasses.replace(make_inputs([4]), reference_logprobs_N=None)
     with pytest.raises(ValueError, match="reference log-probabilities"):
-        make_loss(config("ppo", kl_coefficient=0.1))(inputs)
+        loss_of("ppo", kl_coefficient=0.1)(inputs)
 
 
 def test_tensors_of_different_lengths_are_refused() -> None:

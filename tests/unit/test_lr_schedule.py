@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.trainer.lr_schedule import FLOOR, learning_rate
+from pipelinerl.trainer.lr_schedule import FLOOR, ess_factor, learning_rate
 
 Schedule = Literal["constant", "linear", "cosine"]
 SCHEDULES: list[Schedule] = ["constant", "linear", "cosine"]
@@ -64,3 +64,9 @@ def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
     arguments: dict[str, Any] = {"step": 0, "warmup_steps": 0, "total_steps": 1} | wrong
     with pytest.raises(ValueError, match="no learning rate"):
         learning_rate(arguments.pop("step"), peak=1.0, schedule="linear", **arguments)
+
+
+@pytest.mark.parametrize("ess", [1.0, 0.81, 0.25, 1e-4])
+def test_the_root_of_the_effective_sample_size_scales_the_rate(ess: float) -> None:
+    assert ess_factor("sqrt", ess) == pytest.approx(ess**0.5)
+    assert ess_factor("off", ess) == 1.0

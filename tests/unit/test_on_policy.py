@@ -47,7 +47,7 @@ def test_ess_of_nothing_is_an_error() -> None:
         effective_sample_size(torch.zeros(0))
 
 
-Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make_tokens(count: int, seed: int, highest_lag: int = 5) -> Tokens:
@@ -55,6 +55,7 @@ def make_tokens(count: int, seed: int, highest_lag: int = 5) -> Tokens:
     return (
         torch.tensor(rng.normal(0, 0.5, count), dtype=torch.float32),
         torch.tensor(rng.random(count) < 0.3),
+        torch.tensor(rng.random(count) < 0.2),
         torch.tensor(rng.exponential(1.0, count), dtype=torch.float32),
         torch.tensor(rng.integers(0, highest_lag + 1, count)),
     )
@@ -73,7 +74,7 @@ def test_metrics_equal_numpy() -> None:
     tokens = make_tokens(257, seed=0)
     metrics = metrics_of(tokens, [np.arange(257)])
     logs = tokens[0].numpy().astype(np.float64)
-    lags = tokens[3].numpy()
+    lags = tokens[4].numpy()
     weights = np.exp(logs)
     expected = OnPolicyMetrics(
         tokens=257,
@@ -84,8 +85,9 @@ def test_metrics_equal_numpy() -> None:
         lag_max=lags.max(),
         lag_p50=np.percentile(lags, 50, method="inverted_cdf"),
         lag_p99=np.percentile(lags, 99, method="inverted_cdf"),
-        clamp_fraction=tokens[1].numpy().mean(),
-        entropy_mean=tokens[2].numpy().astype(np.float64).mean(),
+        masked_fraction=tokens[1].numpy().mean(),
+        truncated_fraction=tokens[2].numpy().mean(),
+        entropy_mean=tokens[3].numpy().astype(np.float64).mean(),
         weight_mean=weights.mean(),
         weight_max=weights.max(),
         on_policy_gap=np.abs(logs[lags == 0]).max(),
@@ -101,7 +103,8 @@ def test_metrics_do_not_depend_on_packing(count: int, seed: int, data: st.DataOb
     cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=6)))
     once = dataclasses.asdict(metrics_of(tokens, [np.arange(count)]))
     packed = dataclasses.asdict(metrics_of(tokens, np.split(order, cuts)))
-    exact = ["tokens", "lag_max", "lag_p50", "lag_p99", "clamp_fraction", "weight_max", "on_policy_gap"]
+    exact = ["tokens", "lag_max", "lag_p50", "lag_p99", "weight_max", "on_policy_gap", "masked_fraction"]
+    exact.append("truncated_fraction")
     assert [packed[name] for name in exact] == [once[name] for name in exact]
     sums = [name for name in once if name not in exact]
     assert [packed[name] for name in sums] == pytest.approx([once[name] for name in sums], rel=1e-12, abs=1e-14)
@@ -111,7 +114,7 @@ def test_metrics_do_not_depend_on_packing(count: int, seed: int, data: st.DataOb
 @settings(deadline=None)
 def test_lag_percentiles_are_lags_that_occurred(lags: list[int]) -> None:
     zeros = torch.zeros(len(lags))
-    metrics = metrics_of((zeros, zeros > 0, zeros, torch.tensor(lags)), [np.arange(len(lags))])
+    metrics = metrics_of((zeros, zeros > 0, zeros > 0, zeros, torch.tensor(lags)), [np.arange(len(lags))])
     assert metrics.lag_p50 == np.percentile(lags, 50, method="inverted_cdf")
     assert metrics.lag_p99 == np.percentile(lags, 99, method="inverted_cdf")
     assert metrics.lag_p50 <= metrics.lag_p99 <= metrics.lag_max == max(lags)
@@ -123,7 +126,7 @@ def test_both_kl_estimates_converge_to_the_divergence() -> None:
     sampled = rng.choice(30, size=200_000, p=mu)
     logs = torch.tensor(np.log(pi / mu)[sampled])
     zeros = torch.zeros(len(sampled))
-    metrics = metrics_of((logs, zeros > 0, zeros, zeros.long()), [np.arange(len(sampled))])
+    metrics = metrics_of((logs, zeros > 0, zeros > 0, zeros, zeros.long()), [np.arange(len(sampled))])
     divergence = float((mu * np.log(mu / pi)).sum())
     assert metrics.kl_behaviour_policy == pytest.approx(divergence, rel=0.03)
     assert metrics.kl_behaviour_policy_k3 == pytest.approx(divergence, rel=0.03)
@@ -132,34 +135,38 @@ def test_both_kl_estimates_converge_to_the_divergence() -> None:
 
 def test_on_policy_gap_looks_at_tokens_of_lag_0_alone() -> None:
     logs, zeros = torch.tensor([0.5, -0.001, 0.0005]), torch.zeros(3)
-    some = metrics_of((logs, zeros > 0, zeros, torch.tensor([3, 0, 0])), [np.arange(3)])
+    some = metrics_of((logs, zeros > 0, zeros > 0, zeros, torch.tensor([3, 0, 0])), [np.arange(3)])
     assert some.on_policy_gap == pytest.approx(0.001)
-    none = metrics_of((logs, zeros > 0, zeros, torch.tensor([3, 1, 2])), [np.arange(3)])
+    none = metrics_of((logs, zeros > 0, zeros > 0, zeros, torch.tensor([3, 1, 2])), [np.arange(3)])
     assert none.on_policy_gap is None
 
 
 def test_no_tokens_have_no_metrics() -> None:
     stats = OnPolicyStats()
     assert stats.result() is None
-    stats.add(torch.zeros(0), torch.zeros(0) > 0, torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    stats.add(torch.zeros(0), torch.zeros(0) > 0, torch.zeros(0) > 0, torch.zeros(0), torch.zeros(0, dtype=torch.long))
     assert stats.result() is None
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_log_ratios_that_are_not_finite_are_reported(broken: float) -> None:
     stats = OnPolicyStats()
-    stats.add(torch.tensor([0.0, broken]), torch.zeros(2) > 0, torch.zeros(2), torch.zeros(2, dtype=torch.long))
+    stats.add(
+        torch.tensor([0.0, broken]), torch.zeros(2) > 0, torch.zeros(2) > 0, torch.zeros(2), torch.zeros(2, dtype=torch.long)
+    )
     with pytest.raises(ValueError, match="1 of 2 tokens"):
         stats.result()
 
 
 def test_tensors_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="same shape"):
-        OnPolicyStats().add(torch.zeros(2), torch.zeros(3) > 0, torch.zeros(2), torch.zeros(2, dtype=torch.long))
+        OnPolicyStats().add(
+            torch.zeros(2), torch.zeros(3) > 0, torch.zeros(2) > 0, torch.zeros(2), torch.zeros(2, dtype=torch.long)
+        )
 
 
 def test_statistics_hold_no_graph() -> None:
     stats = OnPolicyStats()
     leaf = torch.zeros(2, requires_grad=True)
-    stats.add(leaf * 2, torch.zeros(2) > 0, leaf * 3, torch.zeros(2, dtype=torch.long))
+    stats.add(leaf * 2, torch.zeros(2) > 0, torch.zeros(2) > 0, leaf * 3, torch.zeros(2, dtype=torch.long))
     assert not any(chunk.requires_grad for chunk in stats._log_ratios + stats._entropy)

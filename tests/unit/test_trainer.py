@@ -114,7 +114,7 @@ class Setup:
             state = TrainerState.resume(load_checkpoint(path), self.learner)
         prepared = PreparingReader(reader, Preprocessor(PreprocessConfig()))
         self.queue = SampleQueue(prepared, position=state.position, counts=state.counters.queue)
-        tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))  # noqa: S106
+        tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
         (run_dir / "rollouts").mkdir(exist_ok=True)
         self.trainer = Trainer(
             self.config,

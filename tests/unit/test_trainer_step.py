@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from pipelinerl.config.schema import TrainerConfig
+from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import FrozenModelScorer, Learner
 from pipelinerl.trainer.logprobs import token_logprobs
+from pipelinerl.trainer.losses import DEFAULT_CORRECTION
 from pipelinerl.types import Segment, TrainingSample
 
 TEMPERATURE = 0.8
@@ -79,9 +80,11 @@ def make_samples(model: PreTrainedModel, count: int = 12, noise: float = 0.2, ve
     return samples
 
 
-def learner(model: PreTrainedModel, *, skip: bool = True, **changes: object) -> Learner:
+def learner(
+    model: PreTrainedModel, correction: CorrectionConfig = DEFAULT_CORRECTION, *, skip: bool = True, **changes: object
+) -> Learner:
     config = TrainerConfig(**({"learning_rate": 1e-3, "max_grad_norm": 1e9} | changes))
-    return Learner(model, config, temperature=TEMPERATURE, pack=pack, skip_zero_advantage=skip)
+    return Learner(model, config, temperature=TEMPERATURE, pack=pack, correction=correction, skip_zero_advantage=skip)
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -129,13 +132,28 @@ def test_recomputing_activations_changes_nothing() -> None:
         torch.testing.assert_close(gradient, gradients(recomputing)[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "gspo", "cispo"])
-def test_metrics_and_weights_do_not_depend_on_micro_batches(loss: str) -> None:
+SEQUENCE_MASK = CorrectionConfig(token="none", sequence="geo_mask", sequence_low=0.97, sequence_high=1.03)
+
+
+@pytest.mark.parametrize(
+    ("loss", "correction"),
+    [
+        ("reinforce", CorrectionConfig()),
+        ("reinforce", CorrectionConfig(sequence="truncate", sequence_high=1.1)),
+        ("reinforce", SEQUENCE_MASK),
+        ("reinforce", CorrectionConfig(token="tv", token_low=0.01, token_high=0.01, drift=0.1)),
+        ("ppo", CorrectionConfig()),
+        ("gspo", CorrectionConfig()),
+        ("cispo", CorrectionConfig()),
+        ("decoupled", CorrectionConfig()),
+    ],
+)
+def test_metrics_and_weights_do_not_depend_on_micro_batches(loss: str, correction: CorrectionConfig) -> None:
     results, models = [], []
     for budget in (1, 50, 10_000):
         model = make_model()
         samples = make_samples(model)
-        results.append(learner(model, micro_batch_tokens=budget, loss=loss).step(samples, version=3))
+        results.append(learner(model, correction, micro_batch_tokens=budget, loss=loss).step(samples, version=3))
         models.append(weights(model))
     assert [r.micro_batches for r in results] == sorted((r.micro_batches for r in results), reverse=True)
     for result, other in zip(results[1:], models[1:], strict=True):
@@ -143,7 +161,8 @@ def test_metrics_and_weights_do_not_depend_on_micro_batches(loss: str) -> None:
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
         assert result.metrics is not None
         assert results[0].metrics is not None
-        for field in ("ess", "kl_behaviour_policy", "entropy_mean", "weight_max", "clamp_fraction", "lag_mean"):
+        fractions = ("masked_fraction", "truncated_fraction")
+        for field in ("ess", "kl_behaviour_policy", "entropy_mean", "weight_max", "lag_mean", *fractions):
             assert getattr(result.metrics, field) == pytest.approx(getattr(results[0].metrics, field), abs=1e-5), field
         assert result.loss == pytest.approx(results[0].loss, abs=1e-6)
 
@@ -284,6 +303,30 @@ def test_the_learning_rate_follows_the_schedule() -> None:
     taught = learner(model, warmup_steps=4, steps=10)
     rates = [taught.step(samples, version=v).learning_rate for v in range(5)]
     assert rates == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+
+
+def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample_size() -> None:
+    plain, scaled, slower = make_model(), make_model(), make_model()
+    samples = make_samples(plain)
+    full = learner(plain).step(samples, version=3)
+    assert full.metrics is not None
+    assert full.metrics.ess < 0.999
+    result = learner(scaled, ess_lr="sqrt").step(samples, version=3)
+    assert result.learning_rate == pytest.approx(1e-3 * math.sqrt(full.metrics.ess), rel=1e-12)
+    # The rate that is recorded is the rate of the step.
+    learner(slower, learning_rate=result.learning_rate).step(samples, version=3)
+    for a, b in zip(weights(scaled), weights(slower), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_drift_is_a_gradient_of_rollouts_without_advantage_too() -> None:
+    model = make_model()
+    samples = [s for s in make_samples(model) if s.advantage == 0.0]
+    result = learner(model, CorrectionConfig(drift=0.1)).step(samples, version=3)
+    assert result.samples_skipped == 0
+    assert result.loss > 0
+    assert result.grad_norm is not None
+    assert result.grad_norm > 0
 
 
 def test_the_optimizer_continues_bitwise_from_its_saved_state() -> None:

@@ -8,6 +8,7 @@ from pipelinerl.config.document import config_to_yaml, render
 from pipelinerl.config.load import config_from_yaml, load_config, validate
 from pipelinerl.config.schema import (
     ActorConfig,
+    CorrectionConfig,
     EngineConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -24,6 +25,7 @@ from pipelinerl.config.schema import (
 
 __all__ = [
     "ActorConfig",
+    "CorrectionConfig",
     "EngineConfig",
     "EnvironmentConfig",
     "EvaluationConfig",

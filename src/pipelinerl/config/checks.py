@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from pipelinerl.config import correction
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -23,6 +24,7 @@ def check(config: RunConfig) -> None:
         _groups,
         _lengths,
         _trainer,
+        correction.problems,
         _evaluation,
         _hardware,
         _engines,

@@ -26,6 +26,8 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
 DEMO_SOURCE = "the built-in demo.yaml"
+MOVED = {"trainer.clamp": "`{prefix}correction.token_high` (with `correction.token: truncate`, the default of reinforce)"}
+"""Keys of earlier versions and where to set the same thing now."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,8 @@ def _field(key: str, origin: str, prefix: str = "") -> Field:
     fields = run_fields()
     if key in fields:
         return fields[key]
+    if key in MOVED:
+        raise ConfigError(f"{origin}: unknown key; it is now {MOVED[key].format(prefix=prefix)}")
     parents = [field for field in fields.values() if field.is_mapping and key.startswith(field.key + ".")]
     if parents and all(key.split(".")):
         return parents[0]

@@ -234,8 +234,8 @@ class PreprocessConfig(Section, frozen=True):
         Literal["skip", "keep", "drop"],
         Meta(
             description="Samples whose advantage is 0 have no gradient. `skip`: they count among the B of a step but cost "
-            "no forward pass (unless there is a KL penalty). `keep`: compute them all the same. `drop`: leave them out, so "
-            "that a step has B others."
+            "no forward pass (not possible with a KL penalty or `correction.drift`). `keep`: compute them all the same. "
+            "`drop`: leave them out, so that a step has B others."
         ),
     ] = "skip"
     overlong: Annotated[
@@ -244,19 +244,85 @@ class PreprocessConfig(Section, frozen=True):
     ] = "keep"
 
 
+Positive = Annotated[float, Meta(gt=0)]
+TokenCorrection = Literal["none", "truncate", "mask", "band", "tv"]
+SequenceCorrection = Literal["none", "truncate", "geo_mask"]
+
+
+class CorrectionConfig(Section, frozen=True):
+    """What becomes of tokens that another policy sampled. r = pi / mu: trained policy over the one that sampled."""
+
+    token: Annotated[
+        TokenCorrection | None,
+        Meta(
+            description="By token. `truncate`: importance weights are at most token_high (reinforce, decoupled). `mask`: no "
+            "gradient where r > token_high. `band`: none where r is outside token_low to token_high. `tv`: none where A > 0 "
+            "and pi - mu > token_high, or A < 0 and mu - pi > token_low. null: truncate at 5 for reinforce (the paper's "
+            "clamp) and decoupled, none for the losses that bound the ratio themselves."
+        ),
+    ] = None
+    token_low: Annotated[
+        Positive | None, Meta(description="Lower threshold of `token`. null: its default (band 0.5, tv 0.2).")
+    ] = None
+    token_high: Annotated[
+        Positive | None,
+        Meta(description="Upper threshold of `token`. null: its default (truncate 5, mask 2, band 5, tv 0.2)."),
+    ] = None
+    sequence: Annotated[
+        SequenceCorrection,
+        Meta(
+            description="By rollout. `truncate`: all its tokens have the weight min(sequence_high, product of r), not their "
+            "own (reinforce, decoupled). `geo_mask`: no gradient from a rollout where the geometric mean of r is outside "
+            "sequence_low to sequence_high."
+        ),
+    ] = "none"
+    sequence_low: Annotated[
+        Positive | None, Meta(description="Lower threshold of `sequence`. null: its default (geo_mask 0.9).")
+    ] = None
+    sequence_high: Annotated[
+        Positive | None, Meta(description="Upper threshold of `sequence`. null: its default (truncate 5, geo_mask 1.1).")
+    ] = None
+    drift: Annotated[
+        float,
+        Meta(
+            ge=0, description="Weight of the penalty (log r)^2 on every sampled token, masked ones included; 1e-3 is usual."
+        ),
+    ] = 0.0
+
+
 class TrainerConfig(Section, frozen=True):
     steps: Annotated[int, Meta(ge=1, description="Optimizer steps to take.")] = 100
     batch_size: Annotated[int, Meta(ge=1, description="B, rollouts per optimizer step.")] = 64
     loss: Annotated[
-        Literal["reinforce", "ppo", "gspo", "cispo"],
+        Literal["reinforce", "ppo", "gspo", "cispo", "decoupled"],
         Meta(
-            description="`reinforce`: importance-weighted REINFORCE with clamp (the paper). `ppo`: PPO-clip, with group "
-            "advantages this is GRPO. `gspo`: sequence-level ratios. `cispo`: weight clipped on both sides."
+            description="The objective; `correction` says what becomes of stale tokens. `reinforce`: importance-weighted "
+            "REINFORCE, with the default correction the method of the PipelineRL paper. `ppo`: PPO-clip, with group "
+            "advantages this is GRPO. `gspo`: sequence-level ratios. `cispo`: weight clipped on both sides. `decoupled`: "
+            "PPO-clip around a proximal policy between the one that sampled and the trained one (A-3PO)."
         ),
     ] = "reinforce"
-    clamp: Annotated[float, Meta(gt=0, description="c, upper clamp of the importance weight (reinforce).")] = 5.0
-    clip_low: Annotated[float, Meta(ge=0, description="Ratio is clipped below at 1 - clip_low (ppo, gspo, cispo).")] = 0.2
-    clip_high: Annotated[float, Meta(ge=0, description="Ratio is clipped above at 1 + clip_high (ppo, gspo, cispo).")] = 0.2
+    clip_low: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="The ratio is clipped below at 1 - clip_low (ppo, gspo, cispo, decoupled). null: the loss's own "
+            "default, 0.2; for gspo 3e-4."
+        ),
+    ] = None
+    clip_high: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="The ratio is clipped above at 1 + clip_high (ppo, gspo, cispo, decoupled). null: the loss's own "
+            "default, 0.2; for gspo 4e-4."
+        ),
+    ] = None
+    dual_clip: Annotated[
+        Annotated[float, Meta(gt=1)] | None,
+        Meta(
+            description="ppo and decoupled: for a negative advantage the ratio counts as this at most; a token beyond it "
+            "has no gradient. null: no limit."
+        ),
+    ] = 3.0
     loss_normalization: Annotated[
         Literal["sequences", "tokens"],
         Meta(description="Divide the summed loss by the number of rollouts of the step, or of its sampled tokens."),
@@ -269,6 +335,13 @@ class TrainerConfig(Section, frozen=True):
         ),
     ] = 0.0
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
+    ess_lr: Annotated[
+        Literal["off", "sqrt"],
+        Meta(
+            description="`sqrt`: a step's learning rate is multiplied by the square root of its batch's effective sample "
+            "size (metric `ess`), which is 1 on-policy and falls with staleness (VCPO)."
+        ),
+    ] = "off"
     lr_schedule: Annotated[
         Literal["constant", "linear", "cosine"], Meta(description="What the rate does after warm-up, down to 10%.")
     ] = "constant"
@@ -378,6 +451,7 @@ class RunConfig(Section, frozen=True):
     weights: WeightsConfig = WeightsConfig()
     preprocess: PreprocessConfig = PreprocessConfig()
     trainer: TrainerConfig = TrainerConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
     launch: LaunchConfig = LaunchConfig()

@@ -19,7 +19,7 @@ from pipelinerl.files import JsonLines, write_atomically
 
 SUMMARY = "summary.json"
 ATTEMPTS = "attempts.jsonl"
-PASS_RATES = "pass_rates.jsonl"  # noqa: S105 - not a password
+PASS_RATES = "pass_rates.jsonl"
 
 
 class EvaluationFolder:

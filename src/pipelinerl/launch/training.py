@@ -82,6 +82,7 @@ def build_trainer(
         config.trainer,
         temperature=config.actor.temperature,
         pack=pack,
+        correction=config.correction,
         skip_zero_advantage=config.preprocess.zero_advantage == "skip",
         lora=policy.lora,
     )

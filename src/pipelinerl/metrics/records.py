@@ -85,8 +85,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (k1; the k3 estimate is beside it)
     lag_*                   optimizer steps between the weights that sampled a token and the weights being trained
     versions_in_batch       how many weight versions sampled its tokens. Always 1: generation and training go in rounds
-    clamp_fraction          tokens whose importance weight was clamped or clipped
-    weight_*                importance weights pi/mu before the clamp
+    masked_fraction         tokens that a mask, or the loss's clip, left without a gradient from their advantage
+    truncated_fraction      tokens learned from with a limit in the place of their own importance weight
+    weight_*                importance weights pi/mu before any limit
     on_policy_gap           largest |log pi - log mu| over tokens of lag 0: zero up to numerics if both agree, but
                             for sequences that span an update with kept KV entries
     train_s, wait_s         time in the step, and time the trainer had waited for its data before
@@ -118,7 +119,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lag_p50: int | None = None
     lag_p99: int | None = None
     versions_in_batch: int | None = None
-    clamp_fraction: float | None = None
+    masked_fraction: float | None = None
+    truncated_fraction: float | None = None
     entropy_mean: float | None = None
     weight_mean: float | None = None
     weight_max: float | None = None

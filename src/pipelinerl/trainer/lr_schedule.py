@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer step."""
+"""The learning rate of each optimizer step: by its number, and by how on-policy its batch is."""
 
 from __future__ import annotations
 
@@ -34,3 +34,13 @@ def learning_rate(
         case "cosine":
             left = (1.0 + math.cos(math.pi * progress)) / 2.0
     return peak * (FLOOR + (1.0 - FLOOR) * left)
+
+
+def ess_factor(kind: Literal["off", "sqrt"], ess: float) -> float:
+    """What `trainer.ess_lr` multiplies the learning rate with: sqrt(ESS) or 1, where ESS in (0, 1] is the batch's.
+
+    The variance of an importance-weighted gradient is that of an on-policy batch of ESS times the size, and AdamW's
+    learning rate goes with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS of
+    on-policy data, which is 1 for the weights pi / mu.
+    """
+    return math.sqrt(ess) if kind == "sqrt" else 1.0

@@ -27,7 +27,7 @@ class OnPolicyMetrics:
 
     tokens: int
     ess: float
-    """Normalised effective sample size of the unclamped weights pi / mu."""
+    """Normalised effective sample size of the unlimited weights pi / mu."""
     kl_behaviour_policy: float
     """KL(mu || pi) per token in nats, k1 estimate: mean of log(mu / pi). Unbiased; can be negative."""
     kl_behaviour_policy_k3: float
@@ -36,12 +36,14 @@ class OnPolicyMetrics:
     lag_max: int
     lag_p50: int
     lag_p99: int
-    clamp_fraction: float
-    """Share of tokens whose weight or ratio the loss clamped or clipped."""
+    masked_fraction: float
+    """Share of tokens that a mask, or the objective's clip, left without a gradient from their advantage."""
+    truncated_fraction: float
+    """Share of tokens that are learned from with a limit in the place of their own weight."""
     entropy_mean: float
     """Mean entropy in nats of the distributions that pi gives at the tokens' positions."""
     weight_mean: float
-    """Mean of the unclamped pi / mu: near 1, whatever the lag, unless something is wrong."""
+    """Mean of the unlimited pi / mu: near 1, whatever the lag, unless something is wrong."""
     weight_max: float
     on_policy_gap: float | None
     """Largest |log pi - log mu| over tokens of lag 0, which pi itself sampled: the numerical gap between engine and
@@ -52,24 +54,31 @@ class OnPolicyStats:
     """Collects the tokens of one optimizer step over its micro-batches.
 
     Tokens are kept, not summarised, until `result`: the metrics (percentiles included) are exact however the step was
-    packed, and nothing waits for the device in between. That is 17 bytes a token (float32 inputs), for one step.
+    packed, and nothing waits for the device in between. That is 18 bytes a token (float32 inputs), for one step.
     """
 
     def __init__(self) -> None:
         self._log_ratios: list[torch.Tensor] = []
-        self._clipped: list[torch.Tensor] = []
+        self._masked: list[torch.Tensor] = []
+        self._truncated: list[torch.Tensor] = []
         self._entropy: list[torch.Tensor] = []
         self._lags: list[torch.Tensor] = []
 
     def add(
-        self, log_ratios_N: torch.Tensor, clipped_N: torch.Tensor, entropy_N: torch.Tensor, lags_N: torch.Tensor
+        self,
+        log_ratios_N: torch.Tensor,
+        masked_N: torch.Tensor,
+        truncated_N: torch.Tensor,
+        entropy_N: torch.Tensor,
+        lags_N: torch.Tensor,
     ) -> None:
-        """Add a micro-batch's sampled tokens: log(pi / mu), bool, nats, integer lags; all of shape (N,), N may be 0."""
-        shapes = [tuple(tensor.shape) for tensor in (log_ratios_N, clipped_N, entropy_N, lags_N)]
+        """Add a micro-batch's sampled tokens: log(pi / mu), bools, nats, integer lags; all of shape (N,), N may be 0."""
+        shapes = [tuple(tensor.shape) for tensor in (log_ratios_N, masked_N, truncated_N, entropy_N, lags_N)]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
             raise ValueError(f"every per-token tensor must have the same shape (N,), got {shapes}")
         self._log_ratios.append(log_ratios_N.detach())
-        self._clipped.append(clipped_N.detach())
+        self._masked.append(masked_N.detach())
+        self._truncated.append(truncated_N.detach())
         self._entropy.append(entropy_N.detach())
         self._lags.append(lags_N.detach())
 
@@ -97,7 +106,8 @@ class OnPolicyStats:
             lag_max=int(sorted_lags_N[-1]),
             lag_p50=_nearest_rank(sorted_lags_N, 0.50),
             lag_p99=_nearest_rank(sorted_lags_N, 0.99),
-            clamp_fraction=float(torch.cat(self._clipped).cpu().double().mean()),
+            masked_fraction=float(torch.cat(self._masked).cpu().double().mean()),
+            truncated_fraction=float(torch.cat(self._truncated).cpu().double().mean()),
             entropy_mean=float(torch.cat(self._entropy).cpu().double().mean()),
             weight_mean=float(weights_N.mean()),
             weight_max=float(weights_N.max()),

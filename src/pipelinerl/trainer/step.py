@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelinerl.config.schema import TrainerConfig
+from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.loading import checkpoint_activations
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import sampled_logits, use_packed_attention
 from pipelinerl.models.state import named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
-from pipelinerl.trainer.losses import LossInputs, make_loss
-from pipelinerl.trainer.lr_schedule import learning_rate
+from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
+from pipelinerl.trainer.lr_schedule import ess_factor, learning_rate
 from pipelinerl.trainer.micro_batch import MicroBatch, Packer, split
 from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer
@@ -36,6 +36,8 @@ from pipelinerl.types import TrainingSample
 @dataclass(frozen=True)
 class StepResult:
     """What a step did. `stepped` is False if the ESS guard refused the batch; the weights are then untouched.
+
+    `learning_rate` is the one that was used: the schedule's, times the factor of `trainer.ess_lr`.
 
     `metrics` is None when no rollout of the step had a gradient. `tokens_context` counts tokens that went through the
     model without being trained on; `padding_free` is the share of attention's cells that are not padding.
@@ -71,6 +73,7 @@ class Learner:
         *,
         temperature: float,
         pack: Packer,
+        correction: CorrectionConfig = DEFAULT_CORRECTION,
         skip_zero_advantage: bool = True,
         lora: LoraModel | None = None,
     ) -> None:
@@ -82,11 +85,11 @@ class Learner:
         self.lora = lora
         self.optimizer = Optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
         self._config = config
-        self._loss = make_loss(config)
+        self._loss = make_loss(config, correction)
         self._temperature = temperature
         self._pack = pack
-        # With a KL penalty every token has a gradient, whatever its advantage.
-        self._skip_zero_advantage = skip_zero_advantage and config.kl_coefficient == 0
+        # With a KL or drift penalty every token has a gradient, whatever its advantage.
+        self._skip_zero_advantage = skip_zero_advantage and config.kl_coefficient == 0 and correction.drift == 0
         self._device: torch.device = next(model.parameters()).device
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -124,7 +127,7 @@ class Learner:
             if on_micro_batch is not None:
                 on_micro_batch(done, len(batches))
         metrics = _result(stats, float(loss))
-        rate = self._learning_rate(version)
+        rate = self._learning_rate(version, metrics)
         stepped = metrics is None or metrics.ess >= self._config.ess_threshold
         norm = None
         if stepped:
@@ -153,6 +156,7 @@ class Learner:
             logprobs_N=logprobs_P,
             behaviour_logprobs_N=batch.behaviour_logprobs_P,
             advantages_N=batch.advantages_P,
+            lags_N=batch.lags_P,
             sequence_N=batch.sequence_P,
             sequence_count=batch.sequence_count,
             reference_logprobs_N=batch.reference_logprobs_P,
@@ -161,7 +165,7 @@ class Learner:
         part = output.loss_N.sum() / normalizer
         part.backward()  # type: ignore[no-untyped-call]
         self.optimizer.accumulate()
-        stats.add(inputs.log_ratio_N, output.clipped_N, entropy_P, batch.lags_P)
+        stats.add(inputs.log_ratio_N, output.masked_N, output.truncated_N, entropy_P, batch.lags_P)
         return part.detach()
 
     def _normalizer(self, samples: Sequence[TrainingSample]) -> int:
@@ -169,9 +173,10 @@ class Learner:
             return len(samples)
         return max(1, sum(sample.sampled_count for sample in samples))
 
-    def _learning_rate(self, version: int) -> float:
+    def _learning_rate(self, version: int, metrics: OnPolicyMetrics | None) -> float:
         config = self._config
-        return learning_rate(
+        factor = 1.0 if metrics is None else ess_factor(config.ess_lr, metrics.ess)
+        return factor * learning_rate(
             version,
             peak=config.learning_rate,
             schedule=config.lr_schedule,

@@ -1,4 +1,4 @@
-"""The policy-gradient losses: one short file of pure tensor maths per algorithm.
+"""The policy-gradient losses: pure tensor maths. `objectives` has the objectives, `corrections` what stale tokens need.
 
 Every loss maps `LossInputs`, the sampled tokens of one micro-batch laid end to end, to one term per token. Nothing is
 averaged here. The caller divides by a number that belongs to the whole optimizer step, not to the micro-batch,
@@ -7,52 +7,63 @@ averaged here. The caller divides by a number that belongs to the whole optimize
     Z = rollouts of the step (`sequences`)   or   sampled tokens of the step (`tokens`)
 
 so that the gradient of a step does not depend on how its rollouts were packed. A rollout is never split over
-micro-batches: `gspo` needs all of its tokens at once.
+micro-batches: `gspo` and the sequence corrections need all of its tokens at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import assert_never
 
-from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.trainer.losses.cispo import cispo
-from pipelinerl.trainer.losses.gspo import gspo
+from pipelinerl.config.correction import Correction, clip_range, resolve
+from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
+from pipelinerl.trainer.losses.corrections import drift_penalty, kept_tokens, masked
 from pipelinerl.trainer.losses.inputs import Loss, LossInputs, LossOutput
-from pipelinerl.trainer.losses.kl import kl_penalty, with_kl_penalty
-from pipelinerl.trainer.losses.ppo import ppo
-from pipelinerl.trainer.losses.reinforce import reinforce
+from pipelinerl.trainer.losses.objectives import cispo, decoupled, gspo, kl_penalty, ppo, reinforce
 
-__all__ = [
-    "Loss",
-    "LossInputs",
-    "LossOutput",
-    "cispo",
-    "gspo",
-    "kl_penalty",
-    "make_loss",
-    "ppo",
-    "reinforce",
-    "with_kl_penalty",
-]
+__all__ = ["DEFAULT_CORRECTION", "Loss", "LossInputs", "LossOutput", "kl_penalty", "make_loss"]
+
+DEFAULT_CORRECTION = CorrectionConfig()
 
 
-def make_loss(config: TrainerConfig) -> Loss:
-    """The loss a run file asks for. It includes the KL penalty, already weighted, when `kl_coefficient` is above 0."""
-    policy_loss = _policy_loss(config)
-    if config.kl_coefficient == 0:
-        return policy_loss
-    return partial(with_kl_penalty, policy_loss=policy_loss, coefficient=config.kl_coefficient)
+def make_loss(trainer: TrainerConfig, correction: CorrectionConfig = DEFAULT_CORRECTION) -> Loss:
+    """The loss a run file asks for: the objective, its correction, and the weighted penalties (drift, KL)."""
+    resolved = resolve(trainer, correction)
+    return partial(
+        _loss, objective=_objective(trainer, resolved), correction=resolved, kl_coefficient=trainer.kl_coefficient
+    )
 
 
-def _policy_loss(config: TrainerConfig) -> Loss:
-    match config.loss:
-        case "reinforce":
-            return partial(reinforce, clamp=config.clamp)
+def _loss(inputs: LossInputs, *, objective: Loss, correction: Correction, kl_coefficient: float) -> LossOutput:
+    """Raises ValueError for a KL penalty without reference log-probabilities."""
+    output = objective(inputs)
+    kept_N = kept_tokens(inputs, correction)
+    if kept_N is not None:
+        output = masked(output, kept_N)
+    if correction.drift > 0:
+        output = dataclasses.replace(output, loss_N=output.loss_N + correction.drift * drift_penalty(inputs))
+    if kl_coefficient > 0:
+        if inputs.reference_logprobs_N is None:
+            raise ValueError(
+                f"a KL coefficient of {kl_coefficient} needs reference log-probabilities, and the samples have none"
+            )
+        kl_N = kl_penalty(inputs.logprobs_N, inputs.reference_logprobs_N)
+        output = dataclasses.replace(output, loss_N=output.loss_N + kl_coefficient * kl_N, kl_N=kl_N.detach())
+    return output
+
+
+def _objective(trainer: TrainerConfig, correction: Correction) -> Loss:
+    if trainer.loss == "reinforce":
+        return partial(reinforce, correction=correction)
+    low, high = clip_range(trainer)
+    match trainer.loss:
         case "ppo":
-            return partial(ppo, clip_low=config.clip_low, clip_high=config.clip_high)
+            return partial(ppo, clip_low=low, clip_high=high, dual_clip=trainer.dual_clip)
         case "gspo":
-            return partial(gspo, clip_low=config.clip_low, clip_high=config.clip_high)
+            return partial(gspo, clip_low=low, clip_high=high)
         case "cispo":
-            return partial(cispo, clip_low=config.clip_low, clip_high=config.clip_high)
-    assert_never(config.loss)
+            return partial(cispo, clip_low=low, clip_high=high)
+        case "decoupled":
+            return partial(decoupled, correction=correction, clip_low=low, clip_high=high, dual_clip=trainer.dual_clip)
+    assert_never(trainer.loss)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_LOG_RATIO = 20.0
+"""Ratios saturate at e^20, which no healthy run comes near, so that one token can't overflow the gradient of the step."""
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -22,6 +25,8 @@ class LossInputs:
     """log mu(token), as the engine recorded it when it sampled the token."""
     advantages_N: torch.Tensor
     """The advantage of each token's rollout."""
+    lags_N: torch.Tensor
+    """Optimizer steps between the weights that sampled a token and the weights being trained: integers >= 0."""
     sequence_N: torch.Tensor
     """Which rollout of this micro-batch a token belongs to: int64 in [0, sequence_count)."""
     sequence_count: int
@@ -30,7 +35,13 @@ class LossInputs:
 
     def __post_init__(self) -> None:
         shape = self.logprobs_N.shape
-        others = (self.behaviour_logprobs_N, self.advantages_N, self.sequence_N, self.reference_logprobs_N)
+        others = (
+            self.behaviour_logprobs_N,
+            self.advantages_N,
+            self.lags_N,
+            self.sequence_N,
+            self.reference_logprobs_N,
+        )
         if len(shape) != 1 or any(other is not None and other.shape != shape for other in others):
             shapes = [tuple(shape), *(None if other is None else tuple(other.shape) for other in others)]
             raise ValueError(f"every per-token tensor of a loss must have the same shape (N,), got {shapes}")
@@ -40,6 +51,15 @@ class LossInputs:
         """log(pi / mu) of each token; carries the gradient."""
         return self.logprobs_N - self.behaviour_logprobs_N
 
+    def sums_by_sequence(self, values_N: torch.Tensor) -> torch.Tensor:
+        """The sum of each rollout's values, shape (sequence_count,); 0 for a rollout without tokens."""
+        return values_N.new_zeros(self.sequence_count).index_add(0, self.sequence_N, values_N)
+
+    def means_by_sequence(self, values_N: torch.Tensor) -> torch.Tensor:
+        """The mean of each rollout's values, shape (sequence_count,); 0 for a rollout without tokens."""
+        counts_S = self.sums_by_sequence(torch.ones_like(values_N))
+        return self.sums_by_sequence(values_N) / counts_S.clamp(min=1)
+
 
 @dataclass(frozen=True)
 class LossOutput:
@@ -48,9 +68,11 @@ class LossOutput:
     loss_N: torch.Tensor
     """One term per token, to be summed and divided by the caller. Carries the gradient."""
     weight_N: torch.Tensor
-    """What each token's advantage was multiplied with, after clipping. No gradient."""
-    clipped_N: torch.Tensor
-    """bool: a limit of the algorithm took the place of the token's own ratio."""
+    """What each token's advantage was multiplied with, after every limit; 0 for a masked token. No gradient."""
+    masked_N: torch.Tensor
+    """bool: a mask, or the objective's own clip, leaves the token without a gradient from its advantage."""
+    truncated_N: torch.Tensor
+    """bool: the token has such a gradient, but a limit took the place of its weight."""
     kl_N: torch.Tensor | None = None
     """The KL estimate of each token, before its coefficient, where the loss has a KL penalty. No gradient."""
 

@@ -1,0 +1,95 @@
+"""Corrections for tokens that another policy than the trained one sampled: importance weights, masks, drift penalty.
+
+mu sampled a token, pi is trained, r = pi / mu is the token's ratio, A its advantage. No gradient flows through weights and
+masks. Which corrections there are, and their defaults, is in `config/correction.py`; `docs/corrections.md` compares them.
+
+    correction            what it does                                                           source
+    token: truncate       weight min(high, r)                                                    TIS; PipelineRL: high = 5
+    token: mask           no gradient where r > high                                             masked importance sampling
+    token: band           no gradient where r < low or r > high                                  IcePop
+    token: tv             none where A > 0 and pi - mu > high, or A < 0 and mu - pi > low        DPPO, binary TV
+    sequence: truncate    weight min(high, product of r) for all tokens of a rollout             sequence-level TIS
+    sequence: geo_mask    no gradient from a rollout with exp(mean log r) outside [low, high]    geometric-mean mask
+    drift                 + drift * (log r)^2 for every token, masked or not                     prime-rl, Kimi K2.5
+
+A token that a mask keeps has its full weight r: it saturates at e^`MAX_LOG_RATIO` and nowhere below. A masked token still
+counts in the divisor Z of the step. Masks and sequence weights read whole rollouts, which a micro-batch never splits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from pipelinerl.config.correction import Correction
+from pipelinerl.trainer.losses.inputs import MAX_LOG_RATIO, LossInputs, LossOutput
+
+
+def importance_weights(
+    log_weights_N: torch.Tensor, inputs: LossInputs, correction: Correction
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, whether a limit took the place of the weight): exp(log_weights_N), limited as `correction` says.
+
+    `log_weights_N` is log r, or for a decoupled objective log(prox / mu). Both results have shape (N,) and no gradient.
+    """
+    logs_N = log_weights_N.detach()
+    if correction.sequence == "truncate":
+        logs_N = inputs.sums_by_sequence(logs_N)[inputs.sequence_N]
+        limit = correction.sequence_high
+    else:
+        limit = correction.token_high if correction.token == "truncate" else float("inf")
+    weights_N = logs_N.clamp(max=MAX_LOG_RATIO).exp()
+    limited_N = weights_N.clamp(max=limit)
+    return limited_N, (weights_N > limit) | (logs_N > MAX_LOG_RATIO)
+
+
+def kept_tokens(inputs: LossInputs, correction: Correction) -> torch.Tensor | None:
+    """bool (N,): which tokens the masks of `correction` leave a gradient; None if it has no masks."""
+    kept = [
+        mask_N
+        for mask_N in (_kept_by_token(inputs, correction), _kept_by_sequence(inputs, correction))
+        if mask_N is not None
+    ]
+    return torch.stack(kept).all(0) if kept else None
+
+
+def masked(output: LossOutput, kept_N: torch.Tensor) -> LossOutput:
+    """`output` without the terms of tokens that are not kept."""
+    return dataclasses.replace(
+        output,
+        loss_N=torch.where(kept_N, output.loss_N, 0.0),
+        weight_N=torch.where(kept_N, output.weight_N, 0.0),
+        masked_N=output.masked_N | ~kept_N,
+        truncated_N=output.truncated_N & kept_N,
+    )
+
+
+def drift_penalty(inputs: LossInputs) -> torch.Tensor:
+    """(log r)^2 of each token, shape (N,). Its gradient, 2 log r * grad log pi, pulls pi back to mu."""
+    return inputs.log_ratio_N.square()
+
+
+def _kept_by_token(inputs: LossInputs, correction: Correction) -> torch.Tensor | None:
+    log_ratio_N = inputs.log_ratio_N.detach()
+    match correction.token:
+        case "none" | "truncate":
+            return None
+        case "mask":
+            return log_ratio_N.exp() <= correction.token_high
+        case "band":
+            ratio_N = log_ratio_N.exp()
+            return (ratio_N >= correction.token_low) & (ratio_N <= correction.token_high)
+        case "tv":
+            rise_N = inputs.logprobs_N.detach().exp() - inputs.behaviour_logprobs_N.exp()
+            too_high_N = (inputs.advantages_N > 0) & (rise_N > correction.token_high)
+            too_low_N = (inputs.advantages_N < 0) & (-rise_N > correction.token_low)
+            return ~(too_high_N | too_low_N)
+
+
+def _kept_by_sequence(inputs: LossInputs, correction: Correction) -> torch.Tensor | None:
+    if correction.sequence != "geo_mask":
+        return None
+    means_S = inputs.means_by_sequence(inputs.log_ratio_N.detach()).exp()
+    kept_S = (means_S >= correction.sequence_low) & (means_S <= correction.sequence_high)
+    return kept_S[inputs.sequence_N]
