@@ -618,7 +618,7 @@ def load_environment():
         (SINGLE, {"load": "nowhere.py:load_environment"}, "there is no file .*nowhere.py"),
         (SINGLE.replace("load_environment", "load_env"), {}, "no function 'load_environment'; it has .*load_env"),
         ("def load_environment():\n    return 3", {}, "returned a int, not a verifiers.Environment"),
-        ("def load_environment():\n    return {}['x']", {}, "environment file0 can't be loaded: file0.py, line 12: KeyError: 'x'"),
+        ("def load_environment():\n    return {}['x']", {}, "file0 can't be loaded: file0.py, line 12: KeyError: 'x'"),
         (
             "def load_environment():\n    return vf.SingleTurnEnv(dataset=lambda: 1 / 0, rubric=vf.Rubric(funcs=[right]))",
             {},

@@ -35,7 +35,12 @@ class Judgement(NamedTuple):
             for process in processes
             for part in process.parts
         ]
-        return [self.line, *table, *(f"warning: {warning}" for warning in self.warnings)]
+        return [self.line, *table, *self.lines[1:]]
+
+    @property
+    def lines(self) -> list[str]:
+        """What is said at the start of a run."""
+        return [self.line, *(f"warning: {warning}" for warning in self.warnings)]
 
     @property
     def predicted_bytes(self) -> dict[str, int]:
