@@ -247,3 +247,17 @@ def test_a_disk_that_is_too_full_for_rollouts(tmp_path: Path) -> None:
     version = summary(run_dir)["version"]
     assert load_checkpoint(run_dir / "checkpoints" / f"step_{version:08d}").state.version == version >= 1
     assert main(["train", "--resume", str(run_dir), f"--trainer.steps={version + 1}", "--launch.kind=embedded"]) == 0
+
+
+def test_a_run_whose_answers_are_all_cut_says_that_it_learned_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = write_environment(tmp_path, "def reward(self, problem, text): return 0.5")
+    run(tmp_path / "r", environment__kind=kind, trainer__steps=2, actor__max_tokens=2, metrics__view="plain")
+    counts = summary(tmp_path / "r")
+    assert counts["cut_fraction"] == 1.0
+    assert counts["nothing_learned"] == (
+        "no step had a gradient, as every rollout had the reward 0.5; 100% of the answers were cut at their token limit: "
+        "raise actor.max_tokens, 2 now"
+    )
+    assert "NOTHING LEARNED" in capsys.readouterr().out
