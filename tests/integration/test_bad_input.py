@@ -78,10 +78,11 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     "environment arguments": (lambda _: {"environment__args": "{size: 3}"}, "size"),
     "environment raises": (
         environment("def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
-        "can't be built: OSError: no such table",
+        "can't be built: OSError: no such table (task.py, line 9)",
     ),
     "environment is not Python": (environment("def problem(self index): pass"), "task.py can't be imported: line "),
-    "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(4)"),
+    "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(1)"),
+    "nothing held out": (environment("def held_out(self, count):\n    return []"), "define `held_out(self, count)` in"),
     "JSONL missing": (
         lambda _: {"environment__kind": "math_words", "environment__args": "{path: no/such.jsonl}"},
         "/no/such.jsonl: a path is relative to the working directory)",
@@ -148,7 +149,7 @@ def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["environment class missing", "model without weights", "malformed JSONL"])
+@pytest.mark.parametrize("name", ["environment raises", "model without weights", "malformed JSONL"])
 def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -> None:
     make, said = USER_ERRORS[name]
     run_dir = tmp_path / "r"

@@ -13,6 +13,7 @@ import msgspec
 from pipelinerl.actor.admission import make_record
 from pipelinerl.config import config_to_yaml, validate
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.memory_check import check_memory
@@ -37,6 +38,7 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     started_s = time.monotonic()
     config = validate(config)
     memory = check_memory(config)
+    check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
     lock = create_run_directory(config) if resume is None else open_run_directory(resume)
     try:
         again = None if resume is None else _start_again(lock.run)
