@@ -60,14 +60,14 @@ def function(**args: Any) -> tuple[str, dict[str, Any]]:
         (
             "tasks.py:Sized",
             {},
-            "missing a required argument: 'size'; after `tokenizer` and `seed` it takes size (required), ",
+            "missing a required argument: 'size'; after `tokenizer` and `seed` it takes size (required)",
         ),
         ("tasks.py:Sized", {"size": 1, "deep": 1}, "got an unexpected keyword argument 'deep'"),
         ("broken.py:Task", {}, "FOLDER/broken.py can't be imported: line 1: SyntaxError"),
         (*function(timeout=3), "got an unexpected keyword argument 'timeout'"),
         (
             *function(data="nofile.jsonl"),
-            "can't read nofile.jsonl: No such file or directory (FOLDER/nofile.jsonl: a path is",
+            "can't read nofile.jsonl: No such file or directory (FOLDER/nofile.jsonl: a path",
         ),
         (*function(data=["data.jsonl", "two.jsonl"]), "can't read two.jsonl"),
         (*function(reward="nofile.py:f"), "there is no file FOLDER/nofile.py"),
