@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 __all__ = ["RunConfig", "__version__", "load_config", "train"]
 
 
-def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
+def train(config: RunConfig, *, resume: str | Path | None = None) -> dict[str, Any]:
     """Run `config` to its end and return the contents of `summary.json` (see `pipelinerl.launch.run.train`)."""
     from pipelinerl import launch  # noqa: PLC0415 - importing the package stays cheap
 
-    return launch.train(config, resume=resume)
+    return launch.train(config, resume=None if resume is None else Path(resume))

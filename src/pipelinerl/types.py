@@ -226,11 +226,12 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
 
 class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     """Counts of rollouts. started = handed_over + sum(dropped) + in_progress (finished attempts of an open group are in
-    progress until their group is handed to the stream)."""
+    progress until their group is handed to the stream). `rollouts_cut`, of those handed over, ended at their token limit."""
 
     groups_started: int = 0
     rollouts_started: int = 0
     rollouts_handed_over: int = 0
+    rollouts_cut: int = 0
     rollouts_dropped: dict[str, int] = {}
     rollouts_in_progress: int = 0
     recent_reward: float | None = None

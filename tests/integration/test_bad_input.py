@@ -78,10 +78,11 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     "environment arguments": (lambda _: {"environment__args": "{size: 3}"}, "size"),
     "environment raises": (
         environment("def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
-        "can't be built: OSError: no such table",
+        "can't be built: OSError: no such table (task.py, line 9)",
     ),
     "environment is not Python": (environment("def problem(self index): pass"), "task.py can't be imported: line "),
-    "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(4)"),
+    "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(1)"),
+    "nothing held out": (environment("def held_out(self, count):\n    return []"), "define `held_out(self, count)` in"),
     "JSONL missing": (
         lambda _: {"environment__kind": "math_words", "environment__args": "{path: no/such.jsonl}"},
         "/no/such.jsonl: a path is relative to the working directory)",
@@ -148,7 +149,7 @@ def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["environment class missing", "model without weights", "malformed JSONL"])
+@pytest.mark.parametrize("name", ["environment raises", "model without weights", "malformed JSONL"])
 def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -> None:
     make, said = USER_ERRORS[name]
     run_dir = tmp_path / "r"
@@ -247,3 +248,17 @@ def test_a_disk_that_is_too_full_for_rollouts(tmp_path: Path) -> None:
     version = summary(run_dir)["version"]
     assert load_checkpoint(run_dir / "checkpoints" / f"step_{version:08d}").state.version == version >= 1
     assert main(["train", "--resume", str(run_dir), f"--trainer.steps={version + 1}", "--launch.kind=embedded"]) == 0
+
+
+def test_a_run_whose_answers_are_all_cut_says_that_it_learned_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = write_environment(tmp_path, "def reward(self, problem, text): return 0.5")
+    run(tmp_path / "r", environment__kind=kind, trainer__steps=2, actor__max_tokens=2, metrics__view="plain")
+    counts = summary(tmp_path / "r")
+    assert counts["cut_fraction"] == 1.0
+    assert counts["nothing_learned"] == (
+        "no step had a gradient, as every rollout had the reward 0.5; 100% of the answers were cut at their token limit: "
+        "raise actor.max_tokens, 2 now"
+    )
+    assert "NOTHING LEARNED" in capsys.readouterr().out

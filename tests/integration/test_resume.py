@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -169,15 +170,52 @@ def test_what_can_not_be_resumed(tmp_path: Path) -> None:
     ended = command("train", "--resume", str(tmp_path / "empty"))
     assert (ended.status, ended.error.count("\n")) == (2, 1)
     assert "is not a run directory" in ended.error
-    run(tmp_path / "r", trainer__steps=1)
-    for path in (tmp_path / "r" / "checkpoints" / "step_00000001").iterdir():
-        path.unlink()
-    (tmp_path / "r" / "checkpoints" / "step_00000001").rmdir()
-    with pytest.raises(RunDirectoryError, match="no checkpoint to resume from"):
-        resume(tmp_path / "r", trainer__steps=2)
     run(tmp_path / "memory", trainer__steps=1, stream__kind="memory")
     with pytest.raises(RunDirectoryError, match="its stream was in memory"):
         resume(tmp_path / "memory", trainer__steps=2)
+
+
+def test_a_run_without_a_checkpoint_starts_again_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records of both beginnings are there, and do not mix."""
+    run_dir = tmp_path / "r"
+    for times in (1, 2):
+        (run if times == 1 else resume)(run_dir, trainer__steps=times + 1)
+        shutil.rmtree(run_dir / "checkpoints" / f"step_{times + 1:08d}")
+    capsys.readouterr()
+    counts = resume(run_dir, trainer__steps=2)
+    kept = run_dir / "before-2"
+    said = f"{run_dir} has no checkpoint: it starts again from the beginning; the records of its first 3 steps are in {kept}"
+    assert said in capsys.readouterr().out
+    assert (counts["status"], counts["resumed_from"], counts["optimizer_steps"]) == ("finished", None, 2)
+    assert_conserved(counts)
+    assert_trained_once(run_dir)
+    assert [step.version for step in steps(run_dir)] == [1, 2]
+    assert [len(steps(run_dir / f"before-{times}")) for times in (1, 2)] == [2, 3]
+    assert len(trained(kept)) == 3
+
+
+def test_a_goal_below_what_was_reached_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    run(run_dir, trainer__steps=3)
+    before = {name: (run_dir / name).read_bytes() for name in ("summary.json", "config.yaml", "metrics.jsonl")}
+    with pytest.raises(RunDirectoryError, match=r"is at version 3, beyond trainer\.steps 2: set"):
+        resume(run_dir, trainer__steps=2)
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
+
+
+def test_changed_settings_that_can_not_go_on_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    run(run_dir, trainer__steps=3)
+    rounds = {"schedule__kind": "conventional", "schedule__steps_per_round": 2}
+    with pytest.raises(RunDirectoryError, match=r"in the middle of a round of 2 steps.*schedule\.kind pipeline"):
+        resume(run_dir, trainer__steps=6, **rounds)
+    resume(run_dir, trainer__steps=4)
+    resume(run_dir, trainer__steps=5, **rounds)
+    for key, value in (("trainer__batch_size", 32), ("schedule__steps_per_round", 3)):
+        name = key.replace("__", r"\.")
+        with pytest.raises(RunDirectoryError, match=rf"is at version 5, in the middle .* was run with {name}"):
+            resume(run_dir, trainer__steps=9, **{key: value})
+    assert_gone_on(run_dir, 5)
 
 
 def test_a_run_directory_can_not_be_used_twice(tmp_path: Path) -> None:

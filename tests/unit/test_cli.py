@@ -46,7 +46,8 @@ def test_version_and_help(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "unknown command 'trian'; did you mean `train`?"),
+        (["frobnicate", "x"], "unknown command 'frobnicate'; there are init, train,"),
         (["--foo"], "pipelinerl without a command knows no flag --foo (see `pipelinerl --help`)"),
         (["train", "-x"], "unrecognized arguments: -x"),
         (["train", "a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),

@@ -30,6 +30,7 @@ from pipelinerl.config import (
 )
 from pipelinerl.config.correction import clip_range, resolve
 from pipelinerl.config.fields import run_fields
+from pipelinerl.config.load import SYNONYMS
 from pipelinerl.errors import ConfigError
 
 
@@ -94,6 +95,13 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path: Path) -> None:
         ("seed: 1\nbatch_size: 3", "run.yaml:2: batch_size: unknown key; did you mean `trainer.batch_size`?"),
         ("actor: {slots: 3}", "run.yaml:1: actor.slots: unknown key; did you mean `engine.slots`?"),
         ("trainer: {batch-size: 3}", "did you mean `trainer.batch_size`?"),
+        ("trainr: {steps: 3}", "run.yaml:1: trainr: unknown key; did you mean `trainer`?"),
+        ("trainer: {lr: 1}", "run.yaml:1: trainer.lr: unknown key; did you mean `trainer.learning_rate`?"),
+        ("actor: {rollout.n: 4}", "did you mean `actor.group_size`?"),
+        (
+            "model: demo",
+            "run.yaml:1: model: this is a section; its keys go below it, indented, as in `model: {path: 'demo'}`",
+        ),
         ("qqq: 1", "run.yaml:1: qqq: unknown key; `pipelinerl config` prints all keys"),
         ("trainer.steps: 3", "run.yaml:1: trainer.steps: in a run file this is `steps` below `trainer:`"),
         ("\n\ntrainer: 5", "run.yaml:3: trainer: this is a section"),
@@ -210,6 +218,13 @@ def test_flags_reach_into_the_environment_arguments(tmp_path: Path) -> None:
         (["--trainer.stepz", "3"], "--trainer.stepz: unknown key; did you mean `--trainer.steps`?"),
         (["--learning_rate", "3"], "did you mean `--trainer.learning_rate`?"),
         (["--run-dir", "x"], "did you mean `--run_dir`?"),
+        (["--trainer.lr", "3"], "did you mean `--trainer.learning_rate`?"),
+        (["--beta", "3"], "did you mean `--trainer.kl_coefficient`?"),
+        (["--rollout.n", "3"], "did you mean `--actor.group_size`?"),
+        (["--num_train_epochs", "3"], "did you mean `--trainer.steps`?"),
+        (["--max-new-tokens", "3"], "did you mean `--actor.max_tokens`?"),
+        (["--model_name_or_path", "3"], "did you mean `--model.path`?"),
+        (["--trainr.steps", "3"], "did you mean `--trainer.steps`?"),
         (["--trainer", "3"], "--trainer: this is a section; set one of its keys, as in `--trainer.steps VALUE`"),
         (["--trainer.steps"], "--trainer.steps: needs a value: a whole number >= 1"),
         (["--trainer.steps", "--seed", "1"], "--trainer.steps: needs a value"),
@@ -223,6 +238,28 @@ def test_flags_reach_into_the_environment_arguments(tmp_path: Path) -> None:
 )
 def test_mistakes_in_flags_name_the_flag(tmp_path: Path, flags: list[str], message: str) -> None:
     assert message in message_of(tmp_path, "", *flags)
+
+
+def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+    assert set(SYNONYMS.values()) <= run_fields().keys()
+    names = {key.rpartition(".")[2] for key in run_fields()}
+    assert not names & SYNONYMS.keys()
+
+
+def test_a_path_may_be_text_and_overrides_a_dict(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: {steps: 3}\nenvironment: {args: {a: 1, b: 2}}\n")
+    assert load_config(str(path)) == load_config(path)
+    values = {"trainer.steps": 20, "environment.args.a": [5], "actor": {"group_size": 4}, "metrics.plot": False}
+    config = load_config(str(path), values)
+    assert (config.trainer.steps, config.actor.group_size, config.metrics.plot) == (20, 4, False)
+    assert config.environment.args == {"a": [5], "b": 2}
+    with pytest.raises(ConfigError, match=r"overrides: trainer\.stepz: unknown key; did you mean `trainer.steps`"):
+        load_config(path, {"trainer.stepz": 1})
+    with pytest.raises(ConfigError, match=r"overrides: trainer\.steps: 'x' is not allowed here"):
+        load_config(path, {"trainer": {"steps": "x"}})
+    with pytest.raises(ConfigError, match="give a list of words"):
+        load_config(path, "--trainer.steps 3")
 
 
 def test_every_key_can_be_set_by_its_flag_to_its_default(tmp_path: Path) -> None:
@@ -278,6 +315,7 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         (ROUNDS + "trainer: {batch_size: 5}", "trainer.batch_size", "multiple of 8"),
         ("schedule: {kind: async}\ntrainer: {batch_size: 12}", "trainer.batch_size", "multiple of 8"),
         (ROUNDS.replace("4}", "4, max_lag: 2}"), "schedule.max_lag", "set it to null"),
+        ("schedule: {max_lag: 0}\ntrainer: {batch_size: 12}", "trainer.batch_size", "multiple of 8"),
         ("schedule: {max_lag: -1}", "schedule.max_lag", "0 or more"),
         ("schedule: {steps_per_round: 2}", "schedule.steps_per_round", "conventional or async"),
         ("stream: {kind: memory}", "stream.kind", "set it to files, or launch.kind to embedded"),

@@ -478,7 +478,7 @@ def test_a_judge_is_asked_and_an_absent_one_costs_no_more_than_is_wanted(load, m
         play(load(JUDGED, args={"url": nobody}, drop_raised=True), "It is 4.")
 
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(EnvironmentSetupError, match=r"can't be loaded: line .*OpenAIError"):
+    with pytest.raises(EnvironmentSetupError, match=r"can't be loaded: .*, line .*OpenAIError"):
         load(JUDGED, args={"url": ""})
 
 
@@ -618,11 +618,11 @@ def load_environment():
         (SINGLE, {"load": "nowhere.py:load_environment"}, "there is no file .*nowhere.py"),
         (SINGLE.replace("load_environment", "load_env"), {}, "no function 'load_environment'; it has .*load_env"),
         ("def load_environment():\n    return 3", {}, "returned a int, not a verifiers.Environment"),
-        ("def load_environment():\n    return {}['x']", {}, "environment file0 can't be loaded: line 12: KeyError: 'x'"),
+        ("def load_environment():\n    return {}['x']", {}, "file0 can't be loaded: file0.py, line 12: KeyError: 'x'"),
         (
             "def load_environment():\n    return vf.SingleTurnEnv(dataset=lambda: 1 / 0, rubric=vf.Rubric(funcs=[right]))",
             {},
-            "data of environment file0 can't be had: line 12: ZeroDivisionError",
+            "data of environment file0 can't be had: file0.py, line 12: ZeroDivisionError",
         ),
         (
             "def load_environment():\n    return vf.SingleTurnEnv(eval_dataset=sums(), rubric=vf.Rubric(funcs=[right]))",

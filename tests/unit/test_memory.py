@@ -264,7 +264,7 @@ def test_a_run_that_can_not_fit_is_refused_with_the_numbers_and_what_to_change()
 def test_only_what_can_not_fit_is_refused() -> None:
     least, most = sums()
     assert least < most
-    assert "once answers are long" in judged(least + 0.1).warnings[0]
+    assert "if prompts and answers are as long as they may be" in judged(least + 0.1).warnings[0]
     assert "only 5.0 GB are free now" in judged(most + 1, 5).warnings[0]
     assert judged(most + 1, most + 0.5).warnings == judged(most + 1).warnings == []
     assert f"up to {most:.1f} GB of {most + 1:.1f} GB" in judged(most + 1).line
@@ -351,3 +351,16 @@ def test_the_prediction_is_near_what_processes_take(tmp_path: Path) -> None:
     assert predicted_bytes.keys() == measured_bytes.keys()
     for role, most in predicted_bytes.items():
         assert 0.8 * measured_bytes[role] < most + between < 1.5 * measured_bytes[role], role
+
+
+def test_known_prompts_bound_what_a_forward_of_the_trainer_takes() -> None:
+    """8 rollouts of 40 + 16 tokens are 448; unknown prompts may fill a micro-batch of 8192."""
+    sizes = {"actor.max_tokens": 16, "trainer.batch_size": 8, "trainer.micro_batch_tokens": 8192, "engine.max_length": 2048}
+    config = load_config(None, sizes)
+
+    def most(longest_prompt: int | None) -> int:
+        training = next(it for it in predict(config, BILLION, longest_prompt).processes if it.role == "training")
+        return next(part.most for part in training.parts if part.name == "activations")
+
+    assert most(40) == activation_bytes(BILLION, 8 * (40 + 16), item_bytes=4, checkpointing=False)
+    assert most(5000) == most(None) == activation_bytes(BILLION, 8192, item_bytes=4, checkpointing=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipelinerl.cli import main
 from pipelinerl.cli import plan as plan_command
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config import RunConfig, load_config
@@ -323,3 +324,13 @@ def test_the_command_takes_keys_of_the_run_file(capsys: pytest.CaptureFixture[st
 def test_the_commands_mistakes(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         command(*arguments)
+
+
+def test_a_plan_from_the_calibration_of_another_model_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calibration, run_file = tmp_path / "calibration.json", tmp_path / "run.yaml"
+    write_calibration(calibration, CALIBRATION)
+    for model, doubtful in ((CALIBRATION.model, False), ("owner/another", True)):
+        run_file.write_text(f"model: {{path: {model}}}\n")
+        assert main(["plan", str(run_file), "--hardware", str(calibration)]) == 0
+        said = f"doubtful: the calibration is of model {CALIBRATION.model}, the run's is owner/another"
+        assert (said in capsys.readouterr().out) is doubtful

@@ -33,6 +33,8 @@ def reward(completion, example):
         return "1.0"
     if completion == "die":
         os._exit(1)
+    if completion == "loop":
+        time.sleep(60)
     return float(completion == example["answer"])
 
 def ask(example):
@@ -91,7 +93,7 @@ def test_an_answer_is_worth_what_the_function_says(task, isolate):
     assert isinstance(right, Rollout)
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     assert [(failure.reason, failure.message) for failure in failed] == [
-        ("raised", "RuntimeError: reward: line 6: ValueError: no such answer"),
+        ("raised", "RuntimeError: reward: rewards.py, line 6: ValueError: no such answer"),
         ("bad_rollout", "reward returned nan, not a finite number"),
         ("bad_rollout", "reward returned a str, not a number"),
     ]
@@ -110,6 +112,13 @@ def test_a_crash_costs_one_rollout_or_is_worth_what_the_user_says(task):
     assert (died.reward, died.metrics) == (-0.5, {"reward_ended": 1.0})
     assert raised.reason == "raised"  # a mistake in the function is no property of the answer
     assert (right.reward, right.metrics) == (1.0, {"reward_ended": 0.0})
+
+
+def test_a_reward_that_takes_too_long_is_a_timeout(task):
+    environment = task(isolate=True, workers=1, timeout_s=0.5)
+    (late,), _ = play(environment, environment.problem(0), ["loop"])
+    message = "reward: it took longer than 0.5 s; its process was ended"
+    assert late == Failure("timeout", message, late.traceback)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +225,7 @@ MISTAKES = {
     "reward returns nothing": ({"rewards": "def reward(completion, example): pass"}, "reward returned None, not a number"),
     "reward needs a field": (
         {"rewards": "def reward(completion, example):\n    return example['prize']"},
-        "first example, reward: line 2: KeyError: 'prize'",
+        "first example, reward: rewards.py, line 2: KeyError: 'prize'",
     ),
     "reward exits": (
         {"rewards": "import sys\ndef reward(completion, example): sys.exit(3)"},

@@ -125,8 +125,8 @@ def test_what_a_call_raises_or_returns_costs_no_process(file):
         ["count"],
     )
     assert [str(outcome) for outcome in outcomes[:4]] == [
-        "act: line 21: SystemExit: 3",
-        "act: line 25: KeyError: 'key'",
+        "act: functions.py, line 21: SystemExit: 3",
+        "act: functions.py, line 25: KeyError: 'key'",
         "act returned nan, not a finite number",
         "act returned a object, which is not JSON",
     ]

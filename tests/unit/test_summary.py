@@ -66,13 +66,19 @@ ALSO = [
     "eval_reward_after_standard_error",
     "peak_memory_bytes",
     "resumed_from",
+    "cut_fraction",
+    "nothing_learned",
 ]
 CONFIG = RunConfig(seed=3, model=ModelConfig(path="some/model"), environment=EnvironmentConfig(kind="gcd"))
 ENGINE = EngineProgress(
     version=8, tokens_generated=5000, busy_s=45.0, ready_s=50.0, weight_updates=8, pauses_s=(0.001, 0.002, 0.003, 0.104)
 )
 ACTOR = ActorProgress(
-    rollouts_started=100, rollouts_handed_over=85, rollouts_dropped={"timeout": 2, "error": 1}, rollouts_in_progress=12
+    rollouts_started=100,
+    rollouts_handed_over=85,
+    rollouts_cut=17,
+    rollouts_dropped={"timeout": 2, "error": 1},
+    rollouts_in_progress=12,
 )
 TRAINER = TrainerProgress(version=8, trained=64, dropped={"stale": 5, "timeout": 1}, queued=7, busy_s=20.0, ready_s=40.0)
 
@@ -153,7 +159,42 @@ def test_the_numbers_by_hand() -> None:
     assert summary["eval_before_lengths"] == {"mean": 20.0, "p50": 20.0, "p99": pytest.approx(29.8)}
     assert summary["rollouts_dropped"] == {"timeout": 3, "error": 1, "stale": 5}
     assert summary["rollouts_queued"] == 15
+    assert summary["cut_fraction"] == pytest.approx(0.2)
+    assert summary["nothing_learned"] is None
     assert "conservation_error" not in summary  # 100 = 64 + 9 + 15 + 12
+
+
+@pytest.mark.parametrize(
+    ("rewards", "stds", "grad_norm", "cut", "said"),
+    [
+        ([0.0, 0.0], [0.0, 0.0], None, 85, "every rollout had the reward 0; 100% of the answers were cut"),
+        ([1.0, 1.0], [0.0, 0.0], 0.0, 0, "every rollout had the reward 1; look at the answers"),
+        ([0.5, 0.5], [0.5, 0.5], None, 0, "in every group all rewards were equal"),
+    ],
+)
+def test_a_run_that_could_learn_nothing_says_so_and_why(
+    rewards: list[float], stds: list[float], grad_norm: float | None, cut: int, said: str
+) -> None:
+    records = [
+        StepRecord(
+            version=version,
+            time_s=1.0,
+            samples=8,
+            tokens_trained=0 if grad_norm is None else 10,
+            grad_norm=grad_norm,
+            reward_mean=mean,
+            reward_std=std,
+        )
+        for version, (mean, std) in enumerate(zip(rewards, stds, strict=True), start=1)
+    ]
+    actor = msgspec.structs.replace(ACTOR, rollouts_cut=cut)
+    summary = summarize(CONFIG, records, [], statuses(ENGINE, actor, TRAINER), wall_s=1.0, status="finished")
+    assert said in summary["nothing_learned"]
+    table = " ".join(as_text(final_table(summary), 400).split())
+    assert f"NOTHING LEARNED │ {summary['nothing_learned']}" in table
+    assert f"{cut / 85:.1%} cut at their limit" in table
+    learned = [*records, msgspec.structs.replace(records[-1], version=3, tokens_trained=1, grad_norm=0.1)]
+    assert summarize(CONFIG, learned, [], {}, wall_s=1.0, status="finished")["nothing_learned"] is None
 
 
 def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_and_the_table() -> None:

@@ -113,6 +113,7 @@ class Actor:
         self._known_probe_ids: tuple[int, ...] = ()
 
         self._rollouts_handed_over = 0
+        self._rollouts_cut = 0
         self._rollouts_dropped_by_stream = 0
         self._recent_rewards: deque[float] = deque(maxlen=RECENT_ROLLOUTS)
         self._evaluations: dict[str, float] = {}
@@ -222,6 +223,7 @@ class Actor:
             return False
         self._groups.finished.popleft()
         self._rollouts_handed_over += len(group.rollouts)
+        self._rollouts_cut += sum(rollout.turns[-1].completion.finish_reason == "length" for rollout in group.rollouts)
         self._recent_rewards.extend(rollout.reward for rollout in group.rollouts)
         write_record(self._records, group)
         return True
@@ -355,6 +357,7 @@ class Actor:
             groups_started=self._groups.groups_started,
             rollouts_started=self._groups.groups_started * self._groups.group_size,
             rollouts_handed_over=self._rollouts_handed_over - self._rollouts_dropped_by_stream,
+            rollouts_cut=self._rollouts_cut,
             rollouts_dropped=dropped,
             rollouts_in_progress=self._groups.in_progress,
             recent_reward=fmean(self._recent_rewards) if self._recent_rewards else None,

@@ -121,6 +121,8 @@ def _failure(error: BaseException) -> Failure:
             return Failure("prompt_too_long", str(part))
     if isinstance(error, RolloutError):
         return Failure("bad_rollout", str(error))
+    if isinstance(error, TimeoutError) and str(error):  # a call of the user's functions that ran into its limit
+        return Failure("timeout", str(error), _format(error))
     return Failure("raised", _one_line(error), _format(error))
 
 

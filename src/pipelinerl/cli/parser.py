@@ -71,8 +71,17 @@ class Commands:
             while most and not equals and rest and not rest[0].startswith("--"):
                 target.append(rest.pop(0))
                 most -= 1
+        self._check_command(own)
         _check_spelling(settings, flags)
         return own, settings
+
+    def _check_command(self, own: Sequence[str]) -> None:
+        command = next((argument for argument in own if not argument.startswith("-")), None)
+        if command is None or command in self._parsers:
+            return
+        near = difflib.get_close_matches(command, self._parsers, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(self._parsers)}"
+        raise UserError(f"unknown command {command!r}; {hint} (see `pipelinerl --help`)")
 
     def _flags(self, arguments: Sequence[str]) -> Mapping[str, argparse.Action]:
         """The flags that the subcommand among the arguments has for itself."""

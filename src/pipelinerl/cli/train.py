@@ -15,7 +15,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on with a run from its last checkpoint")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, say what memory it will take, start nothing"
+        "--dry-run",
+        action="store_true",
+        help="check settings and environment (with an empty answer), say what memory the run will take, train nothing",
     )
     parser.set_defaults(run=run)
 
@@ -26,9 +28,9 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         run_file = _config_of_run(run_file, options.resume)
     config = load(run_file, settings)
     if options.dry_run:
-        from pipelinerl.launch.memory_check import check_memory  # noqa: PLC0415 - as below
+        from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415 - as below
 
-        return write("\n".join(check_memory(config).report()) + "\n")
+        return write("\n".join(dry_run(config)) + "\n")
     from pipelinerl.launch import train  # noqa: PLC0415 (loads torch, which a mistake above should not wait for)
 
     train(config, resume=options.resume)

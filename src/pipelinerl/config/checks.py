@@ -74,6 +74,12 @@ def _schedule(config: RunConfig) -> Iterator[str]:
             f"trainer.batch_size: a round of `{kind}` is batch_size * steps_per_round = {samples} rollouts, which is no "
             f"whole number of groups of actor.group_size {group}; make it a multiple of {group}"
         )
+    if kind == "pipeline" and max_lag == 0 and samples % group:
+        yield (
+            f"trainer.batch_size: with schedule.max_lag 0 the rest of a group is too old for the next step and dropped, "
+            f"and {samples} rollouts are no whole number of groups of actor.group_size {group}; make it a multiple of "
+            f"{group}, or set schedule.max_lag to 1 or more"
+        )
     threshold = config.trainer.ess_threshold
     if kind != "pipeline" and steps > 1 and threshold > 0:
         yield (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -24,6 +24,69 @@ from pipelinerl.config.checks import check
 from pipelinerl.config.fields import Field, run_fields, run_sections, show
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
+
+SYNONYMS = {
+    "lr": "trainer.learning_rate",
+    "lr_scheduler": "trainer.lr_schedule",
+    "lr_scheduler_type": "trainer.lr_schedule",
+    "num_warmup_steps": "trainer.warmup_steps",
+    "warmup_ratio": "trainer.warmup_steps",
+    "beta": "trainer.kl_coefficient",
+    "kl_coef": "trainer.kl_coefficient",
+    "kl_loss_coef": "trainer.kl_coefficient",
+    "epochs": "trainer.steps",
+    "num_epochs": "trainer.steps",
+    "num_train_epochs": "trainer.steps",
+    "total_epochs": "trainer.steps",
+    "max_steps": "trainer.steps",
+    "total_training_steps": "trainer.steps",
+    "train_batch_size": "trainer.batch_size",
+    "rollout_batch_size": "trainer.batch_size",
+    "per_device_train_batch_size": "trainer.batch_size",
+    "clip_ratio": "trainer.clip_high",
+    "clip_ratio_low": "trainer.clip_low",
+    "clip_ratio_high": "trainer.clip_high",
+    "epsilon": "trainer.clip_low",
+    "epsilon_high": "trainer.clip_high",
+    "loss_type": "trainer.loss",
+    "loss_agg_mode": "trainer.loss_normalization",
+    "max_token_len_per_gpu": "trainer.micro_batch_tokens",
+    "save_steps": "trainer.checkpoint_every",
+    "save_freq": "trainer.checkpoint_every",
+    "save_total_limit": "trainer.keep_checkpoints",
+    "n": "actor.group_size",
+    "num_generations": "actor.group_size",
+    "rollouts_per_example": "actor.group_size",
+    "max_completion_length": "actor.max_tokens",
+    "max_completion_tokens": "actor.max_tokens",
+    "max_new_tokens": "actor.max_tokens",
+    "max_response_length": "actor.max_tokens",
+    "response_length": "actor.max_tokens",
+    "max_model_len": "engine.max_length",
+    "max_prompt_length": "engine.max_length",
+    "max_seq_len": "engine.max_length",
+    "max_seq_length": "engine.max_length",
+    "max_num_seqs": "engine.slots",
+    "model": "model.path",
+    "model_id": "model.path",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "torch_dtype": "model.dtype",
+    "peft_config": "model.lora",
+    "max_staleness": "schedule.max_lag",
+    "max_async_level": "schedule.max_lag",
+    "max_off_policy_steps": "schedule.max_lag",
+    "scale_rewards": "preprocess.normalize_std",
+    "mask_truncated_completions": "preprocess.overlong",
+    "eval_steps": "evaluation.every",
+    "test_freq": "evaluation.every",
+    "report_to": "metrics.tensorboard",
+    "output_dir": "run_dir",
+    "reward_funcs": "environment.args",
+    "dataset": "environment.args",
+    "train_dataset": "environment.args",
+}
+"""What other libraries (TRL, verl, prime-rl, transformers, vLLM) call a setting -> the key of the run file."""
 
 DEMO_SOURCE = "the built-in demo.yaml"
 MOVED = {"trainer.clamp": "`{prefix}correction.token_high` (with `correction.token: truncate`, the default of reinforce)"}
@@ -39,8 +102,11 @@ class Setting:
     origin: str
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run file with flags on top (`["--trainer.steps", "20", "--metrics.plot=false"]`).
+def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
+    """The configuration of a run file with settings on top.
+
+    overrides   flags as on the command line (`["--trainer.steps", "20", "--metrics.plot=false"]`), or values by dotted key
+                (`{"trainer.steps": 20, "environment.args": {"data": "x.jsonl"}}`)
 
     Without a path it is the demo's run file, which is part of the package. What neither sets keeps its default. Raises
     ConfigError, in one line, for everything that is not right, combinations included.
@@ -49,10 +115,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         text, source = (resources.files("pipelinerl") / "assets" / "demo.yaml").read_text(encoding="utf-8"), DEMO_SOURCE
         folders = [Path.cwd()]
     else:
+        path = Path(path)
         text, source = _read(path), str(path)
         folders = [path.parent, Path.cwd()]
     settings = {setting.key: _with_absolute_path(setting, folders) for setting in _settings_of_text(text, source)}
-    for setting in _settings_of_flags(overrides):
+    for setting in _settings_on_top(overrides):
         _override(settings, _with_absolute_path(setting, [Path.cwd()]))
     config = _build(settings)
     check(config)
@@ -115,7 +182,24 @@ def _settings_of_mapping(values: dict[Any, Any], source: str, lines: dict[str, i
             for inner, inner_value in value.items():
                 yield setting(f"{name}.{inner}", inner_value)
         elif value is not None:  # a section with all its keys commented out is null, and that is fine
-            raise ConfigError(f"{setting(name, None).origin}: this is a section; its keys go below it, indented")
+            example = next(field for field in run_fields().values() if field.section == name)
+            hint = f", as in `{name}: {{{example.name}: {show(value)}}}`" if isinstance(value, str) else ""
+            raise ConfigError(f"{setting(name, None).origin}: this is a section; its keys go below it, indented{hint}")
+
+
+def _settings_on_top(overrides: Sequence[str] | Mapping[str, Any]) -> Iterator[Setting]:
+    if isinstance(overrides, str):  # a sequence of its letters, to Python
+        raise ConfigError(
+            f"overrides: {show(overrides)} is one text; give a list of words, or a dict of values by dotted key"
+        )
+    if not isinstance(overrides, Mapping):
+        yield from _settings_of_flags(overrides)
+        return
+    for key, value in overrides.items():
+        if key in run_sections() and isinstance(value, Mapping):
+            yield from (Setting(f"{key}.{name}", inner, f"overrides: {key}.{name}") for name, inner in value.items())
+        else:
+            yield Setting(str(key), value, f"overrides: {key}")
 
 
 def _settings_of_flags(arguments: Sequence[str]) -> Iterator[Setting]:
@@ -189,15 +273,19 @@ def _field(key: str, origin: str, prefix: str = "") -> Field:
     parents = [field for field in fields.values() if field.is_mapping and key.startswith(field.key + ".")]
     if parents and all(key.split(".")):
         return parents[0]
-    closest = closest_key(key)
+    closest = closest_key(key, sections=not prefix)
     hint = f"did you mean `{prefix}{closest}`?" if closest else "`pipelinerl config` prints all keys"
     raise ConfigError(f"{origin}: unknown key; {hint}")
 
 
-def closest_key(key: str) -> str | None:
-    """The existing key that someone who wrote `key` most likely meant, if there is one."""
+def closest_key(key: str, *, sections: bool = False) -> str | None:
+    """The existing key that someone who wrote `key` most likely meant, if there is one; with `sections`, or section."""
     keys = list(run_fields())
     name = key.rpartition(".")[2].replace("-", "_")
+    if sections and "." not in key and (near := difflib.get_close_matches(name, run_sections(), n=1, cutoff=0.75)):
+        return near[0]
+    if name in SYNONYMS and SYNONYMS[name] in keys:
+        return SYNONYMS[name]
     misplaced = [known for known in keys if known.rpartition(".")[2] == name]
     if misplaced:
         return max(misplaced, key=lambda known: difflib.SequenceMatcher(None, key, known).ratio())

@@ -36,8 +36,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 if line.strip():
                     yield number, _value(line, f"{path}:{number}")
     except OSError as error:
-        place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
-        raise EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}") from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> EnvironmentSetupError:
+    """What to say of a file that can't be read."""
+    place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
+    return EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}")
 
 
 def field_of(row: Any, name: str) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, cast
 
 from pipelinerl.environments.prompts import try_prompt
 from pipelinerl.environments.single_turn import SingleTurn
-from pipelinerl.environments.user_files import module_named
-from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
+from pipelinerl.environments.user_files import last_line, module_named
+from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
 BUILT_IN = {
@@ -37,16 +38,32 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
     """
     found = find_class(kind)
     _check_methods(kind, found)
-    _check_arguments(kind, found, args)
+    check_arguments(kind, inspect.signature(found), args)
     try:
         environment = cast("Environment", found(tokenizer, seed, **args))
     except PipelineRLError:
         raise
     except Exception as error:
-        raise EnvironmentSetupError(f"environment {kind} can't be built: {type(error).__name__}: {error}") from error
+        raise EnvironmentSetupError(f"environment {kind} can't be built: {_built_wrongly(kind, error)}") from error
     if isinstance(environment, SingleTurn):
         _try_first_prompt(environment, tokenizer)
     return environment
+
+
+def _built_wrongly(kind: str, error: Exception) -> str:
+    """One line for what the constructor raised, with the last line of the user's file that took part."""
+    file = Path(kind.rpartition(":")[0])
+    line = last_line(error, file)
+    where = "" if line is None else f" ({file.name}, line {line})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+
+
+def no_held_out(kind: str, problems: int) -> ConfigError:
+    """What to say of an environment that can't be evaluated, in a run that asks for it."""
+    return ConfigError(
+        f"evaluation.problems is {problems}, but environment {kind} has no held-out problems: define "
+        "`held_out(self, count)` in its class, or set evaluation.problems to 0"
+    )
 
 
 def _try_first_prompt(environment: SingleTurn, tokenizer: Tokenizer) -> None:
@@ -97,9 +114,8 @@ def _check_methods(kind: str, found: type) -> None:
         raise EnvironmentSetupError(f"environment {kind} must define {', '.join(f'`{name}`' for name in missing)}")
 
 
-def _check_arguments(kind: str, found: type, args: Mapping[str, Any]) -> None:
-    """Tell a wrong `environment.args` from a TypeError inside the constructor."""
-    signature = inspect.signature(found)
+def check_arguments(kind: str, signature: inspect.Signature, args: Mapping[str, Any]) -> None:
+    """Tell a wrong `environment.args` from a TypeError inside the constructor, of this signature (without `self`)."""
     try:
         signature.bind(None, 0, **args)
     except TypeError as error:

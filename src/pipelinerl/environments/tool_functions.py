@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ import msgspec
 from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.tool_use import Tool, ToolError, tool_of
-from pipelinerl.environments.user_functions import describe, find_function
+from pipelinerl.environments.user_files import told
+from pipelinerl.environments.user_functions import find_function
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
 
@@ -50,4 +52,4 @@ def call(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         raise  # nothing is sure after that: the process ends
     except Exception as error:  # noqa: BLE001 - code that isn't ours: the model is told
-        return {"error": describe(error, spec)}
+        return {"error": told(error, Path(spec.rpartition(":")[0]))}

@@ -28,7 +28,7 @@ def module_of_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
-        raise EnvironmentSetupError(f"there is no file {path} (a path is relative to the working directory, {Path.cwd()})")
+        raise no_file(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise EnvironmentSetupError(f"{path} is not a Python file; its name must end in .py")
@@ -44,18 +44,29 @@ def module_of_file(path: Path) -> ModuleType:
     return module
 
 
+def no_file(path: Path) -> EnvironmentSetupError:
+    """What to say of a file that is not there."""
+    return EnvironmentSetupError(f"there is no file {path} (a path is relative to the working directory, {Path.cwd()})")
+
+
 def told(error: BaseException, file: Path) -> str:
     """One line for what code of `file` raised, with the last line of that file that took part."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"line {error.lineno}: SyntaxError: {error.msg}"
-    lines = []
+    line = last_line(error, file)
+    where = "" if line is None else f"line {line}: "
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def last_line(error: BaseException, file: Path) -> int | None:
+    """The last line of `file` that took part in raising `error`; None if none did."""
+    line = None
     trace = error.__traceback__
     while trace is not None:
         if Path(trace.tb_frame.f_code.co_filename).name == file.name:
-            lines.append(trace.tb_lineno)
+            line = trace.tb_lineno
         trace = trace.tb_next
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"
+    return line
 
 
 def _module(name: str) -> ModuleType:

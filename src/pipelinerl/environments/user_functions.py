@@ -42,8 +42,10 @@ def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
 
 
 def describe(error: BaseException, spec: str) -> str:
-    """One line for what the function `spec` raised, with the last line of its own file that took part."""
-    return told(error, Path(spec.rpartition(":")[0]))
+    """One line for what the function `spec` raised, with its file and the last line of that file that took part."""
+    file = Path(spec.rpartition(":")[0])
+    said = told(error, file)
+    return f"{file.name}, {said}" if said.startswith("line ") else said
 
 
 def plain(value: object) -> object:

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
-from pipelinerl.actor.evaluation import Evaluation, write_record
-from pipelinerl.environments.registry import make_environment
+from pipelinerl.actor.evaluation import Evaluation, held_out_problems, write_record
+from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Engine, Environment, StreamWriter, Tokenizer, WeightReceiver
@@ -80,6 +80,8 @@ def build_generation(
     starting(board, stages, "makes the environment")
     tokenizer = load_tokenizer(config.model)
     environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
+    if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
+        raise no_held_out(config.environment.kind, config.evaluation.problems)
     starting(board, stages, waits_for(config.engine))
     engine = make_engine(session, stages.engine, tokenizer, sender)
     return Generation(

@@ -3,8 +3,9 @@
     process      Python and its libraries, weights, gradients and moments, KV cache, activations, ...: parts, in bytes
     between      what processes share: the weights on their way from the trainer to engines
 
-Parts that depend on the data (how many tokens come together in a forward) are known as bounds only: `most` when answers are
-as long as `actor.max_tokens` allows, `least` when they come to a quarter of that. All else is the same in both.
+Parts that depend on the data (how many tokens come together in a forward) are known as bounds only: `most` when prompts are
+as long as is known of them (or as a slot allows) and answers as `actor.max_tokens` allows, `least` when answers come to a
+quarter of that. All else is the same in both.
 """
 
 from __future__ import annotations
@@ -78,20 +79,20 @@ class Prediction(NamedTuple):
         return uses.most_common()
 
 
-def predict(config: RunConfig, shape: ModelShape) -> Prediction:
-    """What each process of the run will take at its peak.
+def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = None) -> Prediction:
+    """What each process of the run will take at its peak. `longest_prompt`: in tokens, of a task with one turn, if known.
 
     Left out: vLLM servers on a GPU (they take what vLLM is set to), the stream's groups, and environments' own processes.
     """
     if config.launch.kind == "embedded":
-        parts = [*_engine(config, shape), *_trainer(config, shape), *_reference(config, shape)]
+        parts = [*_engine(config, shape), *_trainer(config, shape, longest_prompt), *_reference(config, shape)]
         return Prediction((_process("embedded", [*parts, _fixed("weights handed over", _weight_bytes(config, shape))]),))
     with_model = config.engine.kind == "local"
     generation = [*_engine(config, shape), *_staging(config, shape, config.engine.device)] if with_model else []
     processes = [_process(role, generation) for role in generation_roles(config)]
     processes += [_process(role, _server(config, shape)) for role in server_roles(config)]
     reference = _reference(config, shape)
-    training = [*_trainer(config, shape), *_staging(config, shape, config.trainer.device)]
+    training = [*_trainer(config, shape, longest_prompt), *_staging(config, shape, config.trainer.device)]
     if config.launch.preprocessor == "process":
         processes.append(_process(PREPROCESSING, reference, torch=bool(reference)))
     else:
@@ -142,7 +143,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> list[Part]:
     return [*parts, *_float32_head(config, shape, device)]
 
 
-def _trainer(config: RunConfig, shape: ModelShape) -> list[Part]:
+def _trainer(config: RunConfig, shape: ModelShape, longest_prompt: int | None) -> list[Part]:
     trainer, item, device = config.trainer, _item_bytes(config), _memory_of(config.trainer.device)
     lora, trained = config.model.lora, shape.parameters
     parts = [_fixed("weights", _weight_bytes(config, shape), device)]
@@ -155,7 +156,10 @@ def _trainer(config: RunConfig, shape: ModelShape) -> list[Part]:
     elif item != 4:
         parts.append(_fixed("master weights in float32", (4 + item) * trained, device))  # and a micro-batch's gradients
     parts += [_fixed("gradients", 4 * trained, device), _fixed("Adam's moments", 8 * trained, device)]
-    most = min(trainer.micro_batch_tokens, trainer.batch_size * shape.slot_length(config.engine.max_length))
+    longest = shape.slot_length(config.engine.max_length)
+    if longest_prompt is not None:
+        longest = min(longest, longest_prompt + config.actor.max_tokens)
+    most = min(trainer.micro_batch_tokens, trainer.batch_size * longest)
     short = min(most, trainer.batch_size * config.actor.max_tokens) // SHORT_ANSWERS
     checkpointing = trainer.gradient_checkpointing
     least_bytes, most_bytes = (

@@ -35,7 +35,12 @@ class Judgement(NamedTuple):
             for process in processes
             for part in process.parts
         ]
-        return [self.line, *table, *(f"warning: {warning}" for warning in self.warnings)]
+        return [self.line, *table, *self.lines[1:]]
+
+    @property
+    def lines(self) -> list[str]:
+        """What is said at the start of a run."""
+        return [self.line, *(f"warning: {warning}" for warning in self.warnings)]
 
     @property
     def predicted_bytes(self) -> dict[str, int]:
@@ -44,12 +49,15 @@ class Judgement(NamedTuple):
         return {process.role: sum(part.most for part in process.parts) for process in processes}
 
 
-def check_memory(config: RunConfig) -> Judgement:
-    """Read the model's sizes, predict and judge. Raises UserError for a run that can't fit, ModelLoadError for no model."""
+def check_memory(config: RunConfig, longest_prompt: int | None = None) -> Judgement:
+    """Read the model's sizes, predict and judge. `longest_prompt`, in tokens, if it is known that none is longer.
+
+    Raises UserError for a run that can't fit, ModelLoadError for no model.
+    """
     shape = _shape(find_model(config.model.path))
     if shape is None:
         return Judgement(f"memory: not predicted (the sizes of model {config.model.path!r} are not known here)")
-    return judge(config, predict(config, shape), this_machine)
+    return judge(config, predict(config, shape, longest_prompt), this_machine)
 
 
 def _shape(found: str) -> ModelShape | None:
@@ -82,7 +90,7 @@ def judge(config: RunConfig, prediction: Prediction, machine: Machine) -> Judgem
             raise UserError(f"the run needs at least {gigabytes(least)} of memory{on}, and there are {total} {details}")
         needs = f"the run may need {gigabytes(most)} of memory{on}"
         if most > memory.total:
-            warnings.append(f"{needs} once answers are long, and there are {total} {details}")
+            warnings.append(f"{needs} if prompts and answers are as long as they may be, and there are {total} {details}")
         elif memory.available is not None and most > memory.available:
             warnings.append(f"{needs}, and only {gigabytes(memory.available)} are free now: others use the rest")
     parts = ", ".join(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import msgspec
 from pipelinerl.actor.admission import make_record
 from pipelinerl.config import config_to_yaml, validate
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.memory_check import Judgement, check_memory
+from pipelinerl.launch.memory_check import check_memory
 from pipelinerl.launch.outcome import FINISHED, Outcome, write_summary
 from pipelinerl.launch.plan import StartPlan, write_plan
 from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
@@ -28,15 +30,20 @@ from pipelinerl.schedule import make_schedule
 def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     """Run `config` to its end and return the contents of `summary.json`.
 
-    With `resume`, a run directory, the run there goes on from its latest checkpoint. What the terminal shows is up to
+    With `resume`, a run directory, the run there goes on from its latest checkpoint, or from the beginning if it has none.
+    What the terminal shows is up to
     `config.metrics.view`. Raises what ended the run if that was not its goal (see `errors`); the summary is written in any
     case.
     """
     started_s = time.monotonic()
     config = validate(config)
     memory = check_memory(config)
+    check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
     lock = create_run_directory(config) if resume is None else open_run_directory(resume)
     try:
+        again = None if resume is None else _start_again(lock.run)
+        if again is not None:
+            resume = None
         if resume is not None:
             _refuse_changes(config, lock.run)
         with running_broker(config, lock.run) as broker:
@@ -50,19 +57,21 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
                 return finished
             plan = msgspec.structs.replace(plan, predicted_memory_bytes=memory.predicted_bytes)
             records_from_s = started_s - plan.elapsed_s
-            return _session(Session(config, lock.run, plan, make_schedule(config), records_from_s), lock, broker, memory)
+            session = Session(config, lock.run, plan, make_schedule(config), records_from_s)
+            return _session(session, lock, broker, [*([again] if again else []), *memory.lines])
     finally:
         lock.release()
 
 
-def _session(session: Session, lock: RunLock, broker: Broker | None, memory: Judgement) -> dict[str, Any]:
+def _session(session: Session, lock: RunLock, broker: Broker | None, said: Sequence[str]) -> dict[str, Any]:
+    """Run it; `said` is for the user, before anything starts."""
     config, run, plan = session.config, session.run, session.plan
     _write_start(session)
     title = f"pipelinerl · {config.schedule.kind} · {config.environment.kind} · {run.root}"
     view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
     view.say(f"run directory: {run.root}")
-    for said in (memory.line, *(f"warning: {warning}" for warning in memory.warnings)):
-        view.say(said)
+    for line in said:
+        view.say(line)
     if plan.checkpoint:
         view.say(f"resuming at version {plan.version} from {plan.checkpoint}")
     try:
@@ -101,6 +110,12 @@ def _launch(session: Session, lock: RunLock, broker: Broker | None, view: View) 
     from pipelinerl.launch.processes import run_processes  # noqa: PLC0415 - POSIX only
 
     return run_processes(session, view, lock, broker)
+
+
+def _start_again(run: RunDirectory) -> str | None:
+    from pipelinerl.launch.resume import start_again  # noqa: PLC0415 - as below
+
+    return start_again(run)
 
 
 def _refuse_changes(config: RunConfig, run: RunDirectory) -> None:

@@ -177,6 +177,23 @@ def _forget_failed_start(run: RunDirectory) -> None:
         path.unlink(missing_ok=True)
 
 
+def set_aside(run: RunDirectory) -> Path:
+    """Make the folder ready for a start from the beginning: records move into the folder that is returned, the rest goes."""
+    with _explained():
+        kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
+        kept.mkdir()
+        records = (run.metrics, run.evaluations, run.summary, run.curves, run.rollouts, run.root / "tensorboard")
+        for path in (*records, *run.root.glob("timeline-*.jsonl")):
+            if path.exists():
+                path.rename(kept / path.name)
+        shutil.copy(run.config, kept)
+        shutil.rmtree(run.streams, ignore_errors=True)
+        for path in run.control.iterdir():
+            path.unlink()
+        run.make_folders()
+    return kept
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
     try:

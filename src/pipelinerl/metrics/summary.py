@@ -12,6 +12,9 @@ from pipelinerl.metrics.records import EvaluationRecord, StepRecord, quantile
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
+MANY_CUT = 0.5
+"""Share of answers that were cut, from which on it is the likely reason for equal rewards."""
+
 
 def summarize(
     config: RunConfig,
@@ -36,6 +39,8 @@ def summarize(
 
     `reward_first` and `reward_last` are means over the first and last min(5, n/4) of n steps, at least one.
     Means over the run weigh every step equally, except lengths and lag, which weigh rollouts and tokens.
+    `cut_fraction` is the share of this session's rollouts that ended at their token limit. `nothing_learned` says why no
+    step had a gradient; None if one had, or there was none.
     `eval_online` are the evaluations while training went on, `eval_skipped` counts those that were due and left out.
     `rollouts_dropped` adds up the actor's and the trainer's counts. If started rollouts are not exactly the sum of those
     trained, dropped, queued and in progress, there is one more key: `conservation_error`, with the numbers.
@@ -43,6 +48,8 @@ def summarize(
     engine, actor, trainer = engine_total(statuses), actor_total(statuses), trainer_progress(statuses)
     session = [step for step in steps if resumed_from is None or step.version > resumed_from]
     pauses_s = engine.pauses_s if engine else ()
+    handed_over = actor.rollouts_handed_over + actor.rollouts_dropped.get("stream_full", 0) if actor else 0
+    cut = _fraction(actor.rollouts_cut, handed_over) if actor else None
     summary: dict[str, Any] = {
         "status": status,
         "schedule": config.schedule.kind,
@@ -58,6 +65,8 @@ def summarize(
         "tokens_generated": engine.tokens_generated if engine else None,
         "tokens_per_s": _per_second(engine.tokens_generated, wall_s) if engine else None,
         "tokens_trained": sum(step.tokens_trained for step in steps),
+        "cut_fraction": cut,
+        "nothing_learned": nothing_learned(steps, cut, config.actor.max_tokens),
         **_quality(steps),
         **_evaluated("before", next((e for e in evaluations if e.when == "before"), None)),
         **_evaluated("after", next((e for e in reversed(evaluations) if e.when == "after"), None)),
@@ -110,6 +119,21 @@ def account_for_rollouts(
                 "handed_over": actor.rollouts_handed_over,
             }
     return account
+
+
+def nothing_learned(steps: Sequence[StepRecord], cut: float | None, max_tokens: int) -> str | None:
+    """Why no step had a gradient, in a sentence; None if one had, or there was no step. `cut`: the share of cut answers."""
+    if not steps or any(step.tokens_trained and step.grad_norm != 0 for step in steps):
+        return None
+    rewards = {step.reward_mean for step in steps if step.reward_std == 0}
+    if len(rewards) == 1 and all(step.reward_std == 0 for step in steps):
+        reason = f"every rollout had the reward {rewards.pop():g}"
+    else:
+        reason = "in every group all rewards were equal"
+    said = f"no step had a gradient, as {reason}"
+    if cut is not None and cut >= MANY_CUT:
+        return f"{said}; {cut:.0%} of the answers were cut at their token limit: raise actor.max_tokens, {max_tokens} now"
+    return f"{said}; look at the answers with `pipelinerl browse`, and at the reward"
 
 
 def edge_of(steps: Sequence[StepRecord]) -> int:

@@ -49,6 +49,7 @@ def actor_total(statuses: Mapping[str, StageStatus]) -> ActorProgress | None:
         groups_started=sum(actor.groups_started for actor in actors),
         rollouts_started=sum(actor.rollouts_started for actor in actors),
         rollouts_handed_over=sum(actor.rollouts_handed_over for actor in actors),
+        rollouts_cut=sum(actor.rollouts_cut for actor in actors),
         rollouts_dropped=dict(dropped),
         rollouts_in_progress=sum(actor.rollouts_in_progress for actor in actors),
         recent_reward=fmean(rewards) if rewards else None,

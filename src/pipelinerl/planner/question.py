@@ -70,7 +70,7 @@ class _Costs:
 
 def ask(config: RunConfig | None, flags: Flags) -> Question:
     """`config` None and no flags: the paper's case study. Raises UserError for what is missing or makes no sense."""
-    calibration = _calibration(flags)
+    calibration = calibration_of(flags)
     if calibration and (used := [name for name in ("mfu", "model_params", "kv_bytes_per_token") if getattr(flags, name)]):
         raise UserError(f"--{used[0].replace('_', '-')} is for --hardware h100 or h200; {flags.hardware} has measured costs")
     lengths, lengths_source = _lengths(config, flags, calibration)
@@ -101,7 +101,8 @@ def ask(config: RunConfig | None, flags: Flags) -> Question:
     )
 
 
-def _calibration(flags: Flags) -> Calibration | None:
+def calibration_of(flags: Flags) -> Calibration | None:
+    """What `--hardware` names, if that is a calibration. Raises UserError for what is neither that nor an accelerator."""
     if flags.hardware is None or flags.hardware in ACCELERATORS:
         return None
     if not flags.hardware.endswith(".json"):

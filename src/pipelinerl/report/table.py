@@ -14,7 +14,7 @@ from pipelinerl.metrics.screen import duration, pause, short
 from pipelinerl.report.series import REWARD
 
 Row = tuple[str, str]
-_STYLES = {"held-out reward": "bold", "NOT ACCOUNTED FOR": "bold red"}
+_STYLES = {"held-out reward": "bold", "NOT ACCOUNTED FOR": "bold red", "NOTHING LEARNED": "bold red"}
 
 
 class Attempt(NamedTuple):
@@ -54,7 +54,9 @@ def sample_before_after(prompt: str, before: Attempt | None, after: Attempt | No
 
 
 def _learning(summary: Mapping[str, Any]) -> list[Row]:
+    nothing = summary.get("nothing_learned")
     return [
+        *([("NOTHING LEARNED", nothing)] if nothing else []),
         ("held-out reward", f"{_evaluated(summary, 'before')} -> {_evaluated(summary, 'after')}"),
         *_environments(summary),
         *_online(summary),
@@ -78,10 +80,12 @@ def _throughput(summary: Mapping[str, Any]) -> list[Row]:
 
 def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
     trained, sampled = _number(summary["trained_length_mean"], ".1f"), _number(summary["sampled_length_mean"], ".1f")
+    cut = summary.get("cut_fraction")  # summaries of older versions have none
+    share = "" if cut is None else f", {cut:.1%} cut at their limit"
     return [
         ("ESS", f"mean {_number(summary['ess_mean'])}, min {_number(summary['ess_min'])}"),
         ("lag", f"mean {_number(summary['lag_mean'], '.2f')}, max {_number(summary['lag_max'], '.0f')} optimizer steps"),
-        ("completion length", f"{trained} tokens trained on, {sampled} sampled"),
+        ("completion length", f"{trained} tokens trained on, {sampled} sampled{share}"),
     ]
 
 

@@ -1,0 +1,159 @@
+"""`train --dry-run`: is everything there that the run needs, will it fit, and does the environment do what it should?
+
+The user's code runs in a process of its own (`tryout`), which has a time limit and ends with everything that it started.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import msgspec
+
+from pipelinerl import errors
+from pipelinerl.config import config_to_yaml
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.environments.static_check import check_statically
+from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
+from pipelinerl.launch.memory_check import check_memory
+
+SHOWN_CHARACTERS = 80
+OUTPUT_LINES = 5
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """What it does next, in words that follow "it"."""
+
+    doing: str
+
+
+class Mistake(msgspec.Struct, frozen=True, tag="mistake"):
+    """It ended with an error: the class in `errors`, and the message."""
+
+    kind: str
+    message: str
+
+
+class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
+    """All went well. `prompt_tokens` are those of the first problems; `single_turn`: no other prompts follow a first one.
+
+    `reward` and `metrics` are of an empty answer to the first problem, whose prompt is `prompt`.
+    """
+
+    built_s: float
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    single_turn: bool
+    reward: float
+    metrics: dict[str, float]
+    held_out: int
+
+
+TryoutMessage = Step | Mistake | TryoutReport
+
+
+def dry_run(config: RunConfig) -> list[str]:
+    """Check everything that can be checked without the model's weights, and say it in lines for people.
+
+    Raises what the run would end with: UserError for settings, models and environments that can't be used.
+    """
+    check_memory(config)  # a model that is not there is known before the environment is made
+    check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
+    report = try_environment(config)
+    longest = max(report.prompt_tokens, default=None) if report.single_turn else None
+    return [*check_memory(config, longest).report(), *_in_words(report, config)]
+
+
+def try_environment(config: RunConfig) -> TryoutReport:
+    """What the environment does with an empty answer, in a process of its own.
+
+    Raises the error that it ended with, and EnvironmentSetupError if it took longer than `launch.startup_timeout_s` or
+    brought its process down.
+    """
+    bound_s = config.launch.startup_timeout_s
+    read_fd, write_fd = os.pipe()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-m", "pipelinerl.launch.tryout", str(write_fd)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[write_fd],
+            start_new_session=True,
+        )
+        os.close(write_fd)
+        try:
+            if process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    process.stdin.write(config_to_yaml(config).encode())
+                    process.stdin.close()
+            doing = "loads this package"
+            for message in _messages(read_fd, time.monotonic() + bound_s):
+                if isinstance(message, Step):
+                    doing = message.doing
+                elif isinstance(message, Mistake):
+                    raise _raised(message)
+                else:
+                    return message
+            if process.poll() is None and _wait(process) is None:
+                raise EnvironmentSetupError(
+                    f"environment {config.environment.kind} was not ready after {bound_s:g} s "
+                    f"(launch.startup_timeout_s): it {doing}"
+                )
+            output.seek(0)
+            last = b"\n".join(output.read().splitlines()[-OUTPUT_LINES:]).decode(errors="replace")
+            raise EnvironmentSetupError(
+                f"environment {config.environment.kind} ended its process (status {process.returncode}) while it {doing}"
+                + (f"; its last words:\n{last}" if last else "")
+            )
+        finally:
+            os.close(read_fd)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _messages(fd: int, deadline_s: float) -> Iterator[TryoutMessage]:
+    """What comes, a line each, until the other end closes or it is too late."""
+    decoder, waiting = msgspec.json.Decoder(TryoutMessage), b""
+    while select.select([fd], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+        received = os.read(fd, 1 << 16)
+        if not received:
+            return
+        *lines, waiting = (waiting + received).split(b"\n")
+        yield from map(decoder.decode, lines)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    """Its status, if it is about to end."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(1.0)
+    return None
+
+
+def _raised(mistake: Mistake) -> PipelineRLError:
+    kind = getattr(errors, mistake.kind, EnvironmentSetupError)
+    error: PipelineRLError = kind(mistake.message)
+    return error
+
+
+def _in_words(report: TryoutReport, config: RunConfig) -> list[str]:
+    tokens = report.prompt_tokens
+    longest = f", {min(tokens)} to {max(tokens)} in the first {len(tokens)} problems" if len(tokens) > 1 else ""
+    shown = report.prompt if len(report.prompt) <= SHOWN_CHARACTERS else f"{report.prompt[:SHOWN_CHARACTERS]}..."
+    metrics = "".join(f", {name} {value:g}" for name, value in report.metrics.items())
+    lines = [
+        f"environment: {config.environment.kind} is built in {report.built_s:.1f} s",
+        f"  the first prompt has {tokens[0]} tokens{longest}: {shown!r}",
+        f"  an empty answer to it has reward {report.reward:g}{metrics}",
+    ]
+    if config.evaluation.problems:
+        lines.append(f"  {report.held_out} held-out problems, {config.evaluation.problems} asked for")
+    return lines

@@ -1,0 +1,134 @@
+"""Builds the environment of a run and plays its first problem with an empty answer, without a model.
+
+    python -m pipelinerl.launch.tryout FD
+
+The configuration comes as YAML on standard input; messages (`dry_run.TryoutMessage`) go to FD, one a line. Attempts run
+as in a run, under `actor.code_timeout_s` and `actor.rollout_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+
+import msgspec
+
+from pipelinerl.actor.client import EngineClient, RolloutClient
+from pipelinerl.actor.deadline import CodeAlarm
+from pipelinerl.actor.evaluation import held_out_problems
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
+from pipelinerl.config import config_from_yaml
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.environments.function import Function
+from pipelinerl.environments.registry import make_environment, no_held_out
+from pipelinerl.environments.single_turn import SingleTurn
+from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
+from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
+from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
+
+PROMPTS = 16
+PROMPTS_S = 10.0
+"""How many problems are looked at for the length of their prompts, and for how long at most."""
+
+
+class EmptyAnswers(EngineClient):
+    """Stands where the engine's client is, and answers every request with the token that ends a text."""
+
+    def __init__(self, end_id: int) -> None:
+        self._end_id = end_id
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.prompts.append(request.prompt_ids)
+        return Completion(
+            request_id=request.id,
+            token_ids=(self._end_id,),
+            logprobs=(0.0,),
+            weight_versions=(VersionSpan(version=0, start=0, end=1),),
+            finish_reason="stop",
+        )
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
+        completion = await self.generate(request)
+        yield TokenEvent(request_id=request.id, index=0, token_id=self._end_id, logprob=0.0, version=0)
+        yield completion
+
+
+def main(argument: str) -> int:
+    fd = int(argument)
+    os.set_inheritable(fd, False)
+
+    def say(message: TryoutMessage) -> None:
+        os.write(fd, msgspec.json.encode(message) + b"\n")
+
+    try:
+        say(asyncio.run(try_environment(config_from_yaml(sys.stdin.read()), say)))
+    except PipelineRLError as error:
+        say(Mistake(type(error).__name__, str(error)))
+        return error.exit_status
+    return 0
+
+
+async def try_environment(config: RunConfig, say: Callable[[TryoutMessage], None]) -> TryoutReport:
+    """Raises EnvironmentSetupError, ConfigError and ModelLoadError for what would end the run, or every rollout of it."""
+    kind = config.environment.kind
+    say(Step("loads the tokenizer"))
+    tokenizer = load_tokenizer(config.model)
+    say(Step("builds the environment"))
+    began_s = time.monotonic()
+    environment = make_environment(kind, config.environment.args, tokenizer, config.seed)
+    built_s = time.monotonic() - began_s
+    say(Step("asks for held-out problems"))
+    wanted = config.evaluation.problems
+    held_out = len(held_out_problems(environment, wanted)) if wanted else 0
+    if wanted and not held_out:
+        raise no_held_out(kind, wanted)
+    say(Step("plays the first problem with an empty answer"))
+    end_id = tokenizer.eos_token_id
+    client = EmptyAnswers(0 if end_id is None else int(end_id))
+    limits = TimeLimits(config.actor.rollout_timeout_s, CodeAlarm(config.actor.code_timeout_s))
+    sampling = SamplingParams(max_tokens=config.actor.max_tokens)
+
+    async def play(index: int) -> Rollout | Failure:
+        made = problem_for(environment, index, limits)
+        if isinstance(made, Failure):
+            return made
+        view = RolloutClient(client, tokenizer, sampling, name=f"g{index}.a0", seed=0)
+        return await attempt(environment, made[0], view, limits)
+
+    played = await play(0)
+    if isinstance(played, Failure):
+        where = f" ({_last_place(played)})" if played.traceback else ""
+        raise EnvironmentSetupError(
+            f"environment {kind}, tried with an empty answer to its first problem: {played.reason}: {played.message}{where}"
+        )
+    prompt = client.prompts[0]
+    single_turn = isinstance(environment, SingleTurn) or type(environment) is Function
+    if single_turn:
+        until_s = time.monotonic() + PROMPTS_S
+        for index in range(1, PROMPTS):
+            if time.monotonic() < until_s:
+                await play(index)
+    return TryoutReport(
+        built_s=built_s,
+        prompt=tokenizer.decode(prompt),
+        prompt_tokens=tuple(map(len, client.prompts)) if single_turn else (len(prompt),),
+        single_turn=single_turn,
+        reward=played.reward,
+        metrics=dict(played.metrics),
+        held_out=held_out,
+    )
+
+
+def _last_place(failure: Failure) -> str:
+    """Where it was raised: the last place that its traceback names."""
+    places = [line.strip() for line in failure.traceback.splitlines() if line.startswith("  File ")]
+    return places[-1] if places else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

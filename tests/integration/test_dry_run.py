@@ -1,0 +1,165 @@
+"""`train --dry-run`: the environment is built and tried, and nothing else is started."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipelinerl
+from pipelinerl.cli import main
+from pipelinerl.config import load_config
+from pipelinerl.errors import EnvironmentSetupError, UserError
+from pipelinerl.launch.dry_run import try_environment as in_a_process
+from pipelinerl.launch.memory_check import check_memory
+from pipelinerl.launch.tryout import try_environment
+from tests.integration.runs import flags, small_run, write_environment
+
+Capture = pytest.CaptureFixture[str]
+REWARDS = """
+import time
+
+def right(completion, example):
+    return 0.25
+
+def raises(completion, example):
+    raise ValueError("boom")
+
+def text(completion, example):
+    return "1.0"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{n}{n},1:"}}\n' for n in range(10, 40)))
+    return tmp_path
+
+
+def function(**args: Any) -> dict[str, Any]:
+    values = {"data": "data.jsonl", "reward": "rewards.py:right", **args}
+    text = ", ".join(f"{name}: {value}" for name, value in values.items())
+    return {"environment__kind": "function", "environment__args": f"{{{text}}}"}
+
+
+def klass(folder: Path, body: str, **settings: Any) -> dict[str, Any]:
+    return {"environment__kind": write_environment(folder, body), **settings}
+
+
+def tried(settings: dict[str, Any], folder: Path) -> Any:
+    return asyncio.run(try_environment(small_run(folder / "r", **settings), lambda _: None))
+
+
+WRONG = {
+    "unknown kind": (lambda _: {"environment__kind": "nofunc"}, "environment.kind 'nofunc' is unknown"),
+    "missing class": (lambda _: {"environment__kind": "rewards.py:Nope"}, "rewards.py has no class 'Nope'"),
+    "missing file": (lambda _: function(reward="nofile.py:f"), "there is no file "),
+    "missing function": (lambda _: function(reward="rewards.py:f"), "has no function 'f'; it has right"),
+    "missing data": (lambda _: function(data="nofile.jsonl"), "can't read nofile.jsonl"),
+    "misspelt argument": (lambda _: function(timeout=3), "unexpected keyword argument 'timeout'"),
+    "misspelt task": (
+        lambda _: {"environment__kind": "reasoning_gym", "environment__args": "{task: chainsum}"},
+        "'chainsum' is not in reasoning-gym. Did you mean chain_sum",
+    ),
+    "function raises": (lambda _: function(reward="rewards.py:raises"), "reward: rewards.py, line 8: ValueError: boom"),
+    "function returns text": (lambda _: function(reward="rewards.py:text"), "reward returned a str, not a number"),
+    "constructor raises": (
+        lambda folder: klass(folder, "def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
+        "can't be built: OSError: no such table (task.py, line 9)",
+    ),
+    "reward raises": (
+        lambda folder: klass(folder, "def reward(self, problem, text):\n    return problem.answer"),
+        "an empty answer to its first problem: raised: AttributeError: 'Problem' object has no attribute 'answer' (File",
+    ),
+    "reward returns text": (
+        lambda folder: klass(folder, "def reward(self, problem, text):\n    return '1'"),
+        "bad_rollout: the reward is a str, not a number",
+    ),
+    "reward loops": (
+        lambda folder: klass(folder, "def reward(self, problem, text):\n    while True: pass", actor__code_timeout_s=0.3),
+        "timeout: the code ran for 0.3 s without yielding",
+    ),
+    "problem raises": (
+        lambda folder: klass(folder, "def problem(self, index):\n    raise KeyError(index)"),
+        "raised: problem(0): KeyError: 0",
+    ),
+    "nothing held out": (
+        lambda folder: klass(folder, "def held_out(self, count):\n    return ()", evaluation__problems=4),
+        "has no held-out problems",
+    ),
+}
+STATIC = ("unknown kind", "missing class", "missing file", "missing function", "missing data", "misspelt argument")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_an_environment_is_found(folder: Path, name: str) -> None:
+    make, said = WRONG[name]
+    with pytest.raises(UserError) as caught:
+        tried(make(folder), folder)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", [*STATIC, *(pytest.param(name, marks=pytest.mark.slow) for name in WRONG if name not in STATIC)]
+)
+def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: str) -> None:
+    make, said = WRONG[name]
+    assert main(["train", "--dry-run", *flags(folder / "r", **make(folder))]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert (shown.err.count("\n"), shown.out) == (1, "")
+    assert not (folder / "r").exists()
+
+
+def test_what_the_environment_does_is_shown_without_the_models_weights(folder: Path, capsys: Capture) -> None:
+    demo = Path(pipelinerl.__file__).parent / "assets" / "demo_base"
+    shutil.copytree(demo, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = function() | {"model__path": folder / "model", "evaluation__problems": 2}
+    assert main(["train", "--dry-run", *flags(folder / "r", **settings)]) == 0
+    said = capsys.readouterr().out
+    assert "environment: function is built in " in said
+    assert "the first prompt has 7 tokens, 7 to 7 in the first 16 problems: " in said
+    assert "an empty answer to it has reward 0.25" in said
+    assert "2 held-out problems, 2 asked for" in said
+
+
+def test_memory_is_that_of_the_prompts_there_are(folder: Path, capsys: Capture) -> None:
+    settings = function() | {"actor__max_tokens": 16, "trainer__batch_size": 8, "launch__kind": "processes"}
+    (folder / "run.yaml").write_text("")
+    arguments = ["train", "--dry-run", str(folder / "run.yaml"), *flags(folder / "r", **settings)]
+    assert main(arguments) == 0
+    dry = _activations(capsys.readouterr().out)
+    start = _activations("\n".join(check_memory(load_config(folder / "run.yaml", arguments[3:])).report()))
+    assert dry < start / 4
+
+
+def _activations(report: str) -> float:
+    """The most that the trainer keeps for its backward, in MB."""
+    line = next(line for line in report.splitlines() if "activations" in line and "generation" not in line)
+    return float(line.split(" to ")[1].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "def __init__(self, tokenizer, seed):\n    import os\n    os._exit(7)",
+            "status 7.*builds",
+        ),
+        (
+            "def __init__(self, tokenizer, seed):\n    time.sleep(60)",
+            "was not ready after 8 s .*: it builds the environment",
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_a_process_that_dies_or_hangs_costs_no_more_than_itself(folder: Path, body: str, said: str) -> None:
+    config = small_run(folder / "r", **klass(folder, body, launch__startup_timeout_s=8))
+    with pytest.raises(EnvironmentSetupError, match=said):
+        in_a_process(config)
