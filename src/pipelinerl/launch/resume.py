@@ -52,29 +52,6 @@ def start_again(run: RunDirectory) -> str | None:
     return f"{run.root} has no checkpoint: it starts again from the beginning{records}"
 
 
-def _refuse_other_steps(config: RunConfig, run: RunDirectory, version: int) -> None:
-    """Raises RunDirectoryError if the run can't go on from `version` with these settings."""
-    if version > config.trainer.steps:
-        raise RunDirectoryError(
-            f"{run.root} is at version {version}, beyond trainer.steps {config.trainer.steps}: set --trainer.steps to more "
-            f"than {version} to go on"
-        )
-    before, rounds = config_from_yaml(run.config.read_text(), str(run.config)), config.schedule.steps_per_round
-    if config.schedule.kind != "conventional" or version % rounds == 0:
-        return
-    for key, was, now in (
-        ("schedule.kind", before.schedule.kind, config.schedule.kind),
-        ("schedule.steps_per_round", before.schedule.steps_per_round, rounds),
-        ("trainer.batch_size", before.trainer.batch_size, config.trainer.batch_size),
-    ):
-        if was != now:
-            end = version - version % rounds + rounds
-            raise RunDirectoryError(
-                f"{run.root} is at version {version}, in the middle of a round of {rounds} steps, and was run with {key} "
-                f"{was}: set it to that again, at least up to version {end} (--trainer.steps {end})"
-            )
-
-
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
@@ -90,7 +67,11 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
     if path is None:
         raise RunDirectoryError(f"{run.root} has no checkpoint to resume from")
     state = load_checkpoint(path).state
-    _refuse_other_steps(config, run, state.version)
+    if state.version > config.trainer.steps:
+        raise RunDirectoryError(
+            f"{run.root} is at version {state.version}, beyond trainer.steps {config.trainer.steps}: set --trainer.steps to "
+            f"more than {state.version} to go on"
+        )
     position = msgspec.convert(state.positions, QueuePosition)
     counts = msgspec.convert(state.counters, TrainerCounters).queue
     ledger = GroupLedger.from_record(position.ledger)
