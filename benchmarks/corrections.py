@@ -1,0 +1,211 @@
+"""How objectives and corrections cope with stale data: each recipe at reached lags of about 1, 4 and 16 optimizer steps.
+
+python -m benchmarks.corrections --out FILE                 # all runs that FILE does not have yet, one core
+python -m benchmarks.corrections --out FILE --part 1/2      # half of them; the other half with 2/2, at the same time
+python -m benchmarks.corrections --out FILE --table         # what FILE has, as Markdown
+
+A run trains the demo's model with the real pipeline in one process and one thread (`launch.kind: embedded`), which is
+deterministic. Staleness is that of the schedule: for 1, `pipeline`, whose rollouts are in progress over a step or two; for 4
+and 16, `async` with G = 3 and G = 11 steps a round, where lags are 0 to G - 1 in the first round and G to 2G - 1 later, so 3
+to 5 and 11 to 21. The lag that was reached is in every record. All runs have the same problems, number of steps and
+learning rate; the learning rate is high, so that lag hurts. Two tasks: `gcd`, one long answer, and `gcd_turns`, one
+subtraction a turn (`benchmarks/gcd_turns.py`).
+
+`collapsed`: the run ended with an error of divergence, or its training reward over the last `WINDOW` steps is below half of
+its best over `WINDOW` steps, or its held-out reward is lower than before training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks import common
+from benchmarks.common import Record
+from pipelinerl import load_config, train
+from pipelinerl.errors import TrainingDivergedError
+from pipelinerl.metrics.records import StepRecord, read_records
+
+STEPS, WINDOW = 66, 11
+SCHEDULES = {
+    1: {"schedule.kind": "pipeline"},
+    4: {"schedule.kind": "async", "schedule.steps_per_round": "3"},
+    16: {"schedule.kind": "async", "schedule.steps_per_round": "11"},
+}
+"""By the lag that is aimed at."""
+
+COMMON = {
+    "launch.kind": "embedded",
+    "stream.kind": "memory",
+    "engine.threads": "1",
+    "trainer.threads": "1",
+    "metrics.view": "none",
+    "metrics.plot": "false",
+    "trainer.steps": str(STEPS),
+    "trainer.batch_size": "64",
+    "trainer.lr_schedule": "constant",
+    "trainer.warmup_steps": "0",
+    "trainer.learning_rate": "4e-4",
+    "actor.group_size": "8",
+    "engine.slots": "64",
+    "evaluation.problems": "256",
+}
+TASKS: dict[str, dict[str, str]] = {
+    "gcd": {"actor.max_tokens": "96"},
+    "gcd_turns": {"environment.kind": f"{Path(__file__).with_name('gcd_turns.py')}:GcdTurns", "actor.max_tokens": "6"},
+}
+TV = {"correction.token": "tv"}
+RECIPES: dict[str, dict[str, str]] = {
+    "paper (truncate 5)": {},
+    "no correction": {"correction.token": "none"},
+    "mask": {"correction.token": "mask"},
+    "band": {"correction.token": "band"},
+    "tv": TV,
+    "tv, drift, ess_lr": TV | {"correction.drift": "1e-3", "preprocess.zero_advantage": "keep", "trainer.ess_lr": "sqrt"},
+    "sequence truncate": {"correction.sequence": "truncate"},
+    "geo_mask": {"correction.sequence": "geo_mask"},
+    "ppo": {"trainer.loss": "ppo"},
+    "ppo, no dual clip": {"trainer.loss": "ppo", "trainer.dual_clip": "null"},
+    "decoupled": {"trainer.loss": "decoupled"},
+    "cispo": {"trainer.loss": "cispo"},
+    "gspo": {"trainer.loss": "gspo"},
+}
+
+
+def measure(task: str, recipe: str, lag: int, seed: int) -> Record:
+    """One run from beginning to end, in this process; its files are not kept."""
+    settings = COMMON | TASKS[task] | SCHEDULES[lag] | RECIPES[recipe] | {"seed": str(seed)}
+    begun_s, cpu_s = time.monotonic(), time.process_time()
+    summary, error = {}, None
+    with tempfile.TemporaryDirectory(prefix="corrections-") as folder:
+        run_dir = Path(folder) / "run"
+        flags = [f"--{key}={value}" for key, value in settings.items()]
+        try:
+            summary = train(load_config(None, [*flags, f"--run_dir={run_dir}"]))
+        except TrainingDivergedError as diverged:
+            error = str(diverged)
+        steps = read_records(run_dir / "metrics.jsonl", StepRecord)
+    measured: Record = {
+        "task": task,
+        "recipe": recipe,
+        "lag": lag,
+        "seed": seed,
+        "settings": RECIPES[recipe],
+        "eval_before": summary.get("eval_reward_before"),
+        "eval_after": summary.get("eval_reward_after"),
+        "error": error,
+        "cpu_s": round(time.process_time() - cpu_s, 1),
+        "wall_s": round(time.monotonic() - begun_s, 1),
+    }
+    measured |= of_steps(steps)
+    return measured | {"collapsed": collapsed(measured)}
+
+
+def of_steps(steps: Sequence[StepRecord]) -> Record:
+    """Training reward by window, and means (over steps with a gradient) of what says how stale the data were."""
+    rewards = [step.reward_mean or 0.0 for step in steps]
+    stale = [step for step in steps if step.ess is not None]
+    numbers = [step.numbers() for step in stale]
+
+    def mean(name: str) -> float | None:
+        return fmean(number[name] for number in numbers if name in number) if numbers else None
+
+    names = ("lag_mean", "ess", "kl_behaviour_policy_k3", "masked_fraction", "truncated_fraction", "learning_rate")
+    return {
+        "steps": len(steps),
+        "steps_with_gradient": len(stale),
+        "rewards": [round(fmean(rewards[at : at + WINDOW]), 4) for at in range(0, len(rewards), WINDOW)],
+        **{name: mean(name) for name in names},
+        "ess_min": min((step.ess for step in stale if step.ess is not None), default=None),
+        "kl_max": max((number["kl_behaviour_policy_k3"] for number in numbers), default=None),
+        "lag_max": max((step.lag_max for step in stale if step.lag_max is not None), default=None),
+        "grad_norm_max": max((step.grad_norm for step in stale if step.grad_norm is not None), default=None),
+        "entropy_last": stale[-1].entropy_mean if stale else None,
+    }
+
+
+def collapsed(measured: Record) -> bool:
+    rewards = measured["rewards"]
+    if measured["error"] is not None or not rewards or rewards[-1] < max(rewards) / 2:
+        return True
+    return bool(measured["eval_after"] < measured["eval_before"])
+
+
+def wanted(options: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
+    """Every run that is asked for, seeds outermost: an unfinished table has all recipes."""
+    for seed in range(options.seeds):
+        for task in options.tasks:
+            for lag in options.lags:
+                for recipe in options.recipes:
+                    yield task, recipe, lag, seed
+
+
+def read(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(records: Sequence[Record]) -> list[Record]:
+    """A row for each task, lag and recipe: means over seeds, and the range of the held-out reward."""
+    rows = []
+    for task, lag, recipe in dict.fromkeys((r["task"], r["lag"], r["recipe"]) for r in records):
+        runs = [r for r in records if (r["task"], r["lag"], r["recipe"]) == (task, lag, recipe)]
+        after = [run["eval_after"] or 0.0 for run in runs]  # a run that diverged has none
+        rows.append(
+            {
+                "task": task,
+                "lag": lag,
+                "reached": f"{_mean(runs, 'lag_mean'):.1f} (max {max(run['lag_max'] for run in runs)})",
+                "recipe": recipe,
+                "held-out": f"{fmean(after):.3f} ({min(after):.3f} to {max(after):.3f})",
+                "collapsed": f"{sum(run['collapsed'] for run in runs)} of {len(runs)}",
+                "ESS": f"{_mean(runs, 'ess'):.3f}",
+                "KL k3": f"{_mean(runs, 'kl_behaviour_policy_k3'):.4f}",
+                "masked": f"{_mean(runs, 'masked_fraction'):.4f}",
+                "truncated": f"{_mean(runs, 'truncated_fraction'):.4f}",
+                "reward by 11 steps": " ".join(f"{_at(runs, place):.2f}" for place in range(STEPS // WINDOW)),
+            }
+        )
+    return sorted(rows, key=lambda row: (row["task"], row["lag"], list(RECIPES).index(row["recipe"])))
+
+
+def _mean(runs: Sequence[Mapping[str, float]], name: str) -> float:
+    return fmean(run[name] for run in runs)
+
+
+def _at(runs: Sequence[Record], place: int) -> float:
+    return fmean(run["rewards"][place] for run in runs if place < len(run["rewards"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=common.RESULTS / "corrections.jsonl")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--lags", nargs="+", type=int, choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="do only every N-th run, from the I-th on")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        print(common.markdown(table(read(options.out))))
+        return
+    part, parts = map(int, options.part.split("/"))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    done = {(r["task"], r["recipe"], r["lag"], r["seed"]) for r in read(options.out)}
+    runs = [run for run in list(wanted(options))[part - 1 :: parts] if run not in done]
+    for number, run in enumerate(runs, 1):
+        record = measure(*run) | {"machine": common.machine()}
+        with options.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(
+            f"{number}/{len(runs)} {run}: {record['eval_before']} -> {record['eval_after']}, {record['cpu_s']} s", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
