@@ -27,7 +27,9 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load(run_file, settings)
     if options.dry_run:
         from pipelinerl.launch.memory_check import check_memory  # noqa: PLC0415 - as below
+        from pipelinerl.launch.resources import check_devices  # noqa: PLC0415 - as below
 
+        check_devices(config)
         return write("\n".join(check_memory(config).report()) + "\n")
     from pipelinerl.launch import train  # noqa: PLC0415 (loads torch, which a mistake above should not wait for)
 

@@ -17,6 +17,7 @@ from pipelinerl.files import write_atomically
 from pipelinerl.launch.memory_check import Judgement, check_memory
 from pipelinerl.launch.outcome import FINISHED, Outcome, write_summary
 from pipelinerl.launch.plan import StartPlan, write_plan
+from pipelinerl.launch.resources import check_devices
 from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
 from pipelinerl.launch.services import Broker, running_broker
 from pipelinerl.launch.session import Session
@@ -34,6 +35,7 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     config = validate(config)
+    check_devices(config)
     memory = check_memory(config)
     lock = create_run_directory(config) if resume is None else open_run_directory(resume)
     try:
