@@ -72,7 +72,11 @@ class PolicyMismatchError(PipelineRLError):
 
 
 class TrainingDivergedError(PipelineRLError):
-    """The loss or a gradient is not a finite number. The weights are those of the step before."""
+    """The loss, a gradient or a weight is not a finite number. Nothing of it was published."""
+
+
+class LogitsError(TrainingDivergedError):
+    """The logits of an engine are not finite numbers, so nothing can be sampled from them: its weights are broken."""
 
 
 class StalledError(PipelineRLError):

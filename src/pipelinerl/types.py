@@ -99,7 +99,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the very distribution it was sampled from (after
     temperature and truncation), by the weights that `weight_versions` names. `prompt_versions` says which weights computed
-    the prompt's KV entries (several spans only if an update arrived between two chunks of a long prompt). A stop token
+    the prompt's KV entries that the completion's last token was sampled with: several spans only if an update arrived
+    between two chunks of a long prompt, and after an update that recomputed the entries the version of that. A stop token
     that ended the completion is its last token.
     """
 

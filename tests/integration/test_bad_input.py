@@ -68,6 +68,12 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
         "does not exist: give a folder with a model, or a hub id",
     ),
     "model template raises": (model_with_a_strict_template, "TemplateError: roles must alternate"),
+    "no such GPU for the trainer": (
+        lambda _: {"trainer__device": "cuda:99"},
+        "trainer.device: device 'cuda:99' can't be used: ",
+    ),
+    "no such GPU for the engine": (lambda _: {"engine__device": "cuda:99"}, "engine.device: device 'cuda:99' can't be used"),
+    "no such device": (lambda _: {"engine__device": "gpu"}, "engine.device: 'gpu' is not a device; set it to cpu, cuda"),
     "memory": (lambda _: {"engine__slots": 10**9}, "KV cache"),
     "model without weights": (model_without_weights, "model"),
     "model cut short": (model_cut_short, "model.safetensors is cut short: 100 bytes are missing"),
@@ -117,6 +123,24 @@ def test_a_dry_run_says_what_memory_it_takes_and_starts_nothing(tmp_path: Path, 
     assert said.startswith("memory: up to ")
     assert "Adam's moments" in said
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("setting", ["trainer__device", "engine__device"])
+def test_a_dry_run_says_that_a_device_is_not_there(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", *flags(tmp_path / "r", **{setting: "cuda:99"})]) == 2
+    ended = capsys.readouterr()
+    assert ended.out == ""
+    assert f"{setting.replace('__', '.')}: device 'cuda:99' can't be used" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rate"), [("embedded", 1e9), ("processes", 1e9), ("processes", 1e38)])
+def test_a_learning_rate_that_breaks_the_weights_is_one_line(kind: str, rate: float, tmp_path: Path) -> None:
+    ended = command("train", *flags(tmp_path / "r", launch__kind=kind, trainer__learning_rate=rate, trainer__steps=50))
+    assert (ended.status, ended.error.count("\n")) == (1, 1), ended.error
+    assert "not finite" in ended.error
+    assert "lower trainer.learning_rate" in ended.error
+    assert not list((tmp_path / "r").glob("checkpoints/*"))
 
 
 def damaged(name: str, keep: int) -> Callable[[Path], object]:

@@ -279,7 +279,7 @@ def test_the_socket_can_be_made_without_torch() -> None:
 
 
 def test_an_engine_that_never_comes_is_named_to_all(rig: Rig) -> None:
-    sender = rig.sender(2, join_timeout_s=0.3)
+    sender = rig.sender(2, join_timeout_s=1.0)
     receiver = rig.receiver(sender, 0)
     sender.send(0, named_weights(Tied()))
     expected = f"engine number 1 did not connect to 127.0.0.1:{sender.port} in"

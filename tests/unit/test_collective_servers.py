@@ -109,7 +109,7 @@ def test_who_may_not_coordinate_is_told_why(
 
 
 def test_a_coordinator_that_never_comes_is_named(rig: Rig) -> None:
-    sender = rig.sender(1, coordinated=True, join_timeout_s=0.3)
+    sender = rig.sender(1, coordinated=True, join_timeout_s=1.0)
     receiver = rig.receiver(sender)
     assert "engine coordinator did not connect to 127.0.0.1:" in problem(receiver)
 

@@ -14,6 +14,8 @@ from pipelinerl.actor import deadline
 from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, deadlines_work
 
 SHORT_S = 0.03
+ENOUGH_S = 0.5
+"""For code that is to be left alone, on a machine that does other things too."""
 
 
 def spin() -> None:
@@ -40,7 +42,7 @@ def test_a_coroutine_that_behaves_is_left_alone():
         asyncio.get_running_loop().call_soon(future.set_result, 41)
         return await future + await asyncio.wait_for(asyncio.sleep(0, 1), 1)
 
-    assert run(code()) == 42
+    assert run(code(), ENOUGH_S) == 42
 
 
 def test_what_it_raises_comes_out():
@@ -49,7 +51,7 @@ def test_what_it_raises_comes_out():
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        run(code())
+        run(code(), ENOUGH_S)
 
 
 @pytest.mark.parametrize("hang", [spin, lambda: time.sleep(60)], ids=["computes", "sleeps"])
@@ -93,20 +95,20 @@ def test_code_that_swallows_everything_gets_it_again(monkeypatch):
 
 def test_waiting_is_not_computing():
     async def code():
-        await asyncio.sleep(3 * SHORT_S)
+        await asyncio.sleep(1.5 * ENOUGH_S)
         return "done"
 
-    assert run(code()) == "done"
+    assert run(code(), ENOUGH_S) == "done"
 
 
 def test_the_deadline_is_for_each_stretch_of_code():
     async def code():
         for _ in range(4):
-            time.sleep(SHORT_S / 2)
+            time.sleep(ENOUGH_S / 3)
             await asyncio.sleep(0)
         return "done"
 
-    assert run(code()) == "done"
+    assert run(code(), ENOUGH_S) == "done"
 
 
 def test_cleanup_after_the_deadline_may_await():
@@ -225,7 +227,7 @@ def test_code_may_time_things_out_as_often_as_it_likes():
                 timeouts += 1
         return timeouts
 
-    assert run(code()) == 5
+    assert run(code(), ENOUGH_S) == 5
 
 
 def test_sys_exit_does_not_end_the_process():
@@ -233,7 +235,7 @@ def test_sys_exit_does_not_end_the_process():
         sys.exit(3)
 
     with pytest.raises(RuntimeError, match=r"sys\.exit\(3\)"):
-        run(code())
+        run(code(), ENOUGH_S)
 
 
 def test_timer_and_handler_of_others_are_restored():

@@ -9,11 +9,23 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    JetMoeConfig,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    NemotronConfig,
+    YoutuConfig,
+)
 
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.engine.uniform import StepsAhead, uniforms
-from pipelinerl.errors import PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
+from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
@@ -185,6 +197,69 @@ def test_an_update_that_does_not_fit_changes_nothing() -> None:
     assert checksum(named_weights(served._runner.model)) == before
 
 
+def too_large(version: int) -> WeightUpdate:
+    """Finite weights whose logits are not: about 1e18 * 1e25."""
+    tensors = dict(update_of(1, version).tensors)
+    head = tensors["lm_head.weight"] * 1e18
+    tensors |= {"lm_head.weight": head, "model.embed_tokens.weight": head}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1e25
+    return WeightUpdate(version, checksum(tensors), tensors)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_and_change_nothing(value: float) -> None:
+    served = engine()
+    served.submit(request("x", max_tokens=30))
+    for _ in range(5):
+        served.step()
+    tensors = dict(update_of(1, version=1).tensors)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors["model.norm.weight"][3] = value
+    with pytest.raises(WeightUpdateError, match=r"1 with values that are not finite \(model.norm.weight\)"):
+        served.update_weights(WeightUpdate(1, checksum(tensors), tensors))
+    assert served.version == 0
+    assert drain(served)["x"] == engine().generate([request("x", max_tokens=30)])[0]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_the_engine_by_an_error(temperature: float, stream: bool) -> None:
+    """Finite weights can be too large to compute with."""
+    served = engine()
+    served.submit(request("x", max_tokens=30, temperature=temperature, stream=stream))
+    for _ in range(5):
+        served.step()
+    served.update_weights(too_large(1))
+    with pytest.raises(LogitsError, match="weights of version 1"):
+        drain(served)
+
+
+def test_an_update_does_not_hide_logits_that_were_not_finite() -> None:
+    served = engine(slots=1)
+    served.submit(request("x", max_tokens=30))
+    served.step()
+    served.update_weights(too_large(1))
+    served.step()
+    with pytest.raises(LogitsError, match="weights of version 1"):
+        served.update_weights(update_of(1, version=2))
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
+def test_a_temperature_that_is_no_temperature_is_refused(temperature: float) -> None:
+    with pytest.raises(RequestError, match="out of range"):
+        engine().submit(request("x", temperature=temperature))
+
+
+def test_recomputed_prompts_have_the_version_that_recomputed_them() -> None:
+    served = engine(kv_on_update="recompute", prefill_tokens=2048)
+    served.submit(request("x", max_tokens=10))
+    served.step()
+    served.update_weights(update_of(1, version=1))
+    done = drain(served)["x"]
+    assert [(span.version, span.start, span.end) for span in done.prompt_versions] == [(1, 0, 3)]
+    assert [(span.version, span.start, span.end) for span in done.weight_versions] == [(0, 0, 1), (1, 1, 10)]
+
+
 def test_an_update_whose_checksum_is_not_what_arrived_is_found_out() -> None:
     good = update_of(1, version=1)
     with pytest.raises(WeightUpdateError, match="checksum"):
@@ -234,6 +309,60 @@ def test_models_that_can_not_be_run_exactly_are_refused() -> None:
     )
     with pytest.raises(UnsupportedModelError, match="Mamba2"):
         LocalEngine(recurrent, slots=1, max_length=32)
+
+
+_TINY = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+_LATENT = _TINY | {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+}
+_EXPERTS = {
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (DeepseekV2Config(**_LATENT, **_EXPERTS), "expands what it caches"),
+        (DeepseekV3Config(**_LATENT, **_EXPERTS), "expands what it caches"),
+        (Glm4MoeLiteConfig(**_LATENT, **_EXPERTS), "expands what it caches"),
+        (YoutuConfig(**_LATENT), "expands what it caches"),
+        (
+            JetMoeConfig(**_TINY | {"num_key_value_heads": 1}, kv_channels=8, num_local_experts=2, num_experts_per_tok=2),
+            "expands what it caches",
+        ),
+        (NemotronConfig(**_TINY), "does not pass keyword arguments on to its attention"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_model_is_refused_by_what_its_attention_does(config: Any, reason: str) -> None:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(UnsupportedModelError, match=reason):
+        LocalEngine(model, slots=1, max_length=32)
+
+
+def test_a_model_that_raises_on_the_probe_is_refused() -> None:
+    model = make_model("llama")
+    model.model.layers[0].mlp = nn.Linear(3, 3)
+    with pytest.raises(UnsupportedModelError, match=r"fails on the probe .* \(RuntimeError: "):
+        LocalEngine(model, slots=1, max_length=32)
 
 
 def test_a_model_whose_attention_strays_from_its_own_is_refused() -> None:

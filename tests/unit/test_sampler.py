@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.engine.sampler import SamplingRows, sample, truncate
+from pipelinerl.engine.sampler import SamplingRows, invert, sample, truncate
 from pipelinerl.engine.uniform import request_key, uniforms
 
 
@@ -77,11 +77,81 @@ def test_extreme_uniforms_never_hit_an_impossible_token() -> None:
     assert torch.isfinite(logprobs).all()
 
 
+def interval_starts(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The smallest uniform number that each of `ids` [m] or a later token is drawn at, found by bisection; 1 if none is."""
+    weights_1V = logits.softmax(-1)[None]
+    low, high = torch.zeros(len(ids), dtype=torch.float64), torch.ones(len(ids), dtype=torch.float64)
+    for _ in range(53):
+        middle = (low + high) / 2
+        reached = invert(weights_1V, middle[None])[0][0] >= ids
+        low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
+    return high
+
+
+@pytest.mark.parametrize("vocabulary", [50, 151_936 + 77])
+def test_tokens_are_drawn_with_their_probabilities_however_large_the_vocabulary(vocabulary: int) -> None:
+    """Total variation between the intervals of the uniform number and float64 probabilities, behind a likely token."""
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0)) * 2.5
+    logits[7] = 16.5
+    exact = logits.double().softmax(-1)
+    count = min(vocabulary, 1000)
+    distance = 0.0
+    # The first part has the likely token. If there are others, three stand for all of them.
+    for first in range(0, vocabulary, max(count, vocabulary // 4)):
+        ids = torch.arange(first, min(first + count, vocabulary) + 1)
+        starts = interval_starts(logits, ids)
+        part = float((starts.diff() - exact[ids[:-1]]).abs().sum()) / 2
+        distance += part if first == 0 else part * (vocabulary - count) / (3 * count)
+    assert distance < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1.3])
+def test_log_probabilities_of_a_large_vocabulary_are_exact(temperature: float) -> None:
+    logits = torch.randn(3, 151_936, generator=torch.Generator().manual_seed(1)) * 2.5
+    ids, logprobs = sample(logits, rows(3, temperature), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
+    exact = (logits.double() / (temperature or 1.0)).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    assert float((logprobs.double() - exact).abs().max()) < 2e-6
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("vocabulary", [4, 140_000])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7, 1e-45, 1e38])
+@pytest.mark.parametrize(
+    ("first", "others", "drawable"),
+    [
+        ([NAN], 0.0, False),
+        ([INF], 0.0, False),
+        ([], -INF, False),
+        ([], INF, False),
+        ([], NAN, False),
+        ([3e38], -INF, True),
+        ([3e38, -3e38], -3e38, True),
+        ([0.0], -INF, True),
+        ([-INF], 0.0, True),
+    ],
+)
+def test_an_id_is_always_in_the_vocabulary(
+    vocabulary: int, temperature: float, first: list[float], others: float, drawable: bool
+) -> None:
+    logits = torch.full((4, vocabulary), others)
+    logits[:, : len(first)] = torch.tensor(first)
+    u = torch.tensor([0.0, 0.5, 1 - 2**-53, 1 - 2**-52], dtype=torch.float64)
+    for flipped in (logits, logits.flip(-1)):
+        ids, logprobs = sample(flipped, rows(4, temperature), u)
+        assert ((ids >= 0) & (ids < vocabulary)).all()
+        assert bool(logprobs.isfinite().all()) == drawable
+        if drawable:
+            assert flipped.gather(1, ids[:, None]).isfinite().all()
+
+
 def test_temperature_zero_takes_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 1.0]])
     ids, logprobs = sample(logits, rows(2, temperature=0.0), torch.tensor([0.99, 0.99]))
     assert ids.tolist() == [1, 0]
-    assert logprobs.tolist() == pytest.approx([logits[0].log_softmax(-1)[1].item(), logits[1].log_softmax(-1)[0].item()])
+    exact = logits.double().log_softmax(-1)
+    assert logprobs.tolist() == pytest.approx([exact[0, 1].item(), exact[1, 0].item()])
 
 
 def test_uniform_numbers_are_uniform_and_unrelated() -> None:

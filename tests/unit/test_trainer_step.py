@@ -287,6 +287,14 @@ def test_a_gradient_that_overflows_stops_training() -> None:
     assert torch.equal(before[0], weights(model)[0])
 
 
+def test_weights_that_overflow_stop_training() -> None:
+    model = make_model()
+    samples = make_samples(model)
+    taught = learner(model, learning_rate=3e38, weight_decay=10.0)
+    with pytest.raises(TrainingDivergedError, match=r"weights are not finite after a step with learning rate 3e\+38"):
+        taught.step(samples, version=3)
+
+
 def test_gradients_are_clipped_to_the_norm() -> None:
     model = make_model()
     samples = make_samples(model)

@@ -97,6 +97,8 @@ def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touche
     missing = {name: tensor for name, tensor in good().items() if name != "b.weight"}
     assert "1 weights are missing" in refusal(transfer, write(path, missing))
     assert "1 of another shape, among them b.weight" in refusal(transfer, write(path, good() | {"b.weight": torch.ones(5)}))
+    broken = good() | {"b.weight": good()["b.weight"] * float("inf")}
+    assert "1 weights are not finite, among them b.weight" in refusal(transfer, write(path, broken))
 
     path.write_bytes(path.read_bytes()[:-4])
     assert "can't be read" in refusal(transfer, info)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightReceiver, WeightSender, WeightUpdate
-from pipelinerl.models.state import checksum, load_weights, named_weights
+from pipelinerl.models.state import checksum, load_weights, named_weights, not_finite
 from pipelinerl.types import UpdateReceipt
+from pipelinerl.weights import shared
 from pipelinerl.weights.memory import MemoryChannel
 from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
 from pipelinerl.weights.shared_file import MAX_RECEIVERS, create_shared_file
@@ -323,6 +324,44 @@ def test_damage_in_the_buffer_is_found(fd: int) -> None:
     receiver.acknowledge(receipt(0, "", error="damaged"))
     with pytest.raises(WeightUpdateError, match="did not apply weights of version 0: damaged"):
         sender.receipts()
+
+
+def test_bytes_that_come_a_moment_after_the_offer_are_waited_for(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that shows the offer before the last stores."""
+    sender, receiver = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0)
+    weights = {"x": torch.arange(100, dtype=torch.int64)}
+    digest = sender.send(0, weights)
+    contents = os.pread(fd, os.fstat(fd).st_size, 0)
+    place = contents.index(weights["x"].numpy().tobytes()) + 500
+    os.pwrite(fd, b"\xff", place)
+    seen = []
+
+    def late(tensors: dict[str, Tensor]) -> str:
+        seen.append(checksum(tensors))
+        os.pwrite(fd, contents[place : place + 1], place)
+        return seen[-1]
+
+    monkeypatch.setattr(shared, "checksum", late)
+    update = receiver.poll()
+    assert update is not None
+    assert seen[0] != seen[1] == digest == checksum(update.tensors)
+
+
+def test_values_that_are_not_finite_are_found_and_large_ones_are_not() -> None:
+    tensors = {
+        "large": torch.full((9,), 3e38),
+        "bfloat16": torch.full((9,), 3e38, dtype=torch.bfloat16),
+        "float64": torch.full((9,), 1e300, dtype=torch.float64),
+        "integers": torch.arange(3),
+        "empty": torch.empty(0),
+    }
+    assert not_finite(tensors) == []
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            broken = torch.ones(7, dtype=dtype)
+            broken[2] = value
+            assert not_finite({**tensors, "broken": broken, "tied": broken}) == ["broken"]
+    assert not_finite({"both": torch.tensor([float("inf"), float("-inf")])}) == ["both"]
 
 
 def test_an_engine_that_does_not_answer_is_named(fd: int) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.engine.kv_cache import KVCache
+from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import attend, refuse_unknown_features
 
 ATTENTION_NAME = "pipelinerl_slots"
@@ -97,7 +98,19 @@ class StepBatch:
         self.places = (self.rows_R, slice(None), self.positions_R)
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not self.checked:
+            self._refuse_other_shapes(call.layer, key, value)
         return attend_rows(self, call, query, key, value)
+
+    def _refuse_other_shapes(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Raise UnsupportedModelError if attention gets other keys and values than the model's cache keeps."""
+        for what, given, slots in zip(("keys", "values"), (key, value), self.kv.layer(layer), strict=True):
+            found, kept = (given.shape[1], given.shape[3]), (slots.shape[1], slots.shape[3])
+            if found != kept:
+                raise UnsupportedModelError(
+                    f"layer {layer} attends to {what} of {found[0]} heads x {found[1]} and keeps {kept[0]} x {kept[1]} in "
+                    "its cache: it expands what it caches, as latent attention (MLA) does; the embedded engine can't"
+                )
 
     def decode_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [r, 1, 1, L] of a row class, made once a step for each window size; None if nothing is hidden."""
@@ -145,7 +158,7 @@ def slot_attention(
     value: Tensor,
     attention_mask: object,
     *,
-    slot_batch: AttentionSite,
+    slot_batch: AttentionSite | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -155,6 +168,11 @@ def slot_attention(
 
     Raises UnsupportedModelError if the model asks for something that this function would not honour.
     """
+    if slot_batch is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} was called without slots: its model does not pass keyword arguments on to its "
+            "attention, so the embedded engine can't run it"
+        )
     if not slot_batch.checked:
         refuse_unknown_features(
             module, attention_mask, sliding_window=sliding_window, longest=slot_batch.longest, other=other

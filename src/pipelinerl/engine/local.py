@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -19,10 +20,18 @@ from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.engine.sampler import SamplingRows, sample
 from pipelinerl.engine.sequence import Prefill, Sequence, VersionMarks
 from pipelinerl.engine.uniform import StepsAhead, request_key, uniforms
-from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
+from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.state import checksum, load_weights, named_weights
-from pipelinerl.types import Completion, EngineProgress, FinishReason, GenerationRequest, TokenEvent, UpdateReceipt
+from pipelinerl.types import (
+    Completion,
+    EngineProgress,
+    FinishReason,
+    GenerationRequest,
+    TokenEvent,
+    UpdateReceipt,
+    VersionSpan,
+)
 
 _NOTHING = StepOutput((), ())
 
@@ -125,7 +134,7 @@ class LocalEngine:
             raise RequestError(
                 f"request {request.id!r} has token ids outside the model's vocabulary of {self._runner.vocabulary}"
             )
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
             raise RequestError(f"request {request.id!r} has sampling parameters out of range: {sampling}")
         key = request_key(request.id, sampling.seed)
         sequence = Sequence(request=request, key=key)
@@ -153,12 +162,18 @@ class LocalEngine:
     # ---------------------------------------------------------------------------------------------- one step
 
     def step(self) -> StepOutput:
-        """One token boundary (cancellations, admissions), then one token for every sequence that has its prompt."""
+        """One token boundary (cancellations, admissions), then one token for every sequence that has its prompt.
+
+        Raises LogitsError if the model's logits are not finite, before any token that was sampled from them is returned.
+        """
         if not self._known:
             return _NOTHING
         started_s = time.perf_counter()
         with self._inference:
-            output = self._step()
+            try:
+                output = self._step()
+            except FloatingPointError as error:
+                raise self._no_distribution() from error
         self._busy_s += time.perf_counter() - started_s
         return output
 
@@ -178,6 +193,12 @@ class LocalEngine:
             logits_PV = self._run(chunks)
             tokens = self._sample(logits_PV, [prefill for prefill, _ in chunks], finished)
         return StepOutput(tokens, finished) if tokens or finished else _NOTHING
+
+    def _no_distribution(self) -> LogitsError:
+        return LogitsError(
+            f"engine {self.name!r} computes logits that are not finite with the weights of version {self._version}: they "
+            "are broken; if training made them so, lower trainer.learning_rate"
+        )
 
     def _take_cancelled(self) -> list[Completion]:
         ended: list[Completion] = []
@@ -367,13 +388,18 @@ class LocalEngine:
         """Replace all weights now. Sequences in progress go on with their next token.
 
         The receipt carries the checksum of what the engine holds afterwards, computed from its own parameters. Raises
-        WeightUpdateError, before anything is changed, if names, shapes or the version do not fit.
+        WeightUpdateError, before anything is changed, if names, shapes or the version do not fit or a weight is not finite.
+        Raises LogitsError if the logits of the weights so far were not finite.
         """
         started_s = time.perf_counter()
         if update.version < self._version:
             raise WeightUpdateError(
                 f"version {update.version} is older than the engine's {self._version}; nothing was changed"
             )
+        try:
+            self._table.settle()
+        except FloatingPointError as error:
+            raise self._no_distribution() from error
         load_weights(self._runner.model, update.tensors)
         self._runner.weights_changed()
         held = checksum(self._weights)
@@ -383,7 +409,6 @@ class LocalEngine:
                 f"{update.checksum}: it can't go on"
             )
         self._version = update.version
-        self._table.settle()
         for sequence in self._known.values():
             if sequence.row >= 0 and (count := int(self._table.counts[sequence.row])):
                 sequence.versions.mark(update.version, count)
@@ -410,6 +435,7 @@ class LocalEngine:
             if sequence.row >= 0 and sequence not in prefilling:
                 sampled = table.tokens[sequence.row, : table.counts[sequence.row] - 1].tolist()
                 jobs.append((sequence.row, (*sequence.request.prompt_ids, *sampled)))
+                sequence.prompt_versions = (VersionSpan(self._version, 0, len(sequence.request.prompt_ids)),)
         for prefill in self._prefills:
             jobs.append((prefill.row, prefill.prompt_ids[: prefill.done]))
             prefill.versions = VersionMarks()

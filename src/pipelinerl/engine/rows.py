@@ -63,8 +63,8 @@ class RowTable:
 
     `positions` is where the row's next token goes in the cache, `last` that token, `counts` how many tokens were sampled
     of at most `budgets`; `tokens` and `logprobs` [rows, max_length] are the sampled ones. These five are up to date after
-    `settle`. `keys` is the request's
-    randomness, `temperature`, `top_p`, `top_k` its sampling parameters and `stops` its stop tokens, padded with -1.
+    `settle`. `keys` is the request's randomness, `temperature`, `top_p`, `top_k` its sampling parameters and `stops` its
+    stop tokens, padded with -1.
     `plain` says that all rows sample at temperature 1 and without truncation.
     """
 
@@ -182,11 +182,16 @@ class RowTable:
         return self._age >= self._ends_at or not self._stop_ids.isdisjoint(ids_R.tolist())
 
     def settle(self) -> None:
-        """Bring the arrays up to date with what was noted."""
+        """Bring the arrays up to date with what was noted.
+
+        Raises FloatingPointError, as do all methods that look at the arrays, if the log-prob of a token is not finite: there
+        was no distribution to sample it from.
+        """
         if not self._unsettled:
             return
         ids_SR, logprobs_SR = (torch.stack(noted).numpy(force=True) for noted in zip(*self._unsettled, strict=True))
         self._unsettled.clear()
+        _require_finite(logprobs_SR)
         rows, steps = slice(0, self.decoding), len(ids_SR)
         places_SR = self._row_starts[rows] + self.counts[rows] + np.arange(steps)[:, None]
         self.tokens.reshape(-1)[places_SR] = ids_SR
@@ -198,6 +203,7 @@ class RowTable:
     def record(self, rows_n: Ints, ids_n: Ints, logprobs_n: Reals) -> None:
         """Take one token for each of `rows_n`: all the decoding rows, and those whose prompt this step completed."""
         self.settle()
+        _require_finite(logprobs_n)
         self._age += 1
         self.positions[: self.decoding] += 1
         places_n = self._row_starts[rows_n] + self.counts[rows_n]
@@ -251,3 +257,8 @@ class RowTable:
         self._kinds[row] = _PREFILLING
         self._owners[row] = sequence
         sequence.row = row
+
+
+def _require_finite(logprobs: Reals) -> None:
+    if not np.isfinite(logprobs).all():
+        raise FloatingPointError

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipelinerl.engine.attention import ATTENTION_NAME, Chunk, RowClass, StepBatch, batch_chunks, slot_attention
 from pipelinerl.engine.flat import FlatForward
 from pipelinerl.engine.kv_cache import KVCache, LayerShape, Move
-from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.errors import PipelineRLError, UnsupportedModelError
 from pipelinerl.models.attention import replace_attention, rope_limit
 
 _PROBE_TOKENS = 24
@@ -47,7 +47,15 @@ class ModelRunner:
         # attention ignores, keeps transformers from spending time on them.
         self._mask: Tensor | None = None
         self._flat: FlatForward | None = None
-        self._check(flatten)
+        try:
+            self._check(flatten)
+        except (PipelineRLError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise UnsupportedModelError(
+                f"{type(model).__name__} fails on the probe that the embedded engine checks models with ({reason})"
+            ) from error
         self.kv = KVCache(self._shapes, rows, max_length, self.dtype, self.device)
 
     @property

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_BLOCK = 256
+# Weights in all rows, and in a row: below, the extra operations cost more than they save (benchmarks/sampler.py, CPU).
+_BLOCKS_FROM, _BLOCKS_FROM_VOCABULARY = 1 << 17, 4096
+_BELOW_ONE = 1 - 2**-50
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
@@ -20,21 +25,24 @@ class SamplingRows:
 def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
     """One token a row: ids [n] and log-probs [n] in float32. Without `rows`: temperature 1 and no truncation for all.
 
-    The token is the inverse of the cumulative distribution at the row's uniform number, which costs one pass over the
-    vocabulary. Temperature 0 takes the likeliest token, with log-prob under the distribution at temperature 1. Where top-k
-    or top-p truncate, log-probs are those of the truncated, renormalised distribution.
+    The token is the inverse of the cumulative distribution at the row's uniform number in [0, 1), which costs one pass over
+    the vocabulary. Temperature 0 takes the likeliest token, with log-prob under the distribution at temperature 1. Where
+    top-k or top-p truncate, log-probs are those of the truncated, renormalised distribution.
+
+    Ids are always within the vocabulary. A row without a distribution (NaN, +inf, or -inf everywhere) has the log-prob NaN.
     """
     logits_nV = logits_nV.float()
     if rows is None:
-        return _draw(logits_nV.softmax(-1), uniforms_n)
+        return _draw(logits_nV, uniforms_n)
+    best_n1, best_ids_n1 = logits_nV.max(-1, keepdim=True)
+    logits_nV = logits_nV - best_n1  # at most 0: no temperature makes it overflow upwards
     greedy_n = rows.temperature_n <= 0
     scale_n = torch.where(greedy_n, torch.ones_like(rows.temperature_n), rows.temperature_n)
     logprobs_nV = truncate((logits_nV / scale_n[:, None]).log_softmax(-1), rows.top_p_n, rows.top_k_n)
-    ids_n, picked_n = _draw(logprobs_nV.exp(), uniforms_n)
+    ids_n, picked_n = _draw(logprobs_nV, uniforms_n)
     if bool(greedy_n.any()):
-        best_n = logits_nV.argmax(-1)
-        ids_n = torch.where(greedy_n, best_n, ids_n)
-        picked_n = torch.where(greedy_n, logits_nV.log_softmax(-1).gather(1, best_n[:, None])[:, 0], picked_n)
+        ids_n = torch.where(greedy_n, best_ids_n1[:, 0], ids_n)
+        picked_n = torch.where(greedy_n, -logits_nV.exp().sum(-1, dtype=torch.float64).log().float(), picked_n)
     return ids_n, picked_n
 
 
@@ -59,10 +67,46 @@ def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor) -> Tensor:
     return kept
 
 
-def _draw(probabilities_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
-    cumulative_nV = probabilities_nV.cumsum(-1)
-    # Strictly below the total, whatever rounding does, and the search goes to the right: a token of probability 0 can't
-    # be hit.
-    target_n1 = (uniforms_n * (1 - 2e-7)).to(cumulative_nV.dtype)[:, None] * cumulative_nV[:, -1:]
-    ids_n1 = torch.searchsorted(cumulative_nV, target_n1, right=True)
-    return ids_n1[:, 0], probabilities_nV.gather(1, ids_n1)[:, 0].log()
+def _draw(logits_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids [n] and log-probs [n] of softmax(logits).
+
+    The float32 softmax of 150,000 logits sums to 1 with an error of up to 4e-5. Each log-prob is divided by the sum in
+    float64 that the token was drawn from.
+    """
+    probabilities_nV = logits_nV.softmax(-1)
+    ids_n1, total_n1 = invert(probabilities_nV, uniforms_n.unsqueeze(1))
+    return ids_n1.squeeze(1), probabilities_nV.gather(1, ids_n1).div_(total_n1).log_().squeeze(1)
+
+
+def invert(weights_nV: Tensor, uniforms_nm: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of m uniform numbers a row the token that it falls on, ids [n, m], and the rows' total weights [n, 1].
+
+    A token is hit with the probability weight / total, and never if its weight is 0. Sums are in float64: float32 has
+    steps of 6e-8 below 1, which is more than most tokens of a large vocabulary have. For many weights, sums of blocks are
+    searched first, and then one block, because a running sum of everything in float64 would take as long as all else.
+
+    Ids are always within the row: targets stay below the total, whatever rounding does to them, and the search goes to the
+    right, so a weight of 0 is not hit. Of weights that are NaN the last is taken.
+    """
+    vocabulary = weights_nV.shape[1]
+    if weights_nV.numel() < _BLOCKS_FROM or vocabulary < _BLOCKS_FROM_VOCABULARY:
+        cumulative_nV = weights_nV.cumsum(-1, dtype=torch.float64)
+        total_n1 = cumulative_nV.narrow(1, vocabulary - 1, 1)
+        target_nm = (total_n1 * uniforms_nm).mul_(_BELOW_ONE)
+        return torch.searchsorted(cumulative_nV, target_nm, right=True).clamp_(max=vocabulary - 1), total_n1
+    whole = vocabulary // _BLOCK * _BLOCK
+    blocks_nC = weights_nV[:, :whole].view(len(weights_nV), -1, _BLOCK).sum(-1)
+    if whole < vocabulary:
+        blocks_nC = torch.cat([blocks_nC, weights_nV[:, whole:].sum(-1, keepdim=True)], 1)
+    cumulative_nC = blocks_nC.cumsum(-1, dtype=torch.float64)
+    total_n1 = cumulative_nC[:, -1:]
+    target_nm = (total_n1 * uniforms_nm).mul_(_BELOW_ONE)
+    block_nm = torch.searchsorted(cumulative_nC, target_nm, right=True).clamp_(max=cumulative_nC.shape[1] - 1)
+    inside_nm = target_nm - (cumulative_nC - blocks_nC).gather(1, block_nm)
+    columns_nmb = block_nm[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=weights_nV.device)
+    block_nmb = weights_nV.gather(1, columns_nmb.clamp(max=vocabulary - 1).flatten(1)).view(columns_nmb.shape)
+    block_nmb = block_nmb.masked_fill_(columns_nmb >= vocabulary, 0).cumsum(-1, dtype=torch.float64)
+    # The block's sum in float32 may be a little above the sum of its weights in float64.
+    inside_nm1 = torch.minimum(inside_nm[:, :, None], block_nmb[:, :, -1:] * _BELOW_ONE)
+    ids_nm = block_nm * _BLOCK + torch.searchsorted(block_nmb, inside_nm1, right=True)[:, :, 0]
+    return ids_nm.clamp_(max=vocabulary - 1), total_n1

@@ -23,6 +23,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.memory_check import check_memory
+from pipelinerl.launch.resources import check_devices
 
 SHOWN_CHARACTERS = 80
 OUTPUT_LINES = 5
@@ -64,6 +65,7 @@ def dry_run(config: RunConfig) -> list[str]:
 
     Raises what the run would end with: UserError for settings, models and environments that can't be used.
     """
+    check_devices(config)
     check_memory(config)  # a model that is not there is known before the environment is made
     check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
     report = try_environment(config)

@@ -8,6 +8,7 @@ import sys
 from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
 
 GENERATION_NICENESS = 10
@@ -67,6 +68,25 @@ def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int
 def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int) -> bool:
     """Whether what generates is to yield to the trainer: it runs at the same time, and on the same cores."""
     return config.engine.device == "cpu" and not schedule.takes_turns() and engines_here(config) + 1 > cores
+
+
+def check_devices(config: RunConfig) -> None:
+    """Raise UserError if a device that the run computes on is not there. Loads torch only if one is not the CPU.
+
+    vLLM has an environment, and a PyTorch, of its own.
+    """
+    devices = {"trainer.device": config.trainer.device}
+    if config.engine.kind != "vllm" and engines_here(config):
+        devices["engine.device"] = config.engine.device
+    for setting, device in devices.items():
+        if device == "cpu":
+            continue
+        from pipelinerl.models.loading import require_device  # noqa: PLC0415 - loads torch into this process
+
+        try:
+            require_device(device)
+        except UserError as error:
+            raise UserError(f"{setting}: {error}") from error
 
 
 def thread_environment(threads: int) -> dict[str, str]:

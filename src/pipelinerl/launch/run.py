@@ -19,6 +19,7 @@ from pipelinerl.files import write_atomically
 from pipelinerl.launch.memory_check import check_memory
 from pipelinerl.launch.outcome import FINISHED, Outcome, write_summary
 from pipelinerl.launch.plan import StartPlan, write_plan
+from pipelinerl.launch.resources import check_devices
 from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
 from pipelinerl.launch.services import Broker, running_broker
 from pipelinerl.launch.session import Session
@@ -37,6 +38,7 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     config = validate(config)
+    check_devices(config)
     memory = check_memory(config)
     check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
     lock = create_run_directory(config) if resume is None else open_run_directory(resume)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.errors import ModelLoadError
+from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.models.folder import find_model, resolve_path
 from pipelinerl.models.head import use_float32_head
 from pipelinerl.models.shape import LONGEST_SLOT
@@ -19,15 +19,41 @@ __all__ = ["LONGEST_SLOT", "resolve_path"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def require_device(device: torch.device | str) -> None:
+    """Raise UserError unless this PyTorch can compute on `device` on this machine."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device {str(device)!r} is unknown to PyTorch; use cpu, cuda, cuda:N or mps") from error
+    instead = "use cpu"
+    if wanted.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if torch.version.cuda is None and torch.version.hip is None:
+            problem = f"the PyTorch installed here ({torch.__version__}) is built without CUDA"
+            instead = "use cpu, or install a PyTorch with CUDA"
+        elif not count:
+            problem = "PyTorch finds no CUDA GPU here (nvidia-smi shows what the driver finds)"
+        elif (wanted.index or 0) >= count:
+            problem, instead = f"there are {count} CUDA GPUs here", f"use cuda:0 to cuda:{count - 1}"
+        else:
+            return
+    elif wanted.type == "mps" and not torch.backends.mps.is_available():
+        problem = "PyTorch finds no Apple GPU here"
+    else:
+        return
+    raise UserError(f"device {str(device)!r} can't be used: {problem}; {instead}")
+
+
 def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
     """The model in `config.dtype` on `device`, in eval mode: the policy that samples has no dropout, so training has none.
 
     It has no adapters: `config.lora` is for who trains it. Raises UnsupportedModelError if it can't have the head that
-    `config.head_dtype` asks for, ModelLoadError for anything that can't be loaded, and for weights that are not all there
-    (transformers would fill the gaps with random numbers).
+    `config.head_dtype` asks for, UserError for a device that is not there, ModelLoadError for anything that can't be
+    loaded, and for weights that are not all there (transformers would fill the gaps with random numbers).
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only loading needs it
 
+    require_device(device)
     path = find_model(config.path)
     with _quiet(), _one_line(config.path, "model"):
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -53,11 +53,25 @@ def _digest(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)  # NumPy has no bfloat16, but has bytes.
 
 
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors with a value that is not finite, a tied one under its first name.
+
+    Each tensor is summed, which takes about as long as reading it, and the sum can only be finite if every value is. Values
+    are looked at one by one only where the sum is not finite: the sum of large finite values may overflow.
+    """
+    owners = [name for name, first in first_names(tensors).items() if name == first and tensors[name].is_floating_point()]
+    if not owners:
+        return []
+    sums = torch.stack([tensors[name].detach().sum(dtype=torch.float32).cpu() for name in owners])
+    suspects = [owners[index] for index in (~sums.isfinite()).nonzero()[:, 0].tolist()]
+    return [name for name in suspects if not bool(tensors[name].isfinite().all())]
+
+
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the model's own storage: all of them, or none.
 
-    Names and shapes must be exactly those of `named_weights(model)`; types and devices are converted. Raises
-    WeightUpdateError, listing the differences, before anything is copied.
+    Names and shapes must be exactly those of `named_weights(model)`, and all values finite; types and devices are
+    converted. Raises WeightUpdateError, listing what is wrong, before anything is copied.
     """
     weights = named_weights(model)
     problems = [
@@ -74,6 +88,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     ]
     if not problems:
         problems = _listed("tied in the model but not equal", _untied(weights, tensors))
+        problems += _listed("with values that are not finite", not_finite(tensors))
     if problems:
         raise WeightUpdateError("the weights do not fit the model: " + "; ".join(problems))
     with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
+from pipelinerl.models.state import not_finite
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -50,7 +51,8 @@ class Optimizer:
     def step(self, *, learning_rate: float, max_grad_norm: float) -> float:
         """Clip the gradients to `max_grad_norm`, step, and return the norm before clipping.
 
-        Raises TrainingDivergedError, with the weights untouched, if the norm is not finite.
+        Raises TrainingDivergedError, with the weights untouched, if the norm is not finite, and also if a weight is not
+        finite after the step: these weights are of no use to anyone.
         """
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
@@ -68,6 +70,11 @@ class Optimizer:
             for name, master in self._masters.items():
                 if master is not self._weights[name]:
                     self._weights[name].copy_(master)
+        if broken := not_finite(self._weights):
+            raise TrainingDivergedError(
+                f"{len(broken)} of {len(self._weights)} weights are not finite after a step with learning rate "
+                f"{learning_rate:g} (the first is {broken[0]}); lower trainer.learning_rate"
+            )
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:

@@ -108,8 +108,8 @@ class Learner:
     ) -> StepResult:
         """From the weights of `version` to those of `version + 1`, on these samples.
 
-        `on_micro_batch(done, total)` is called after each. Raises TrainingDivergedError, weights untouched, when the
-        loss, a log-probability or the gradient is not finite.
+        `on_micro_batch(done, total)` is called after each. Raises TrainingDivergedError when the loss, a log-probability
+        or the gradient is not finite (the weights are untouched then), or a weight after the step.
         """
         if not samples:
             raise ValueError("an optimizer step needs samples")

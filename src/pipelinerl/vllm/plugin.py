@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.models.state import checksum
+from pipelinerl.models.state import checksum, not_finite
 from pipelinerl.vllm.messages import BACKEND, REFUSED, BroadcastInfo, InitInfo, UpdateInfo
 from pipelinerl.weights.collective import CollectiveWeightReceiver
 
@@ -117,6 +117,8 @@ class WeightTransfer:
         else:
             tensors = read_weights(Path(info.path), info, self._directory)
         refuse_layout(checkpoint_shapes(str(self.model_config.model)), tensors)
+        if broken := not_finite(tensors):
+            raise WeightUpdateError(f"{REFUSED} {len(broken)} weights are not finite, among them {broken[0]}")
         self.receive_weights(tensors)
         if self.device.type != "cpu":  # The next broadcast writes into the buffer that is being copied from.
             torch.accelerator.synchronize()
