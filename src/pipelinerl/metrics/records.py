@@ -81,10 +81,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     completion_length_*     sampled tokens per rollout of the batch, skipped ones included
     sampled_length_mean     the same of everything the actor handed over lately, whatever became of it. The two together
                             show a length bias, should dropping introduce one
+    started_length_mean     the same by order of *start*: of the latest groups before the oldest one that is still open. Not
+                            biased to short completions, which end first; attempts that the actor dropped are in it
+    length_lag_correlation  over the rollouts of the batch, of their sampled tokens and the lag of their oldest token
     ess                     effective sample size (sum w)^2 / (N sum w^2), in (0, 1]
     kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (k1; the k3 estimate is beside it)
     lag_*                   optimizer steps between the weights that sampled a token and the weights being trained
     clamp_fraction          tokens whose importance weight was clamped or clipped
+    longest_*               lag_mean and clamp_fraction of the tokens of the longest quarter of the rollouts
     weight_*                importance weights pi/mu before the clamp
     on_policy_gap           largest |log pi - log mu| over tokens of lag 0: zero up to numerics if both agree, but
                             for sequences that span an update with kept KV entries
@@ -93,6 +97,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     packing_efficiency      tokens over (rows x row length) of the step's micro-batches
     queued                  rollouts at hand after the step
     dropped                 rollouts dropped at the trainer so far, by reason
+    actor_dropped           rollouts that the actors dropped in this session, by reason, and `actor_dropped_tokens` sampled
+                            for them
     ess_guard_trips         batches refused so far because of their ESS
     metrics                 means of the rollouts' metrics by name, `metric_counts` how many of them have it
     """
@@ -109,6 +115,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     completion_length_mean: float | None = None
     completion_length_max: int | None = None
     sampled_length_mean: float | None = None
+    started_length_mean: float | None = None
+    length_lag_correlation: float | None = None
     ess: float | None = None
     kl_behaviour_policy: float | None = None
     kl_behaviour_policy_k3: float | None = None
@@ -117,6 +125,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lag_p50: int | None = None
     lag_p99: int | None = None
     clamp_fraction: float | None = None
+    longest_lag_mean: float | None = None
+    longest_clamp_fraction: float | None = None
     entropy_mean: float | None = None
     weight_mean: float | None = None
     weight_max: float | None = None
@@ -130,6 +140,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     packing_efficiency: float | None = None
     queued: int = 0
     dropped: dict[str, int] = {}
+    actor_dropped: dict[str, int] = {}
+    actor_dropped_tokens: dict[str, int] = {}
     ess_guard_trips: int = 0
     engine: EngineRecord | None = None
     metrics: dict[str, float] = {}
