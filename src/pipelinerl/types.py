@@ -227,14 +227,21 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
 
 class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     """Counts of rollouts. started = handed_over + sum(dropped) + in_progress (finished attempts of an open group are in
-    progress until their group is handed to the stream). `rollouts_cut`, of those handed over, ended at their token limit."""
+    progress until their group is handed to the stream).
+
+    `rollouts_cut`, of those handed over, ended at their token limit. `dropped_tokens` were sampled for those that were
+    dropped, by the same reasons. `started_length_mean` is the mean of sampled tokens over the latest `started_lengths`
+    attempts in order of start, of groups before the oldest open one."""
 
     groups_started: int = 0
     rollouts_started: int = 0
     rollouts_handed_over: int = 0
     rollouts_cut: int = 0
     rollouts_dropped: dict[str, int] = {}
+    dropped_tokens: dict[str, int] = {}
     rollouts_in_progress: int = 0
+    started_length_mean: float | None = None
+    started_lengths: int = 0
     recent_reward: float | None = None
     evaluations: dict[str, float] = {}
     evaluated: int = 0

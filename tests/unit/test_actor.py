@@ -784,6 +784,52 @@ def test_failed_attempts_cost_themselves_alone():
     assert harness.progress().rollouts_handed_over == 8
 
 
+def test_what_was_sampled_for_a_dropped_rollout_is_counted_with_the_reason():
+    """Completions that had ended, and the one that the deadline interrupts."""
+
+    async def play(problem, client):
+        first = await client.generate([1])
+        if client.name.endswith("a1"):
+            raise ValueError("unlucky")
+        return Rollout(turns=(Turn(prompt_ids=(1,), completion=first),), reward=1)
+
+    harness = run(Harness(Task(play), script=lambda r: say("four"), groups=3), 40)
+    assert harness.actor._actor_progress().dropped_tokens == {"raised": 3 * 5}
+
+    harness = Harness(script=lambda r: say("x" * 900), groups=1, max_tokens=900, rollout_timeout_s=0.1)
+
+    async def main():
+        for _ in range(800):  # a token each
+            await harness.iterate(1)
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    assert harness.actor._actor_progress().rollouts_dropped == {"timeout": 2}
+    sampled = harness.actor._actor_progress().dropped_tokens["timeout"]
+    assert 0 < sampled <= sum(harness.engine.batch_sizes)
+
+
+def test_lengths_by_order_of_start_wait_for_the_oldest_group():
+    """In order of completion the short groups come first; here they count once no older group is open."""
+    lengths = {0: 15, 1: 3, 2: 4, 3: 5}
+
+    async def play(problem, client):
+        completion = await client.generate([problem.payload["n"]])
+        return Rollout(turns=(Turn(prompt_ids=(problem.payload["n"],), completion=completion),), reward=1)
+
+    harness = Harness(Task(play), script=lambda r: say("x" * (lengths[r.prompt_ids[0]] - 1)), slots=8, groups=4)
+
+    async def main():
+        await harness.iterate(8)
+        assert {group.index for group in harness.read()} == {1, 2, 3}
+        assert harness.actor._actor_progress().started_length_mean is None
+        await harness.iterate(20)
+
+    asyncio.run(main())
+    progress = harness.actor._actor_progress()
+    assert (progress.started_length_mean, progress.started_lengths) == ((15 + 3 + 4 + 5) / 4, 8)
+
+
 def test_a_group_without_any_rollout_is_still_reported():
     harness = run(Harness(some_fail(lambda name: name.startswith("g1.")), groups=3), 40)
     by_index = {group.index: group for group in harness.read()}

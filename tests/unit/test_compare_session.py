@@ -169,6 +169,12 @@ def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
     assert unasked["target_reward"] == 0.67  # nine tenths of the way from 0.1 to 0.74
 
 
+def test_a_target_that_the_first_weights_have_is_said(tmp_path: Path) -> None:
+    contents = run(tmp_path / "out", request(held_out=8), target=0.1)
+    assert contents["ratio_time_to_reward"]["median"] is None
+    assert "The first weights have a held-out reward of 0.1 already" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) -> None:
     class Stopped(Evaluations):
         def __call__(self, run_dir: Path, asked: Request) -> list[Answered]:

@@ -170,3 +170,21 @@ def test_statistics_hold_no_graph() -> None:
     leaf = torch.zeros(2, requires_grad=True)
     stats.add(leaf * 2, torch.zeros(2) > 0, torch.zeros(2) > 0, leaf * 3, torch.zeros(2, dtype=torch.long))
     assert not any(chunk.requires_grad for chunk in stats._log_ratios + stats._entropy)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(0, 1000))
+@settings(deadline=None, max_examples=50)
+def test_the_longest_quarter_of_the_rollouts(lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shortest = sorted(lengths, reverse=True)[math.ceil(len(lengths) / 4) - 1]
+    rollouts = [(length, rng.integers(0, 6, length), rng.random(length) < 0.3) for length in lengths]
+    longest = [rollout for rollout in rollouts if rollout[0] >= shortest]
+    stats = OnPolicyStats()
+    for number, (length, lags, limited) in enumerate(rollouts):
+        zeros, limited_N, nothing_N = torch.zeros(length), torch.tensor(limited), torch.zeros(length) > 0
+        kinds = (limited_N, nothing_N) if number % 2 else (nothing_N, limited_N)
+        stats.add(zeros, *kinds, zeros, torch.tensor(lags), lengths_N=torch.full((length,), length))
+    metrics = stats.result()
+    assert metrics is not None
+    assert metrics.longest_lag_mean == pytest.approx(np.concatenate([lags for _, lags, _ in longest]).mean())
+    assert metrics.longest_limited_fraction == pytest.approx(np.concatenate([limited for *_, limited in longest]).mean())

@@ -66,6 +66,9 @@ ACTORS = [
         rollouts_in_progress=6,
         evaluations={"before": 0.5},
         evaluated=9,
+        dropped_tokens={"timeout": 80, "raised": 3},
+        started_length_mean=10.0,
+        started_lengths=30,
     ),
     ActorProgress(
         groups_started=2,
@@ -74,6 +77,9 @@ ACTORS = [
         rollouts_dropped={"timeout": 1},
         rollouts_in_progress=4,
         recent_reward=0.25,
+        dropped_tokens={"timeout": 20},
+        started_length_mean=20.0,
+        started_lengths=10,
     ),
 ]
 TRAINER = TrainerProgress(version=6, trained=10, queued=1, steps_target=9)
@@ -123,6 +129,9 @@ def test_actors_add_up() -> None:
         recent_reward=0.25,
         evaluations={"before": 0.5},
         evaluated=9,
+        dropped_tokens={"timeout": 100, "raised": 3},
+        started_length_mean=12.5,
+        started_lengths=40,
     )
     assert total is not None
     parts = total.rollouts_handed_over + sum(total.rollouts_dropped.values()) + total.rollouts_in_progress

@@ -202,8 +202,13 @@ def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_a
         metrics = {"words/reward": words, "numbers/reward": 0.5, "words/boxed": 1.0}
         return msgspec.structs.replace(evaluation(when, version, words), metrics=metrics, **fields)
 
-    found = [evaluated("before", 0, 0.1), evaluated("online", 3, 0.2), evaluated("online", 6, 0.3, skipped=2)]
+    found = [
+        evaluated("before", 0, 0.1),
+        evaluated("online", 3, 0.2, version_min=3, version_max=5),
+        evaluated("online", 6, 0.3, skipped=2),
+    ]
     summary = summarize(CONFIG, steps(8), [*found, evaluated("after", 8, 0.4)], {}, wall_s=1.0, status="finished")
+    assert [summary["eval_online"][0][key] for key in ("version", "version_min", "version_max")] == [3, 3, 5]
     assert [(one["version"], one["reward"]) for one in summary["eval_online"]] == [
         (3, pytest.approx(0.25)),
         (6, pytest.approx(0.35)),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -26,6 +27,7 @@ from pipelinerl.stream.memory import memory_stream
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
 from pipelinerl.trainer.provenance import TrainedRecord
 from pipelinerl.types import (
+    ActorProgress,
     Completion,
     Group,
     Problem,
@@ -225,6 +227,31 @@ def test_trained_records_tell_versions_and_lags(tmp_path: Path) -> None:
     assert [sample.tokens for sample in first.samples] == [2, 3, 4, 5]
     assert {(sample.lag_min, sample.lag_max) for sample in first.samples} == {(0, 0)}
     assert (second.version, {(sample.lag_min, sample.lag_max) for sample in second.samples}) == (2, {(1, 1)})
+
+
+def test_records_tell_how_length_goes_with_lag_and_what_the_actor_dropped(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, steps=2, batch_size=6)
+    counts = {"rollouts_dropped": {"timeout": 2}, "dropped_tokens": {"timeout": 90}, "started_length_mean": 7.5}
+    actor = ActorProgress(**counts)  # type: ignore[arg-type]
+    setup.board.publish(
+        StageStatus(stage="actor", pid=1, state="working", detail="", since_s=0, written_s=0, progress=actor)
+    )
+    setup.trainer.start()
+    setup.feed([0])
+    setup.feed([1])
+    while setup.trainer.version < 1:
+        setup.trainer.pump()
+    setup.feed([2])
+    while not setup.trainer.goal_reached:
+        setup.trainer.pump()
+    first, second = setup.records()
+    assert first.length_lag_correlation is None  # all of version 0
+    # 4 and 5 tokens of group 1, which lag by one, and 2 to 5 of group 2, which do not.
+    expected = np.corrcoef([4, 5, 2, 3, 4, 5], [1, 1, 0, 0, 0, 0])[0, 1]
+    assert second.length_lag_correlation == pytest.approx(expected)
+    assert (second.actor_dropped, second.actor_dropped_tokens) == ({"timeout": 2}, {"timeout": 90})
+    assert second.started_length_mean == 7.5
+    assert first.longest_lag_mean == 0
 
 
 def test_the_ess_guard_drops_what_is_off_policy_and_goes_on_with_fresh_rollouts(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from statistics import fmean
 import msgspec
 
 from pipelinerl.actor.admission import Admission
-from pipelinerl.actor.client import EngineClient, let_rollouts_run
+from pipelinerl.actor.client import EngineClient, let_rollouts_run, rollout_of
 from pipelinerl.actor.deadline import CodeAlarm, deadlines_work
 from pipelinerl.actor.evaluation import Answers, Evaluation, RecordSink, evaluate, held_out_problems, write_record
 from pipelinerl.actor.failures import FailureLog
@@ -155,6 +155,8 @@ class Actor:
         if self._groups.groups_started > started:
             await let_rollouts_run(2)  # one turn to begin, one to submit
         stepped = await self._client.step()
+        for completion in self._client.take_cancelled():
+            self._failures.cancelled(rollout_of(completion.request_id), len(completion.token_ids))
         self._groups.check()
         self._hand_over()
         self._report(admission, stepped)
@@ -359,7 +361,10 @@ class Actor:
             rollouts_handed_over=self._rollouts_handed_over - self._rollouts_dropped_by_stream,
             rollouts_cut=self._rollouts_cut,
             rollouts_dropped=dropped,
+            dropped_tokens=self._failures.tokens,
             rollouts_in_progress=self._groups.in_progress,
+            started_length_mean=self._groups.started_length_mean,
+            started_lengths=self._groups.started_lengths,
             recent_reward=fmean(self._recent_rewards) if self._recent_rewards else None,
             evaluations=dict(self._evaluations),
             evaluated=self._evaluated + (self._online.answered if self._online is not None else 0),

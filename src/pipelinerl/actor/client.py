@@ -7,6 +7,7 @@ step's output to `deliver`, which wakes the rollouts that it concerns. `RolloutC
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
@@ -21,6 +22,8 @@ from pipelinerl.types import Completion, GenerationRequest, SamplingParams, Toke
 TURNS_TO_REACT = 2
 """Turns of the event loop from a finished completion to a finished rollout, or to its next request. Code that awaits more
 than that is seen one engine step later."""
+CANCELLED = 4096
+"""Completions of given up requests that are kept until somebody takes them."""
 
 
 class _Open(NamedTuple):
@@ -36,6 +39,12 @@ class EngineClient:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._open: dict[str, _Open] = {}
+        self._cancelled: deque[Completion] = deque(maxlen=CANCELLED)
+
+    def take_cancelled(self) -> list[Completion]:
+        """What the engine had sampled for requests that were given up, as far as it has ended them since the last call."""
+        taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED)
+        return taken
 
     @property
     def open_requests(self) -> int:
@@ -56,6 +65,7 @@ class EngineClient:
             if request is None:
                 if completion.finish_reason != "cancelled":
                     raise RuntimeError(f"the engine finished {completion.request_id!r}, which nobody awaits")
+                self._cancelled.append(completion)
                 continue
             if not request.completion.done():  # it is done when the awaiting task was cancelled a moment ago
                 request.completion.set_result(completion)
@@ -206,6 +216,11 @@ async def let_rollouts_run(turns: int = TURNS_TO_REACT) -> None:
     """Let every coroutine that is ready run, `turns` times."""
     for _ in range(turns):
         await asyncio.sleep(0)
+
+
+def rollout_of(request_id: str) -> str:
+    """The name of the rollout whose request this is: `g12.a3` of `g12.a3.t0`."""
+    return request_id.rpartition(".")[0]
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 
 from pipelinerl.actor.rollouts import Failure
 from pipelinerl.errors import TooManyFailuresError
@@ -14,6 +14,8 @@ SHOWN_PER_REASON = 3
 FIRST_ATTEMPTS = 16
 """When every one of the first attempts failed, the run ends before a whole window is wasted."""
 TRACEBACK_LINES = 6
+REMEMBERED = 4096
+"""Failed attempts of which a completion may still be in the engine, which ends it at its next step."""
 
 
 class FailureLog:
@@ -23,6 +25,8 @@ class FailureLog:
         self._max_fraction = max_fraction
         self._recent: deque[Failure | None] = deque(maxlen=window)
         self._counts: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._unfinished: OrderedDict[str, str] = OrderedDict()
         self._successes = 0
 
     @property
@@ -30,12 +34,22 @@ class FailureLog:
         """Failed attempts so far, by reason."""
         return dict(self._counts)
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens sampled for failed attempts so far, by reason."""
+        return dict(self._tokens)
+
     def success(self) -> None:
         self._successes += 1
         self._recent.append(None)
 
-    def failure(self, failure: Failure, rollout: str) -> None:
-        """Count one failure of the attempt called `rollout`; the first few of each reason are logged in full."""
+    def failure(self, failure: Failure, rollout: str, tokens: int = 0) -> None:
+        """Count one failure of the attempt called `rollout`, which had sampled `tokens`; the first few of each reason are
+        logged in full."""
+        self._tokens[failure.reason] += tokens
+        self._unfinished[rollout] = failure.reason
+        if len(self._unfinished) > REMEMBERED:
+            self._unfinished.popitem(last=False)
         self._recent.append(failure)
         self._counts[failure.reason] += 1
         nth = self._counts[failure.reason]
@@ -43,6 +57,11 @@ class FailureLog:
             last = " (more of this kind are counted, not shown)" if nth == SHOWN_PER_REASON else ""
             trace = f"\n{failure.traceback}" if failure.traceback else ""
             logger.warning("rollout %s is dropped, %s: %s%s%s", rollout, failure.reason, failure.message, last, trace)
+
+    def cancelled(self, rollout: str, tokens: int) -> None:
+        """The engine ended a completion of `rollout`; if that attempt has failed, its tokens count with it."""
+        if reason := self._unfinished.pop(rollout, None):
+            self._tokens[reason] += tokens
 
     def check(self) -> None:
         """Raises TooManyFailuresError when more than the allowed share of recent attempts failed."""

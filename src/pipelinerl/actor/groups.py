@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import msgspec
 
@@ -14,16 +15,21 @@ from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.types import Group, Problem, Rollout, SamplingParams
 
+RECENT_ATTEMPTS = 1024
+"""How many attempts `started_length_mean` is over."""
+
 
 @dataclass
 class OpenGroup:
-    """`problem` is the one that is recorded; `outcomes` has one entry per attempt that has ended, by attempt."""
+    """`problem` is the one that is recorded; `outcomes` has one entry per attempt that has ended, by attempt. `lengths` are
+    their sampled tokens, in order of completion."""
 
     index: int
     problem: Problem
     size: int
     started_version: int
     outcomes: dict[int, Rollout | Failure] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
     failed: int = 0
 
     @property
@@ -91,6 +97,8 @@ class GroupRunner:
         self._seed = seed
         self._failures = failures
         self._open: dict[int, OpenGroup] = {}
+        self._ended_early: dict[int, list[int]] = {}  # lengths of complete groups that started after an open one
+        self._started_lengths: deque[int] = deque(maxlen=RECENT_ATTEMPTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._crash: BaseException | None = None
 
@@ -99,6 +107,19 @@ class GroupRunner:
         """Rollouts that are neither dropped nor taken from `finished`."""
         waiting = sum(len(group.rollouts) for group in self.finished)
         return waiting + sum(group.in_progress for group in self._open.values())
+
+    @property
+    def started_lengths(self) -> int:
+        """How many attempts `started_length_mean` is over."""
+        return len(self._started_lengths)
+
+    @property
+    def started_length_mean(self) -> float | None:
+        """Mean sampled tokens of the latest attempts in order of start, of groups before the oldest one that is open.
+
+        In order of completion, what is there of the latest groups is the short ones.
+        """
+        return fmean(self._started_lengths) if self._started_lengths else None
 
     def start(self, index: int, version: int) -> None:
         """Start the attempts at problem `index`; the engine has the weights of `version`. They begin at the next turn.
@@ -113,7 +134,7 @@ class GroupRunner:
         self.running += group.size
         for number in range(self.group_size):
             if isinstance(made, Failure):
-                self._ended(group, number, made)
+                self._ended(group, number, made, 0)
                 continue
             task = asyncio.create_task(self._attempt(group, number, made[0]))
             self._tasks.add(task)
@@ -134,19 +155,26 @@ class GroupRunner:
         seed = derive_seed(self._seed, group.index, number)
         name = group.rollout_name(number)
         client = RolloutClient(self._client, self._tokenizer, self._sampling, name=name, seed=seed)
-        self._ended(group, number, await attempt(self._environment, problem, client, self._limits))
+        outcome = await attempt(self._environment, problem, client, self._limits)
+        self._ended(group, number, outcome, sum(len(one.token_ids) for one in client.completions))
 
-    def _ended(self, group: OpenGroup, number: int, outcome: Rollout | Failure) -> None:
+    def _ended(self, group: OpenGroup, number: int, outcome: Rollout | Failure, length: int) -> None:
         group.outcomes[number] = outcome
+        group.lengths.append(length)
         self.running -= 1
         if isinstance(outcome, Failure):
             group.failed += 1
-            self._failures.failure(outcome, group.rollout_name(number))
+            self._failures.failure(outcome, group.rollout_name(number), length)
         else:
             self._failures.success()
         if group.complete:
             del self._open[group.index]
             self.finished.append(group.record())
+            self._ended_early[group.index] = group.lengths
+            oldest = min(self._open, default=None)
+            for index in sorted(self._ended_early):
+                if oldest is None or index < oldest:
+                    self._started_lengths.extend(self._ended_early.pop(index))
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -29,11 +29,12 @@ def findings(rows: Sequence[Row], target: float | None, reward: str) -> list[str
     said: list[str] = []
     if pipeline is not None:
         time = pipeline.ratio_time_to_reward
-        said.append(
-            _in_words(time, f"reached a {reward} reward of {target:g}", "sooner", "later")
-            if target is not None
-            else f"No schedule's {reward} reward rose, so there is no target to compare times by."
-        )
+        if target is None:
+            said.append(f"No schedule's {reward} reward rose, so there is no target to compare times by.")
+        elif pipeline.samples_to_reward.median == 0:
+            said.append(f"The first weights have a {reward} reward of {target:g} already, so there is no time to it.")
+        else:
+            said.append(_in_words(time, f"reached a {reward} reward of {target:g}", "sooner", "later"))
         said.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
         said += _efficiency(pipeline, by_name.get(time.baseline or ""))
         said += _bottleneck(pipeline, by_name)
@@ -67,7 +68,7 @@ def _in_words(ratio: Ratio, did: str, better: str, worse: str) -> str:
 def _efficiency(pipeline: Row, baseline: Row | None) -> list[str]:
     own = pipeline.samples_to_reward.median
     other = baseline.samples_to_reward.median if baseline else None
-    if baseline is None or own is None or other is None:
+    if baseline is None or not own or not other:
         return []
     return [
         f"For it pipeline needed {own:.0f} samples and {baseline.schedule} {other:.0f} ({own / other:.2f} times as many): "

@@ -105,6 +105,7 @@ def build_trainer(
         checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer),
         state=state,
         engines=[stages.engine for stages in generation_stages(config.engine.processes)],
+        actors=[stages.actor for stages in generation_stages(config.engine.processes)],
         started_s=session.records_from_s,
     )
 

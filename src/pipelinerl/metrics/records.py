@@ -81,12 +81,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     completion_length_*     sampled tokens per rollout of the batch, skipped ones included
     sampled_length_mean     the same of everything the actor handed over lately, whatever became of it. The two together
                             show a length bias, should dropping introduce one
+    started_length_mean     the same by order of *start*: of the latest groups before the oldest one that is still open. Not
+                            biased to short completions, which end first; attempts that the actor dropped are in it
+    length_lag_correlation  over the rollouts of the batch, of their sampled tokens and the lag of their oldest token
     ess                     effective sample size (sum w)^2 / (N sum w^2), in (0, 1]
     kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (k1; the k3 estimate is beside it)
     lag_*                   optimizer steps between the weights that sampled a token and the weights being trained
     versions_in_batch       how many weight versions sampled its tokens. Always 1: generation and training go in rounds
     masked_fraction         tokens that a mask, or the loss's clip, left without a gradient from their advantage
     truncated_fraction      tokens learned from with a limit in the place of their own importance weight
+    longest_*               of the tokens of the longest quarter of the rollouts: lag_mean, and the share masked or truncated
     weight_*                importance weights pi/mu before any limit
     on_policy_gap           largest |log pi - log mu| over tokens of lag 0: zero up to numerics if both agree, but
                             for sequences that span an update with kept KV entries
@@ -95,6 +99,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     packing_efficiency      tokens over (rows x row length) of the step's micro-batches
     queued                  rollouts at hand after the step
     dropped                 rollouts dropped at the trainer so far, by reason
+    actor_dropped           rollouts that the actors dropped in this session, by reason, and `actor_dropped_tokens` sampled
+                            for them
     ess_guard_trips         batches refused so far because of their ESS
     metrics                 means of the rollouts' metrics by name, `metric_counts` how many of them have it
     """
@@ -111,6 +117,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     completion_length_mean: float | None = None
     completion_length_max: int | None = None
     sampled_length_mean: float | None = None
+    started_length_mean: float | None = None
+    length_lag_correlation: float | None = None
     ess: float | None = None
     kl_behaviour_policy: float | None = None
     kl_behaviour_policy_k3: float | None = None
@@ -121,6 +129,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     versions_in_batch: int | None = None
     masked_fraction: float | None = None
     truncated_fraction: float | None = None
+    longest_lag_mean: float | None = None
+    longest_limited_fraction: float | None = None
     entropy_mean: float | None = None
     weight_mean: float | None = None
     weight_max: float | None = None
@@ -134,6 +144,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     packing_efficiency: float | None = None
     queued: int = 0
     dropped: dict[str, int] = {}
+    actor_dropped: dict[str, int] = {}
+    actor_dropped_tokens: dict[str, int] = {}
     ess_guard_trips: int = 0
     engine: EngineRecord | None = None
     metrics: dict[str, float] = {}

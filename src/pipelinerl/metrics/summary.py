@@ -41,7 +41,10 @@ def summarize(
     Means over the run weigh every step equally, except lengths and lag, which weigh rollouts and tokens.
     `cut_fraction` is the share of this session's rollouts that ended at their token limit. `nothing_learned` says why no
     step had a gradient; None if one had, or there was none.
-    `eval_online` are the evaluations while training went on, `eval_skipped` counts those that were due and left out.
+    `eval_online` are the evaluations while training went on: `version` is that of the weights when one began, and its
+    tokens were sampled by those from `version_min` to `version_max`. `eval_skipped` counts those that were due and left out.
+    `started_length_mean` is the last step's, of the latest groups in order of start. `actor_dropped_length_mean` is the mean
+    of sampled tokens of the rollouts that actors dropped, by reason.
     `rollouts_dropped` adds up the actor's and the trainer's counts. If started rollouts are not exactly the sum of those
     trained, dropped, queued and in progress, there is one more key: `conservation_error`, with the numbers.
     """
@@ -71,7 +74,14 @@ def summarize(
         **_evaluated("before", next((e for e in evaluations if e.when == "before"), None)),
         **_evaluated("after", next((e for e in reversed(evaluations) if e.when == "after"), None)),
         "eval_online": [
-            {"version": e.version, "reward": e.reward_mean, "standard_error": e.reward_standard_error, "metrics": e.metrics}
+            {
+                "version": e.version,
+                "version_min": e.version_min,
+                "version_max": e.version_max,
+                "reward": e.reward_mean,
+                "standard_error": e.reward_standard_error,
+                "metrics": e.metrics,
+            }
             for e in evaluations
             if e.when == "online"
         ],
@@ -101,6 +111,11 @@ def account_for_rollouts(
         "rollouts_started": actor.rollouts_started if actor else None,
         "rollouts_trained": trained,
         "rollouts_dropped": dict(dropped.most_common()),
+        "actor_dropped_length_mean": {
+            reason: tokens / actor.rollouts_dropped[reason] for reason, tokens in sorted(actor.dropped_tokens.items())
+        }
+        if actor
+        else {},
         "rollouts_queued": queued,
         "rollouts_in_progress": actor.rollouts_in_progress if actor else None,
     }
@@ -149,9 +164,15 @@ def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
         "reward_last": _mean(step.reward_mean for step in steps[-edge:]),
         "trained_length_mean": _weighted((step.completion_length_mean, step.samples) for step in steps),
         "sampled_length_mean": _weighted((step.sampled_length_mean, step.samples) for step in steps),
+        "started_length_mean": next(
+            (s.started_length_mean for s in reversed(steps) if s.started_length_mean is not None), None
+        ),
+        "length_lag_correlation": _mean(step.length_lag_correlation for step in steps),
         "ess_mean": _mean(ess),
         "ess_min": min(ess, default=None),
         "lag_mean": _weighted((step.lag_mean, step.tokens_trained) for step in steps),
+        "longest_lag_mean": _mean(step.longest_lag_mean for step in steps),
+        "longest_limited_fraction": _mean(step.longest_limited_fraction for step in steps),
         "lag_max": max((step.lag_max for step in steps if step.lag_max is not None), default=None),
     }
 

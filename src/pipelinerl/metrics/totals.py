@@ -37,13 +37,19 @@ def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
 
 
 def actor_total(statuses: Mapping[str, StageStatus]) -> ActorProgress | None:
-    """All actors as one; None if there is none. Counts add up; `recent_reward` is the mean of those that have one."""
+    """All actors as one; None if there is none. Counts add up; `recent_reward` and
+    `started_length_mean` are means over those that have one."""
     actors = _all(statuses.values(), ActorProgress)
     if len(actors) < 2:
         return actors[0] if actors else None
     dropped: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
     for actor in actors:
         dropped.update(actor.rollouts_dropped)
+        tokens.update(actor.dropped_tokens)
+    lengths = [
+        (actor.started_length_mean, actor.started_lengths) for actor in actors if actor.started_length_mean is not None
+    ]
     rewards = [actor.recent_reward for actor in actors if actor.recent_reward is not None]
     return ActorProgress(
         groups_started=sum(actor.groups_started for actor in actors),
@@ -51,8 +57,11 @@ def actor_total(statuses: Mapping[str, StageStatus]) -> ActorProgress | None:
         rollouts_handed_over=sum(actor.rollouts_handed_over for actor in actors),
         rollouts_cut=sum(actor.rollouts_cut for actor in actors),
         rollouts_dropped=dict(dropped),
+        dropped_tokens=dict(tokens),
         rollouts_in_progress=sum(actor.rollouts_in_progress for actor in actors),
         recent_reward=fmean(rewards) if rewards else None,
+        started_length_mean=fmean([mean for mean, _ in lengths], [count for _, count in lengths]) if lengths else None,
+        started_lengths=sum(count for _, count in lengths),
         evaluations={when: reward for actor in actors for when, reward in actor.evaluations.items()},
         evaluated=sum(actor.evaluated for actor in actors),
     )

@@ -44,6 +44,7 @@ class Curves(NamedTuple):
     trained_tokens_per_s: list[float]
     trained_length_mean: list[float]
     sampled_length_mean: list[float]
+    started_length_mean: list[float]
     evaluations: list[Mark]
     by_environment: dict[str, list[float]]
     held_out: list[HeldOut]
@@ -77,6 +78,7 @@ def prepare(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]
         ],
         trained_length_mean=column(lambda step: step.completion_length_mean),
         sampled_length_mean=column(lambda step: step.sampled_length_mean),
+        started_length_mean=column(lambda step: step.started_length_mean),
         evaluations=[
             Mark(f"held out, {e.when} training", e.time_s, e.reward_mean, e.reward_standard_error or 0.0)
             for e in evaluations
@@ -133,6 +135,7 @@ def _draw(curves: Curves) -> Figure:
     finish_axes(tokens, "Throughput", "seconds", "tokens/s")
     line(length, steps, curves.trained_length_mean, "trained")
     line(length, steps, curves.sampled_length_mean, "sampled")
+    line(length, steps, curves.started_length_mean, "sampled, by order of start")
     finish_axes(length, "Completion length", "optimizer step", "mean tokens")
     return figure
 

@@ -85,7 +85,27 @@ def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
     return [
         ("ESS", f"mean {_number(summary['ess_mean'])}, min {_number(summary['ess_min'])}"),
         ("lag", f"mean {_number(summary['lag_mean'], '.2f')}, max {_number(summary['lag_max'], '.0f')} optimizer steps"),
-        ("completion length", f"{trained} tokens trained on, {sampled} sampled{share}"),
+        ("completion length", f"{trained} tokens trained on, {sampled} sampled{_by_start(summary)}{share}"),
+        *_longest(summary),
+    ]
+
+
+def _by_start(summary: Mapping[str, Any]) -> str:
+    """Summaries of older versions have none, nor what `_longest` shows."""
+    mean = summary.get("started_length_mean")
+    return "" if mean is None else f"; {mean:.1f} of the latest groups in order of start"
+
+
+def _longest(summary: Mapping[str, Any]) -> list[Row]:
+    lag, limited = summary.get("longest_lag_mean"), summary.get("longest_limited_fraction")
+    if lag is None or limited is None:
+        return []
+    together = _number(summary["length_lag_correlation"], ".2f")
+    return [
+        (
+            "longest quarter",
+            f"lag mean {lag:.2f}, {limited:.2%} of weights limited; correlation of length and lag {together}",
+        )
     ]
 
 
@@ -113,6 +133,8 @@ def _rollouts(summary: Mapping[str, Any]) -> list[Row]:
         f"+ {_number(summary['rollouts_in_progress'], 'd')} in progress"
     )
     rows = [("rollouts", account)]
+    if lengths := summary.get("actor_dropped_length_mean"):
+        rows.append(("dropped by actor", ", ".join(f"{why}: {mean:.1f} tokens each" for why, mean in lengths.items())))
     if "conservation_error" in summary:
         rows.append(("NOT ACCOUNTED FOR", f"{summary['conservation_error']['missing']} rollouts: see summary.json"))
     return rows

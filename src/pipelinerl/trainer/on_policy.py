@@ -48,13 +48,17 @@ class OnPolicyMetrics:
     on_policy_gap: float | None
     """Largest |log pi - log mu| over tokens of lag 0, which pi itself sampled: the numerical gap between engine and
     trainer. None when there are no such tokens."""
+    longest_lag_mean: float | None = None
+    """Of the tokens of the longest quarter of the rollouts: mean lag, and the share that was masked or truncated. None if
+    the rollouts' lengths were not given."""
+    longest_limited_fraction: float | None = None
 
 
 class OnPolicyStats:
     """Collects the tokens of one optimizer step over its micro-batches.
 
     Tokens are kept, not summarised, until `result`: the metrics (percentiles included) are exact however the step was
-    packed, and nothing waits for the device in between. That is 18 bytes a token (float32 inputs), for one step.
+    packed, and nothing waits for the device in between. That is 26 bytes a token (float32 inputs), for one step.
     """
 
     def __init__(self) -> None:
@@ -63,6 +67,7 @@ class OnPolicyStats:
         self._truncated: list[torch.Tensor] = []
         self._entropy: list[torch.Tensor] = []
         self._lags: list[torch.Tensor] = []
+        self._lengths: list[torch.Tensor] = []
 
     def add(
         self,
@@ -71,8 +76,13 @@ class OnPolicyStats:
         truncated_N: torch.Tensor,
         entropy_N: torch.Tensor,
         lags_N: torch.Tensor,
+        *,
+        lengths_N: torch.Tensor | None = None,
     ) -> None:
-        """Add a micro-batch's sampled tokens: log(pi / mu), bools, nats, integer lags; all of shape (N,), N may be 0."""
+        """Add a micro-batch's sampled tokens: log(pi / mu), bools, nats, integer lags; all of shape (N,), N may be 0.
+
+        `lengths_N`: how many sampled tokens the token's rollout has. Given for all micro-batches of a step or for none.
+        """
         shapes = [tuple(tensor.shape) for tensor in (log_ratios_N, masked_N, truncated_N, entropy_N, lags_N)]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
             raise ValueError(f"every per-token tensor must have the same shape (N,), got {shapes}")
@@ -81,6 +91,8 @@ class OnPolicyStats:
         self._truncated.append(truncated_N.detach())
         self._entropy.append(entropy_N.detach())
         self._lags.append(lags_N.detach())
+        if lengths_N is not None:
+            self._lengths.append(lengths_N.detach())
 
     def result(self) -> OnPolicyMetrics | None:
         """The metrics of all tokens added; None when there were none.
@@ -97,6 +109,9 @@ class OnPolicyStats:
         weights_N = logs_N.exp()
         sorted_lags_N = lags_N.sort().values
         on_policy_N = logs_N[lags_N == 0]
+        masked_N, truncated_N = torch.cat(self._masked).cpu(), torch.cat(self._truncated).cpu()
+        limited_N = (masked_N | truncated_N).double()
+        longest_N = in_longest_quarter(torch.cat(self._lengths).cpu()) if self._lengths else None
         return OnPolicyMetrics(
             tokens=tokens,
             ess=effective_sample_size(logs_N),
@@ -106,13 +121,28 @@ class OnPolicyStats:
             lag_max=int(sorted_lags_N[-1]),
             lag_p50=_nearest_rank(sorted_lags_N, 0.50),
             lag_p99=_nearest_rank(sorted_lags_N, 0.99),
-            masked_fraction=float(torch.cat(self._masked).cpu().double().mean()),
-            truncated_fraction=float(torch.cat(self._truncated).cpu().double().mean()),
+            masked_fraction=float(masked_N.double().mean()),
+            truncated_fraction=float(truncated_N.double().mean()),
             entropy_mean=float(torch.cat(self._entropy).cpu().double().mean()),
             weight_mean=float(weights_N.mean()),
             weight_max=float(weights_N.max()),
             on_policy_gap=float(on_policy_N.abs().max()) if on_policy_N.numel() else None,
+            longest_lag_mean=None if longest_N is None else float(lags_N[longest_N].double().mean()),
+            longest_limited_fraction=None if longest_N is None else float(limited_N[longest_N].mean()),
         )
+
+
+def in_longest_quarter(lengths_N: torch.Tensor) -> torch.Tensor:
+    """Which tokens, bool (N,), are of the longest quarter of the rollouts, or of one as long as the shortest of these.
+
+    `lengths_N`: the length of each token's rollout, all of whose tokens are there: n tokens of length L are n / L rollouts.
+    """
+    tokens_L = lengths_N.bincount()
+    rollouts_L = tokens_L // torch.arange(len(tokens_L)).clamp(min=1)
+    longer_L = rollouts_L.flip(0).cumsum(0).flip(0)  # rollouts of at least L tokens
+    quarter = math.ceil(int(longer_L[0]) / 4)
+    shortest = int((longer_L >= quarter).sum()) - 1
+    return lengths_N.ge(shortest)
 
 
 def _nearest_rank(sorted_N: torch.Tensor, fraction: float) -> int:

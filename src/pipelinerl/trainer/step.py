@@ -165,7 +165,8 @@ class Learner:
         part = output.loss_N.sum() / normalizer
         part.backward()  # type: ignore[no-untyped-call]
         self.optimizer.accumulate()
-        stats.add(inputs.log_ratio_N, output.masked_N, output.truncated_N, entropy_P, batch.lags_P)
+        lengths_P = batch.sequence_P.bincount()[batch.sequence_P]
+        stats.add(inputs.log_ratio_N, output.masked_N, output.truncated_N, entropy_P, batch.lags_P, lengths_N=lengths_P)
         return part.detach()
 
     def _normalizer(self, samples: Sequence[TrainingSample]) -> int:

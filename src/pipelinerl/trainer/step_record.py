@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import fmean, pstdev
+from statistics import correlation, fmean, pstdev
 
 import msgspec
 
 from pipelinerl.metrics.records import EngineRecord, StepRecord, mean_metrics
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.step import StepResult
-from pipelinerl.types import EngineProgress, TrainingSample
+from pipelinerl.types import ActorProgress, EngineProgress, TrainingSample
 
 
 def step_record(
@@ -26,6 +26,7 @@ def step_record(
     saving_s: float,
     ess_guard_trips: int,
     engine: EngineRecord | None,
+    actor: ActorProgress | None,
 ) -> StepRecord:
     """`version` is that of the weights after the step; the standard deviation of rewards is the population's."""
     metrics = result.metrics
@@ -46,6 +47,8 @@ def step_record(
         completion_length_mean=fmean(lengths),
         completion_length_max=max(lengths),
         sampled_length_mean=queue.sampled_length_mean,
+        started_length_mean=actor.started_length_mean if actor else None,
+        length_lag_correlation=length_lag_correlation(samples, version - 1),
         grad_norm=result.grad_norm,
         learning_rate=result.learning_rate,
         train_s=train_s,
@@ -56,6 +59,8 @@ def step_record(
         queued=queue.queued,
         dropped=queue.dropped,
         ess_guard_trips=ess_guard_trips,
+        actor_dropped=dict(actor.rollouts_dropped) if actor else {},
+        actor_dropped_tokens=dict(actor.dropped_tokens) if actor else {},
         engine=engine,
         metrics=averaged.means,
         metric_counts=averaged.counts,
@@ -65,6 +70,16 @@ def step_record(
     measured = asdict(metrics)
     del measured["tokens"]  # counted above
     return msgspec.structs.replace(record, **measured)
+
+
+def length_lag_correlation(samples: Sequence[TrainingSample], version: int) -> float | None:
+    """Pearson correlation, over rollouts trained by the weights of `version`, of sampled tokens and the oldest token's lag.
+
+    None if all lengths or all lags are equal.
+    """
+    lengths = [sample.sampled_count for sample in samples]
+    lags = [version - min(sample.versions) for sample in samples]
+    return correlation(lengths, lags) if len(set(lengths)) > 1 and len(set(lags)) > 1 else None
 
 
 class EngineWatch:

@@ -26,7 +26,7 @@ from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Schedule, WeightSender
 from pipelinerl.metrics.sinks import Sink
-from pipelinerl.metrics.totals import engine_total
+from pipelinerl.metrics.totals import actor_total, engine_total
 from pipelinerl.status import ALONE, StatusReporter
 from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.provenance import trained_record
@@ -83,7 +83,8 @@ class Trainer:
     """Owns the model's training from `state` to `config.steps` optimizer steps.
 
     `queue` continues from `state.position` and `state.counters.queue`. `clock` and `started_s` are on the same scale:
-    records tell the time since `started_s`, and how the stages `engines` did. Without `checkpoints`, none are written.
+    records tell the time since `started_s`, and how the stages `engines` and `actors` did. Without `checkpoints`, none are
+    written.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Trainer:
         checkpoints: CheckpointPlan | None = None,
         state: TrainerState | None = None,
         engines: Sequence[str] = (ALONE.engine,),
+        actors: Sequence[str] = (ALONE.actor,),
         clock: Callable[[], float] = time.monotonic,
         started_s: float | None = None,
     ) -> None:
@@ -119,6 +121,7 @@ class Trainer:
         self._started_s = self._ready_s if started_s is None else started_s
         self._status = StatusReporter(board, "trainer", clock)
         self._engines = engines
+        self._actors = actors
         self._engine = EngineWatch()
         self._version = state.version
         self._saved_version = state.version if state.version else -1
@@ -290,8 +293,9 @@ class Trainer:
         self._busy_s += now_s - begin_s
         wait_s = (now_s - self._step_end_s) - (self._busy_s - self._step_end_busy_s)
         self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
-        found = {stage: self._board.read(stage) for stage in self._engines}
-        progress = engine_total({stage: status for stage, status in found.items() if status is not None})
+        found = {stage: self._board.read(stage) for stage in (*self._engines, *self._actors)}
+        statuses = {stage: status for stage, status in found.items() if status is not None}
+        progress = engine_total(statuses)
         record = step_record(
             samples,
             result,
@@ -303,6 +307,7 @@ class Trainer:
             saving_s=self._saving_s,
             ess_guard_trips=self._ess_guard_trips,
             engine=self._engine.record(progress, now_s) if progress is not None else None,
+            actor=actor_total(statuses),
         )
         self._sink.write(record)
         self._latest = record.headline()
