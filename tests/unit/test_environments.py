@@ -421,7 +421,7 @@ def test_the_example_of_counting_pays_for_the_share_that_is_right_and_for_a_righ
     }
     for text, reward in answers.items():
         assert play(environment, problem, [say(text)])[0].reward == reward, text
-    rollout, requests = play(environment, problem, [say(" 20" * 100)])
+    _, requests = play(environment, problem, [say(" 20" * 100)])
     assert TOKENIZER.decode(requests[0].prompt_ids) == "All numbers from 18 to 23: 18, 19,"
     assert requests[0].sampling.max_tokens == len(" 20, 21, 22, 23") + 6
     pairs = [
