@@ -62,6 +62,11 @@ ALSO = [
     "eval_after_metrics",
     "eval_online",
     "eval_skipped",
+    "started_length_mean",
+    "length_lag_correlation",
+    "longest_lag_mean",
+    "longest_clamp_fraction",
+    "actor_dropped_length_mean",
     "eval_reward_before_standard_error",
     "eval_reward_after_standard_error",
     "peak_memory_bytes",
@@ -72,7 +77,11 @@ ENGINE = EngineProgress(
     version=8, tokens_generated=5000, busy_s=45.0, ready_s=50.0, weight_updates=8, pauses_s=(0.001, 0.002, 0.003, 0.104)
 )
 ACTOR = ActorProgress(
-    rollouts_started=100, rollouts_handed_over=85, rollouts_dropped={"timeout": 2, "error": 1}, rollouts_in_progress=12
+    rollouts_started=100,
+    rollouts_handed_over=85,
+    rollouts_dropped={"timeout": 2, "error": 1},
+    dropped_tokens={"timeout": 90, "error": 0},
+    rollouts_in_progress=12,
 )
 TRAINER = TrainerProgress(version=8, trained=64, dropped={"stale": 5, "timeout": 1}, queued=7, busy_s=20.0, ready_s=40.0)
 
@@ -152,6 +161,7 @@ def test_the_numbers_by_hand() -> None:
     assert summary["eval_reward_after"] == pytest.approx(0.95)  # the last of two
     assert summary["eval_before_lengths"] == {"mean": 20.0, "p50": 20.0, "p99": pytest.approx(29.8)}
     assert summary["rollouts_dropped"] == {"timeout": 3, "error": 1, "stale": 5}
+    assert summary["actor_dropped_length_mean"] == {"timeout": 45.0, "error": 0.0}
     assert summary["rollouts_queued"] == 15
     assert "conservation_error" not in summary  # 100 = 64 + 9 + 15 + 12
 
