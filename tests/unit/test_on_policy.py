@@ -62,9 +62,10 @@ def make_tokens(count: int, seed: int, highest_lag: int = 5) -> Tokens:
 
 
 def metrics_of(tokens: Tokens, chunks: list[np.ndarray]) -> OnPolicyMetrics:
+    """Every token is a rollout, so that all are as long as the longest quarter."""
     stats = OnPolicyStats()
     for chunk in chunks:
-        stats.add(*(tensor[chunk] for tensor in tokens))
+        stats.add(*(tensor[chunk] for tensor in tokens), lengths_N=torch.ones(len(chunk), dtype=torch.long))
     metrics = stats.result()
     assert metrics is not None
     return metrics
@@ -91,6 +92,8 @@ def test_metrics_equal_numpy() -> None:
         weight_mean=weights.mean(),
         weight_max=weights.max(),
         on_policy_gap=np.abs(logs[lags == 0]).max(),
+        longest_lag_mean=lags.mean(),
+        longest_limited_fraction=(tokens[1] | tokens[2]).numpy().mean(),
     )
     assert dataclasses.asdict(metrics) == pytest.approx(dataclasses.asdict(expected), rel=1e-10)
 

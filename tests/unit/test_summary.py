@@ -62,6 +62,11 @@ ALSO = [
     "eval_after_metrics",
     "eval_online",
     "eval_skipped",
+    "started_length_mean",
+    "length_lag_correlation",
+    "longest_lag_mean",
+    "longest_limited_fraction",
+    "actor_dropped_length_mean",
     "eval_reward_before_standard_error",
     "eval_reward_after_standard_error",
     "peak_memory_bytes",
@@ -78,6 +83,7 @@ ACTOR = ActorProgress(
     rollouts_handed_over=85,
     rollouts_cut=17,
     rollouts_dropped={"timeout": 2, "error": 1},
+    dropped_tokens={"timeout": 90, "error": 0},
     rollouts_in_progress=12,
 )
 TRAINER = TrainerProgress(version=8, trained=64, dropped={"stale": 5, "timeout": 1}, queued=7, busy_s=20.0, ready_s=40.0)
@@ -158,6 +164,7 @@ def test_the_numbers_by_hand() -> None:
     assert summary["eval_reward_after"] == pytest.approx(0.95)  # the last of two
     assert summary["eval_before_lengths"] == {"mean": 20.0, "p50": 20.0, "p99": pytest.approx(29.8)}
     assert summary["rollouts_dropped"] == {"timeout": 3, "error": 1, "stale": 5}
+    assert summary["actor_dropped_length_mean"] == {"timeout": 45.0, "error": 0.0}
     assert summary["rollouts_queued"] == 15
     assert summary["cut_fraction"] == pytest.approx(0.2)
     assert summary["nothing_learned"] is None

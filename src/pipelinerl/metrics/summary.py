@@ -112,7 +112,9 @@ def account_for_rollouts(
         "rollouts_trained": trained,
         "rollouts_dropped": dict(dropped.most_common()),
         "actor_dropped_length_mean": {
-            reason: tokens / actor.rollouts_dropped[reason] for reason, tokens in sorted(actor.dropped_tokens.items())
+            reason: tokens / actor.rollouts_dropped[reason]
+            for reason, tokens in sorted(actor.dropped_tokens.items())
+            if actor.rollouts_dropped.get(reason)
         }
         if actor
         else {},
