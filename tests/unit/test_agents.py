@@ -181,6 +181,8 @@ def test_streams_are_answers_of_one_piece(gateway: Gateway) -> None:
         ({"presence_penalty": 1.0}, "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"extra_body": {"guided_json": {"type": "object"}}}, "guided_json"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),

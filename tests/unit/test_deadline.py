@@ -306,3 +306,43 @@ def test_between_calls_the_timer_of_an_alarm_that_stays_runs_on_unheard() -> Non
     finally:
         alarm.release()
         signal.setitimer(signal.ITIMER_REAL, *outer)
+
+
+CODE = """
+def reward():
+    return helper()
+
+def helper():
+    while True:
+        pass
+"""
+
+
+def test_code_that_holds_the_thread_is_named_while_it_runs_and_when_it_is_interrupted(monkeypatch):
+    monkeypatch.setattr(deadline, "SLOW_S", 0.05)
+    monkeypatch.setattr(deadline, "REPEAT_S", 0.02)
+    told = []
+    alarm = CodeAlarm(0.3, on_slow=told.append)
+
+    scope = {}
+    exec(compile(CODE, "/home/somebody/task.py", "exec"), scope)  # noqa: S102 - code of a user's file
+    with pytest.raises(CodeDeadlineError, match=r"^the code ran for 0.3 s without yielding, in reward \(task.py, line 3\)$"):
+        alarm.call(scope["reward"])
+    assert told
+    for line in told:
+        assert line == "code of the environment has run for 0 s without yielding, in reward (task.py, line 3)"
+
+
+def test_code_that_never_worked_is_given_up_and_code_that_did_is_not():
+    for worked in (False, True):
+        alarm = CodeAlarm(0.02, gives_up=True)
+        alarm.worked = worked
+        for _ in range(deadline.GIVE_UP_AFTER):
+            with pytest.raises(CodeDeadlineError, match="without yielding"):
+                alarm.call(lambda: time.sleep(60))
+        assert alarm.interruptions == deadline.GIVE_UP_AFTER
+        if worked:
+            assert alarm.call(lambda: 3) == 3
+        else:
+            with pytest.raises(CodeDeadlineError, match="as often as it was tried: it is not run any more"):
+                alarm.call(lambda: 3)

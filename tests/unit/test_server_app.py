@@ -20,7 +20,7 @@ from pipelinerl.server.limits import MAX_BODY_BYTES
 from pipelinerl.server.service import Service
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 from pipelinerl.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine
-from tests.unit.server_parts import EOS, MAX_LENGTH, byte_tokenizer, client_of, running, until
+from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, client_of, running, until
 
 TOKENIZER = byte_tokenizer()
 PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 12, "seed": 1, "temperature": 1.0}
@@ -183,6 +183,14 @@ def test_defaults_ends_and_other_parameters(tmp_path: Path) -> None:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"best_of": 4}, "best_of"),
+        ({"guided_json": {"type": "object"}}, "guided_json: this server does not support it"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"guided_choice": ["a", "b"]}, "guided_choice"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"priority": 1}, "priority"),
+        ({"length_penalty": 2}, "length_penalty"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"frequency_penalty": -1}, "frequency_penalty"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -245,6 +253,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ({"messages": [{"role": "clown", "content": "x"}]}, "no clowns"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tools"),
+        ({"guided_choice": ["a", "b"]}, "guided_choice: this server does not support it"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: tools is not a variable of the chat template"),
+        ({"continue_final_message": True}, "continue_final_message: it goes with add_generation_prompt false"),
         ({"messages": "hello"}, "messages"),
         ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
     ],
@@ -253,6 +267,31 @@ def test_chats_that_can_not_be_had(shared: Shared, change: dict[str, Any], words
     response = shared.post("/v1/chat/completions", CHAT | change)
     assert response.status_code == 400
     assert words in error_of(response).error.message
+
+
+@pytest.mark.parametrize(
+    ("change", "prompt"),
+    [
+        ({}, "u:hi\na:"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "u:hi\n!a:"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "u:hi\na:"),
+        ({"add_generation_prompt": False}, "u:hi\n"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "u:hi"),
+    ],
+)
+def test_what_a_chat_may_change_about_its_template(tmp_path: Path, change: dict[str, Any], prompt: str) -> None:
+    template = TEMPLATE.replace(
+        "{% if add", "{% if enable_thinking is defined and not enable_thinking %}!{% endif %}{% if add"
+    )
+    tokenizer = byte_tokenizer(template=template)
+
+    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "return_token_ids": True}
+        response = await client.post("/v1/chat/completions", json=asked | change)
+        assert response.status_code == 200
+        assert tokenizer.decode(response.json()["choices"][0]["prompt_token_ids"]) == prompt
+
+    served(tmp_path, scenario, tokenizer=tokenizer)
 
 
 def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:

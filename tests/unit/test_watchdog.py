@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.launch import supervisor
 from pipelinerl.metrics.watchdog import Stall, Watchdog, find_circle, waits_on
 from pipelinerl.types import ActorProgress, EngineProgress, StageState, StageStatus, TrainerProgress
 
@@ -186,3 +188,33 @@ def test_find_circle() -> None:
     )
     chain = {"a": status("a", "waiting", "b"), "b": status("b", "waiting", "c"), "c": status("c", "waiting", "b")}
     assert find_circle(chain) == ("b", "c")
+
+
+def test_after_a_stall_what_hangs_is_killed_soon_and_the_others_may_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "HUNG_PATIENCE_S", 0.05)
+
+    class Stuck:
+        running = True
+
+        def ask_to_stop(self) -> None:
+            """It does not hear."""
+
+        def kill(self) -> None:
+            self.running = False
+
+    class Saving(Stuck):
+        """Has its checkpoint written once the other one has ended."""
+
+        def __init__(self, other: Stuck) -> None:
+            self.other = other
+
+        @property
+        def running(self) -> bool:  # type: ignore[override]
+            return self.other.running
+
+        def kill(self) -> None:
+            raise AssertionError
+
+    stuck = Stuck()
+    workers: list[Any] = [stuck, Saving(stuck)]
+    assert supervisor.stop_all(workers, 60.0, lambda: False, hung=workers[:1]) == [stuck]

@@ -86,7 +86,8 @@ class Actor:
         self._clock = clock
         self._idle_s = idle_s
         self._idle_turns = 0
-        self._alarm = CodeAlarm(config.code_timeout_s, stays=True)
+        gives_up = config.max_failure_fraction < 1
+        self._alarm = CodeAlarm(config.code_timeout_s, stays=True, gives_up=gives_up, on_slow=self._publish_slow)
         self._limits = TimeLimits(config.rollout_timeout_s, self._alarm)
         self._sampling = SamplingParams(
             max_tokens=config.max_tokens,
@@ -325,6 +326,11 @@ class Actor:
             self._publish("", f"the environment: {self._running} rollouts run code of their own")
         else:
             self._publish("", admission.waiting_for or "its next iteration")
+
+    def _publish_slow(self, doing: str) -> None:
+        """Says on the board what holds this thread, from within it."""
+        self._actor_status.report("working", doing, self._actor_progress)
+        self._engine_status.report("waiting", f"the {self._stages.actor}: {doing}", self._engine_progress)
 
     def _publish(self, doing: str, waiting_for: str = "") -> None:
         state: StageState = "waiting" if waiting_for else "working"

@@ -13,14 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
+
+_NOT_THE_USERS = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<frozen",
+)
+"""Where code lies that is not the user's: this package, Python's library, installed packages."""
 
 REPEAT_S = 0.25
 """Code that swallows the error, and goes on, gets it again after this long."""
@@ -30,8 +39,18 @@ GRACE_S = 1.0
 """How long code may take to end once it is cancelled."""
 
 
+SLOW_S = 2.0
+"""Code that has held the thread for this long is reported while it runs."""
+GIVE_UP_AFTER = 4
+"""So many interruptions before the first rollout that works, and none of the code is run any more."""
+
+
 class CodeDeadlineError(BaseException):
     """Raised inside code that holds the thread for too long. Not an `Exception`, so that `except Exception` lets it pass."""
+
+
+class CodeGivenUpError(CodeDeadlineError):
+    """Raised in place of code that has never done anything but hold the thread."""
 
 
 def deadlines_work() -> bool:
@@ -44,10 +63,26 @@ class CodeAlarm:
 
     Handler and timer are put back after each call; with `stays` only by `release`, which saves most of a call's cost. In
     between the timer runs on unheard, until the next call sets it anew.
+
+    `on_slow` is told, a few times a second, of code that runs for longer than `SLOW_S`, with its place. With `gives_up`,
+    code that was interrupted `GIVE_UP_AFTER` times before anything `worked` is not run any more: each call raises at once.
     """
 
-    def __init__(self, code_timeout_s: float, *, stays: bool = False) -> None:
+    def __init__(
+        self,
+        code_timeout_s: float,
+        *,
+        stays: bool = False,
+        gives_up: bool = False,
+        on_slow: Callable[[str], object] | None = None,
+    ) -> None:
         self._seconds = code_timeout_s
+        self._on_slow = on_slow
+        self._gives_up = gives_up
+        self._began_s = 0.0
+        self._interrupted = ""
+        self.interruptions = 0
+        self.worked = False
         self._works = deadlines_work()
         self._stays = stays
         self._armed = False
@@ -57,6 +92,8 @@ class CodeAlarm:
 
     def call(self, step: Callable[[], T]) -> T:
         """Run `step` with the timer armed. Raises CodeDeadlineError in it, and RuntimeError if it calls `sys.exit`."""
+        if self._gives_up and not self.worked and self.interruptions >= GIVE_UP_AFTER:
+            raise CodeGivenUpError(f"{self._interrupted} (as often as it was tried: it is not run any more)")
         try:
             return self._timed(step) if self._works else step()
         except SystemExit as error:  # would pass through the event loop and end the process
@@ -75,7 +112,9 @@ class CodeAlarm:
         if not self._installed:
             self._previous = signal.signal(signal.SIGALRM, self._ring) or signal.SIG_DFL
             self._installed = True
-        outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, self._seconds, REPEAT_S)
+        self._began_s = time.monotonic()
+        first_s = self._seconds if self._on_slow is None else min(self._seconds, SLOW_S)
+        outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, first_s, REPEAT_S)
         if self._runs_on:
             outer_s, self._runs_on = 0.0, False
         started = time.monotonic() if outer_s else 0.0
@@ -100,9 +139,31 @@ class CodeAlarm:
         if outer_s:
             signal.setitimer(signal.ITIMER_REAL, outer_s, outer_repeat_s)
 
-    def _ring(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._armed:
-            raise CodeDeadlineError(f"the code ran for {self._seconds:g} s without yielding")
+    def _ring(self, _signal: int, frame: FrameType | None) -> None:
+        if not self._armed:
+            return
+        ran_s = time.monotonic() - self._began_s
+        if self._on_slow is not None and ran_s < 0.99 * self._seconds:
+            times = f"; interrupted {self.interruptions} times before" if self.interruptions else ""
+            self._on_slow(f"code of the environment has run for {ran_s:.0f} s without yielding, {place_of(frame)}{times}")
+            return
+        if ran_s < self._seconds + REPEAT_S:  # later: the same code again, which has swallowed the error
+            self.interruptions += 1
+        self._interrupted = f"the code ran for {self._seconds:g} s without yielding, {place_of(frame)}"
+        raise CodeDeadlineError(self._interrupted)
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Where a user's code is, `in Task.reward (task.py, line 9)`: the outermost of its frames, or the innermost of all."""
+    place = frame
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            place = frame
+        frame = frame.f_back
+    if place is None:
+        return "in no Python code"
+    code = place.f_code
+    return f"in {code.co_qualname} ({Path(code.co_filename).name}, line {place.f_lineno})"
 
 
 class CodeDeadline:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 
 from pipelinerl.actor.client import Produced, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError
+from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, CodeGivenUpError
 from pipelinerl.errors import PromptTooLongError, RolloutError
 from pipelinerl.interfaces import Environment
 from pipelinerl.types import Completion, Problem, Rollout, Turn
@@ -71,6 +71,7 @@ async def attempt(
     if expired:
         where = outcome.traceback if isinstance(outcome, Failure) else ""
         return Failure("timeout", f"the rollout took longer than {limits.rollout_s:g} s", where)
+    limits.alarm.worked |= isinstance(outcome, Rollout)
     return outcome
 
 
@@ -81,6 +82,8 @@ def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tup
         if not isinstance(cast("object", problem), Problem):
             return Failure("raised", f"problem({index}) returned {_kind(problem)}, not a Problem")
         return problem, msgspec.json.decode(msgspec.json.encode(problem), type=Problem)
+    except CodeGivenUpError as error:
+        return Failure("timeout", str(error))
     except CodeDeadlineError as error:
         return Failure("timeout", f"problem({index}): {error}", _format(error))
     except Exception as error:  # noqa: BLE001 - code that isn't ours: it is reported as this problem's failure

@@ -30,7 +30,15 @@ from pipelinerl.launch.resources import (
     thread_environment,
     usable_cores,
 )
-from pipelinerl.launch.roles import PREPROCESSING, TRAINER_STAGE, TRAINING, server_roles, worker_roles, worker_stages
+from pipelinerl.launch.roles import (
+    PREPROCESSING,
+    TRAINER_STAGE,
+    TRAINING,
+    generation_roles,
+    server_roles,
+    worker_roles,
+    worker_stages,
+)
 from pipelinerl.launch.run_directory import RunLock
 from pipelinerl.launch.services import Broker
 from pipelinerl.launch.session import Session
@@ -173,19 +181,21 @@ def _stop(
 ) -> PipelineRLError | None:
     """End what still runs, giving it time to write a checkpoint, and say how the run ended, all things considered."""
     patience_s = STOP_PATIENCE_S
+    hung: list[Worker] = []
     if isinstance(error, StalledError):
         for worker in workers:
             worker.dump_stacks()
         logs = ", ".join(str(worker.files.log) for worker in workers)
         error = StalledError(f"{error}\nstacks of all threads are in {logs}")
         patience_s = min(patience_s, session.config.launch.watchdog_s)  # what hangs won't stop either
+        hung = [worker for worker in workers if worker.role in generation_roles(session.config)]
     asked = 0
     if isinstance(error, RunInterruptedError):
         asked = 1
         view.say("stopping: a checkpoint is being written (Ctrl-C again to end now)")
     elif any(worker.running for worker in workers):
         view.say("the run has failed: its other processes are told to end (Ctrl-C to end them now)")
-    killed = stop_all(workers, patience_s, lambda: interrupts.count > asked)
+    killed = stop_all(workers, patience_s, lambda: interrupts.count > asked, hung=hung)
     if not isinstance(error, RunInterruptedError):
         return error
     late = [failure for worker in workers if worker not in killed and (failure := worker.failure()) is not None]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,9 @@ import msgspec
 from pipelinerl import errors
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.launch.run_directory import RunDirectory
+
+HUNG_PATIENCE_S = 5.0
+"""Time to end for a process that may be stuck in code that is not ours, and has nothing to save."""
 
 
 class LastWords(msgspec.Struct, frozen=True):
@@ -124,14 +127,26 @@ class Worker:
         return f"the {self.role} process (pid {self.pid}) {how}{said}\n(its log: {self.files.log})"
 
 
-def stop_all(workers: Sequence[Worker], patience_s: float, hurry: Callable[[], bool]) -> list[Worker]:
-    """Ask all workers to end, wait, and kill what is left after `patience_s` or when `hurry` says so: returns those."""
+def stop_all(
+    workers: Sequence[Worker], patience_s: float, hurry: Callable[[], bool], *, hung: Sequence[Worker] = ()
+) -> list[Worker]:
+    """Ask all workers to end, wait, and kill what is left after `patience_s` or when `hurry` says so: returns those.
+
+    Workers in `hung` have `HUNG_PATIENCE_S` at most.
+    """
     for worker in workers:
         worker.ask_to_stop()
-    deadline_s = time.monotonic() + patience_s
+    deadline_s, hung_deadline_s = time.monotonic() + patience_s, time.monotonic() + min(patience_s, HUNG_PATIENCE_S)
+    killed: list[Worker] = []
     while any(worker.running for worker in workers) and time.monotonic() < deadline_s and not hurry():
+        if time.monotonic() > hung_deadline_s:
+            killed += _killed(worker for worker in hung if worker.running)
         time.sleep(0.02)
-    left = [worker for worker in workers if worker.running]
+    return killed + _killed(worker for worker in workers if worker.running)
+
+
+def _killed(workers: Iterable[Worker]) -> list[Worker]:
+    left = list(workers)
     for worker in left:
         worker.kill()
     return left

@@ -41,7 +41,8 @@ class OpenAI:
     async def chat(self, request: Request) -> Response:
         service = self._front.service
         body = read_body(await body_of(request), ChatBody)
-        prompt_ids = await service.prompts.of_chat([message.for_template() for message in body.messages])
+        messages = [message.for_template() for message in body.messages]
+        prompt_ids = await service.prompts.of_chat(messages, body.template_options)
         form = ChatFormat(service.loaded.tokenizer)
         return await _respond(request, _Call(service, body, form, prompt_ids, body.wants_logprobs, None))
 

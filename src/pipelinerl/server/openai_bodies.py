@@ -5,7 +5,7 @@ Unknown keys are ignored, as clients send many; a known key whose meaning would 
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,12 +38,48 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
+    "priority": (0,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "reasoning_effort": (),
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
 }
 """Keys that are not honoured, and the values that ask for nothing (beside null)."""
 
+NOT_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Arguments of `apply_chat_template` that are no variables of the template."""
 
 BodyT = TypeVar("BodyT", bound="Body")
 
@@ -146,8 +182,8 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str = ""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,22 +193,48 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[Any] | None = None
 
     def for_template(self) -> dict[str, str]:
-        """Raises RequestError for tool calls."""
+        """Raises RequestError for tool calls, and for parts that are not text."""
         if self.tool_calls:
             raise RequestError("tool_calls: this server does not support tools")
         parts = self.content
+        for part in parts if isinstance(parts, list) else ():
+            if part.type != "text":
+                raise RequestError(f"messages: a part of type {part.type!r}: this server takes text only")
         content = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
+    """`chat_template_kwargs` are variables of the model's chat template, such as Qwen3's `enable_thinking`.
+
+    `add_generation_prompt` false: the prompt ends with the last message. With `continue_final_message` too, it ends within
+    that message, for the model to go on with.
+    """
+
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Arguments for the chat template. Raises RequestError for those that are not variables of it."""
+        options = self.chat_template_kwargs or {}
+        if taken := sorted(NOT_VARIABLES & options.keys()):
+            raise RequestError(f"chat_template_kwargs: {taken[0]} is not a variable of the chat template; leave it out")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError("continue_final_message: it goes with add_generation_prompt false; set that too")
+        return {
+            **options,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
 
     @property
     def wants_logprobs(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.interfaces import Tokenizer
@@ -12,6 +13,9 @@ _CHARACTERS_A_TOKEN = 128
 """More than any tokenizer puts into one on average: a longer text can't fit, and is not worth the time to encode it."""
 _LONG = 20_000
 """Characters that take more than some milliseconds."""
+
+DEFAULT_OPTIONS: Mapping[str, Any] = {"add_generation_prompt": True}
+"""A prompt goes up to where the model's turn begins."""
 
 
 class Prompts:
@@ -25,13 +29,15 @@ class Prompts:
         """With the special tokens that the model expects around it. Raises RequestError."""
         return await self._encode(text, add_special_tokens=True)
 
-    async def of_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """In the model's chat template, up to where the model's turn begins. Raises RequestError."""
+    async def of_chat(
+        self, messages: Sequence[dict[str, str]], options: Mapping[str, Any] = DEFAULT_OPTIONS
+    ) -> tuple[int, ...]:
+        """In the model's chat template, with these arguments of `apply_chat_template`. Raises RequestError."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise RequestError("this model's tokenizer has no chat template: use /v1/completions with a plain prompt")
         self._check_size(sum(len(message["content"]) for message in messages))
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
         except Exception as error:  # the template is a program of the model's, which raises what it likes
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
         return await self._encode(str(text), add_special_tokens=False)
