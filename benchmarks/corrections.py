@@ -5,10 +5,9 @@ python -m benchmarks.corrections --out FILE --part 1/2      # half of them; the 
 python -m benchmarks.corrections --out FILE --table         # what FILE has, as Markdown
 
 A run trains the demo's model with the real pipeline in one process and one thread (`launch.kind: embedded`), which is
-deterministic. Staleness is that of the schedule: for 1, `pipeline`, whose rollouts are in progress over a step or two; for 4
-and 16, `async` with G = 3 and G = 11 steps a round, where lags are 0 to G - 1 in the first round and G to 2G - 1 later, so 3
-to 5 and 11 to 21. The lag that was reached is in every record. All runs have the same problems, number of steps and
-learning rate; the learning rate is high, so that lag hurts. Two tasks: `gcd`, one long answer, and `gcd_turns`, one
+deterministic. Lag is made as in the paper: with H sequences in progress and B rollouts a step, a rollout is in progress over
+some H / B steps, and its tokens are of as many versions. H is 64, 256 or 1024, and B is 64. The lag that was reached is in every
+record. All runs have the same problems, number of steps and learning rate; the learning rate is high, so that lag hurts. Two tasks: `gcd`, one long answer, and `gcd_turns`, one
 subtraction a turn (`benchmarks/gcd_turns.py`).
 
 `collapsed`: the run ended with an error of divergence, or its training reward over the last `WINDOW` steps is below half of
@@ -32,12 +31,8 @@ from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.metrics.records import StepRecord, read_records
 
 STEPS, WINDOW = 66, 11
-SCHEDULES = {
-    1: {"schedule.kind": "pipeline"},
-    4: {"schedule.kind": "async", "schedule.steps_per_round": "3"},
-    16: {"schedule.kind": "async", "schedule.steps_per_round": "11"},
-}
-"""By the lag that is aimed at."""
+SLOTS = {1: "64", 4: "256", 16: "1024"}
+"""H, by the lag that is aimed at."""
 
 COMMON = {
     "launch.kind": "embedded",
@@ -52,7 +47,6 @@ COMMON = {
     "trainer.warmup_steps": "0",
     "trainer.learning_rate": "4e-4",
     "actor.group_size": "8",
-    "engine.slots": "64",
     "evaluation.problems": "256",
 }
 TASKS: dict[str, dict[str, str]] = {
@@ -60,13 +54,17 @@ TASKS: dict[str, dict[str, str]] = {
     "gcd_turns": {"environment.kind": f"{Path(__file__).with_name('gcd_turns.py')}:GcdTurns", "actor.max_tokens": "6"},
 }
 TV = {"correction.token": "tv"}
+DRIFT = {"correction.drift": "1e-3", "preprocess.zero_advantage": "keep"}
+ESS_LR = {"trainer.ess_lr": "sqrt"}
 RECIPES: dict[str, dict[str, str]] = {
     "paper (truncate 5)": {},
     "no correction": {"correction.token": "none"},
     "mask": {"correction.token": "mask"},
     "band": {"correction.token": "band"},
     "tv": TV,
-    "tv, drift, ess_lr": TV | {"correction.drift": "1e-3", "preprocess.zero_advantage": "keep", "trainer.ess_lr": "sqrt"},
+    "tv, drift": TV | DRIFT,
+    "tv, drift, ess_lr": TV | DRIFT | ESS_LR,
+    "paper, ess_lr": ESS_LR,
     "sequence truncate": {"correction.sequence": "truncate"},
     "geo_mask": {"correction.sequence": "geo_mask"},
     "ppo": {"trainer.loss": "ppo"},
@@ -79,7 +77,7 @@ RECIPES: dict[str, dict[str, str]] = {
 
 def measure(task: str, recipe: str, lag: int, seed: int) -> Record:
     """One run from beginning to end, in this process; its files are not kept."""
-    settings = COMMON | TASKS[task] | SCHEDULES[lag] | RECIPES[recipe] | {"seed": str(seed)}
+    settings = COMMON | TASKS[task] | {"engine.slots": SLOTS[lag]} | RECIPES[recipe] | {"seed": str(seed)}
     begun_s, cpu_s = time.monotonic(), time.process_time()
     summary, error = {}, None
     with tempfile.TemporaryDirectory(prefix="corrections-") as folder:
@@ -186,7 +184,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=common.RESULTS / "corrections.jsonl")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--lags", nargs="+", type=int, choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--lags", nargs="+", type=int, choices=SLOTS, default=list(SLOTS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--part", default="1/1", metavar="I/N", help="do only every N-th run, from the I-th on")
     parser.add_argument("--table", action="store_true")
