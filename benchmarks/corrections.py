@@ -5,10 +5,10 @@ python -m benchmarks.corrections --out FILE --part 1/2      # half of them; the 
 python -m benchmarks.corrections --out FILE --table         # what FILE has, as Markdown
 
 A run trains the demo's model with the real pipeline in one process and one thread (`launch.kind: embedded`), which is
-deterministic. Lag is made as in the paper: with H sequences in progress and B rollouts a step, a rollout is in progress over
-some H / B steps, and its tokens are of as many versions. H is 64, 256 or 1024, and B is 64. The lag that was reached is in every
-record. All runs have the same problems, number of steps and learning rate; the learning rate is high, so that lag hurts. Two tasks: `gcd`, one long answer, and `gcd_turns`, one
-subtraction a turn (`benchmarks/gcd_turns.py`).
+deterministic. Lag is made as in the paper: with H sequences in progress and B rollouts a step, a rollout is in progress
+over some H / B steps, and its tokens are of as many versions. H is 64, 256 or 1024, and B is 64. The lag that was reached
+is in every record. All runs have the same problems, number of steps and learning rate; the learning rate is high, so that
+lag hurts. Two tasks: `gcd`, one long answer, and `gcd_turns`, one subtraction a turn (`benchmarks/gcd_turns.py`).
 
 `collapsed`: the run ended with an error of divergence, or its training reward over the last `WINDOW` steps is below half of
 its best over `WINDOW` steps, or its held-out reward is lower than before training.
