@@ -1,7 +1,7 @@
 """Counting down, for `smollm2_long_tail.yaml`: answers that differ in length by a factor of a hundred.
 
 The prompt is `Countdown from 7 to 1: 7, 6,` and the answer ` 5, 4, 3, 2, 1`. How many numbers are missing is lognormal: half
-of the time at most 5, once in a hundred 80 or more. An answer may be a little longer than the right one and no more, so that
+of the time at most 5, once in a hundred 160 or more. An answer may be a little longer than the right one, no more, so that
 lengths are long-tailed from the first step on, whatever the model writes.
 """
 
@@ -15,7 +15,7 @@ from pipelinerl.environments import SingleTurn
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.types import Problem, Rollout, Turn
 
-MOST = 120
+MOST = 200
 SPARE_TOKENS = 6
 
 
@@ -55,6 +55,6 @@ def answer(problem: Problem) -> str:
 
 def draw(rng: random.Random, name: str, *, held_out: bool) -> Problem:
     while True:
-        first = 2 + min(MOST, math.ceil(rng.lognormvariate(math.log(5), 1.2)))
+        first = 2 + min(MOST, math.ceil(rng.lognormvariate(math.log(5), 1.5)))
         if (first % 4 == 0) == held_out:
             return Problem(id=name, payload={"first": first})
