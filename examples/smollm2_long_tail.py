@@ -1,27 +1,29 @@
-"""Counting from one number to another, for `smollm2_long_tail.yaml`: answers that differ in length by a factor of a hundred.
+"""Counting down, for `smollm2_long_tail.yaml`: answers that differ in length by a factor of a hundred.
 
-The prompt is `All numbers from 18 to 23: 18, 19,` and the answer ` 20, 21, 22, 23`. How many numbers are missing is
-lognormal: half of the time at most 5, once in a hundred 80 or more. An answer may be a little longer than the right one, so
-that lengths are long-tailed from the first step on, whatever the model writes.
+The prompt is `Countdown from 7 to 1: 7, 6,` and the answer ` 5, 4, 3, 2, 1`. How many numbers are missing is lognormal: half
+of the time at most 5, once in a hundred 160 or more. An answer may be a little longer than the right one, no more, so that
+lengths are long-tailed from the first step on, whatever the model writes.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import zlib
 from collections.abc import Sequence
 
 from pipelinerl.environments import SingleTurn
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.types import Problem, Rollout, Turn
 
-MOST = 120
+MOST = 200
 SPARE_TOKENS = 6
 
 
-class Counting(SingleTurn):
-    """Half of the reward is for the share of the numbers that come before the first mistake, half for a line without any."""
+class Countdown(SingleTurn):
+    """Reward 1 if the first line is the answer, with or without a full stop, else 0.
+
+    Numbers that 4 divides are for evaluations: training never counts down from one of them.
+    """
 
     def problem(self, index: int) -> Problem:
         return draw(random.Random(f"{self.seed}/{index}"), str(index), held_out=False)
@@ -31,14 +33,11 @@ class Counting(SingleTurn):
         return [draw(rng, f"held-out/{number}", held_out=True) for number in range(count)]
 
     def prompt(self, problem: Problem) -> str:
-        first, last = problem.payload["first"], problem.payload["last"]
-        return f"All numbers from {first} to {last}: {first}, {first + 1},"
+        first = problem.payload["first"]
+        return f"Countdown from {first} to 1: {first}, {first - 1},"
 
     def reward(self, problem: Problem, text: str) -> float:
-        asked, line = answer(problem).split(","), text.partition("\n")[0]
-        said = line.split(",")
-        right = next((place for place, (a, b) in enumerate(zip(asked, said, strict=False)) if a != b.rstrip()), len(said))
-        return 0.5 * min(right, len(asked)) / len(asked) + 0.5 * (line.rstrip() == answer(problem))
+        return float(text.partition("\n")[0].rstrip(" .") == answer(problem))
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         prompt_ids = tuple(self.tokenizer.encode(self.prompt(problem)))
@@ -51,12 +50,11 @@ class Counting(SingleTurn):
 
 def answer(problem: Problem) -> str:
     """The numbers after the first two, which are in the prompt."""
-    return ",".join(f" {number}" for number in range(problem.payload["first"] + 2, problem.payload["last"] + 1))
+    return ",".join(f" {number}" for number in range(problem.payload["first"] - 2, 0, -1))
 
 
 def draw(rng: random.Random, name: str, *, held_out: bool) -> Problem:
     while True:
-        first = rng.randrange(1, 100)
-        last = first + 1 + min(MOST, math.ceil(rng.lognormvariate(math.log(5), 1.2)))
-        if (zlib.crc32(f"{first} {last}".encode()) % 10 == 0) == held_out:  # some pairs are never trained on
-            return Problem(id=name, payload={"first": first, "last": last})
+        first = 2 + min(MOST, math.ceil(rng.lognormvariate(math.log(5), 1.5)))
+        if (first % 4 == 0) == held_out:
+            return Problem(id=name, payload={"first": first})

@@ -407,28 +407,21 @@ def test_the_example_with_a_slow_judge_delays_the_verdict_and_changes_nothing_el
         make_environment(path, {"sigma": -1.0}, TOKENIZER, 0)
 
 
-def test_the_example_of_counting_pays_for_the_share_that_is_right_and_for_a_right_end():
-    environment = make_environment(f"{EXAMPLES / 'smollm2_long_tail.py'}:Counting", {}, TOKENIZER, 0)
-    problem = Problem(id="x", payload={"first": 18, "last": 23})
-    answers = {
-        " 20, 21, 22, 23": 1.0,
-        " 20, 21, 22, 23\nand": 1.0,
-        " 20, 21, 22, 23, 24": 0.5,
-        " 20, 21": 0.25,
-        " 20, 21, 24, 23": 0.25,
-        " 20, 21, 2": 0.25,
-        "20, 21, 22, 23": 0.0,
-    }
+def test_the_example_of_a_countdown_wants_the_whole_line_and_bounds_its_length():
+    environment = make_environment(f"{EXAMPLES / 'smollm2_long_tail.py'}:Countdown", {}, TOKENIZER, 0)
+    problem = Problem(id="x", payload={"first": 7})
+    answers = {" 5, 4, 3, 2, 1": 1.0, " 5, 4, 3, 2, 1.\nThen": 1.0, " 5, 4, 3, 2, 1, 0": 0.0, " 5, 4, 3, 2": 0.0, "\n5": 0.0}
     for text, reward in answers.items():
         assert play(environment, problem, [say(text)])[0].reward == reward, text
-    _, requests = play(environment, problem, [say(" 20" * 100)])
-    assert TOKENIZER.decode(requests[0].prompt_ids) == "All numbers from 18 to 23: 18, 19,"
-    assert requests[0].sampling.max_tokens == len(" 20, 21, 22, 23") + 6
-    pairs = [
-        {tuple(p.payload.values()) for p in problems}
-        for problems in (map(environment.problem, range(500)), environment.held_out(100))
-    ]
-    assert pairs[0].isdisjoint(pairs[1])
+    _, requests = play(environment, problem, [say(" 5" * 100)])
+    assert TOKENIZER.decode(requests[0].prompt_ids) == "Countdown from 7 to 1: 7, 6,"
+    assert requests[0].sampling.max_tokens == len(" 5, 4, 3, 2, 1") + 6
+    trained, held_out = (
+        {problem.payload["first"] for problem in problems}
+        for problems in (map(environment.problem, range(500)), environment.held_out(200))
+    )
+    assert trained.isdisjoint(held_out)
+    assert min(len(trained), len(held_out)) > 10
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))

@@ -428,6 +428,10 @@ def test_drawn_waits_change_no_lengths():
     assert waits_s == sorted(wait_s for i in range(2000) for wait_s in again.group(i).waits_s)
     assert waits_s[4000] == pytest.approx(2.0, rel=0.1)
     assert waits_s[7920] == pytest.approx(20.4, rel=0.2)  # exp(2.33) times the median
+    bounded = DrawnWorkload(lengths, 4, seed=5, wait_median_s=2.0, wait_most_s=10.0)
+    assert [wait_s for i in range(9) for wait_s in bounded.group(i).waits_s] == [
+        min(10.0, wait_s) for i in range(9) for wait_s in waiting.group(i).waits_s
+    ]
 
 
 def test_a_reward_that_takes_time_takes_no_slot():

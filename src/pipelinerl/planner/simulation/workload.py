@@ -27,7 +27,7 @@ class DrawnWorkload:
     """K lengths a group, independent of one another; `used_share` of the groups have a gradient, all attempts or none.
 
     Each attempt waits lognormal time for its reward: the median is `wait_median_s`, `wait_sigma` is that of the logarithm.
-    With a median of 0 no attempt waits. A pure function of (seed, index).
+    With a median of 0 no attempt waits, and none waits longer than `wait_most_s`. A pure function of (seed, index).
     """
 
     def __init__(
@@ -40,10 +40,12 @@ class DrawnWorkload:
         prompt_tokens: float = 0.0,
         wait_median_s: float = 0.0,
         wait_sigma: float = 1.0,
+        wait_most_s: float = math.inf,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self._wait_median_s = wait_median_s
         self._wait_sigma = wait_sigma
+        self._wait_most_s = wait_most_s
         self._lengths = lengths
         self._group_size = group_size
         self._seed = seed
@@ -64,7 +66,7 @@ class DrawnWorkload:
         waits_G: list[tuple[float, ...]] = [()] * BLOCK
         if self._wait_median_s > 0:
             drawn_GK = rng.lognormal(math.log(self._wait_median_s), self._wait_sigma, lengths_GK.shape)
-            waits_G = [tuple(waits) for waits in drawn_GK.tolist()]
+            waits_G = [tuple(waits) for waits in np.minimum(drawn_GK, self._wait_most_s).tolist()]
         return [
             GroupWork(tuple(lengths), (used,) * self._group_size, waits_s=waits)
             for lengths, used, waits in zip(lengths_GK.tolist(), used_G.tolist(), waits_G, strict=True)
