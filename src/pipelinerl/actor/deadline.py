@@ -86,6 +86,7 @@ class CodeAlarm:
         self._works = deadlines_work()
         self._stays = stays
         self._armed = False
+        self._ringing = False
         self._installed = False
         self._runs_on = False
         self._previous: Any = signal.SIG_DFL
@@ -140,8 +141,15 @@ class CodeAlarm:
             signal.setitimer(signal.ITIMER_REAL, outer_s, outer_repeat_s)
 
     def _ring(self, _signal: int, frame: FrameType | None) -> None:
-        if not self._armed:
+        if not self._armed or self._ringing:  # it repeats: a signal that comes while this one is handled is not missed
             return
+        self._ringing = True
+        try:
+            self._handle(frame)
+        finally:
+            self._ringing = False
+
+    def _handle(self, frame: FrameType | None) -> None:
         ran_s = time.monotonic() - self._began_s
         if self._on_slow is not None and ran_s < 0.99 * self._seconds:
             times = f"; interrupted {self.interruptions} times before" if self.interruptions else ""
