@@ -13,8 +13,11 @@ import pipelinerl
 from pipelinerl.cli import main
 from pipelinerl.config import load_config
 from pipelinerl.errors import EnvironmentSetupError, UserError
+from pipelinerl.launch import memory_check
+from pipelinerl.launch.dry_run import check_before_the_start
 from pipelinerl.launch.dry_run import try_environment as in_a_process
 from pipelinerl.launch.memory_check import check_memory
+from pipelinerl.launch.memory_machine import Memory
 from pipelinerl.launch.tryout import try_environment
 from tests.integration.runs import flags, small_run, write_environment
 
@@ -137,6 +140,19 @@ def test_memory_is_that_of_the_prompts_there_are(folder: Path, capsys: Capture) 
     dry = _activations(capsys.readouterr().out)
     start = _activations("\n".join(check_memory(load_config(folder / "run.yaml", arguments[3:])).report()))
     assert dry < start / 4
+
+
+def test_a_run_that_may_not_fit_is_judged_by_its_prompts_before_it_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_run(folder / "r", **function() | {"actor__max_tokens": 16, "trainer__batch_size": 8})
+    unknown, known = check_memory(config).prediction, check_memory(config, 7).prediction
+    assert unknown is not None
+    assert known is not None
+    between = (unknown.bytes_on("cpu") + known.bytes_on("cpu")) // 2
+    monkeypatch.setattr(memory_check, "host_memory", lambda: Memory(between, None))
+    assert check_memory(config).warnings
+    assert not check_before_the_start(config).warnings
 
 
 def _activations(report: str) -> float:

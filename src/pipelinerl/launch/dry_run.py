@@ -22,7 +22,7 @@ from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
-from pipelinerl.launch.memory_check import check_memory
+from pipelinerl.launch.memory_check import Judgement, check_memory
 from pipelinerl.launch.resources import check_devices
 
 SHOWN_CHARACTERS = 80
@@ -56,6 +56,11 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     metrics: dict[str, float]
     held_out: int
 
+    @property
+    def longest_prompt(self) -> int | None:
+        """In tokens, of the first problems; None if prompts of later turns are not known."""
+        return max(self.prompt_tokens, default=None) if self.single_turn else None
+
 
 TryoutMessage = Step | Mistake | TryoutReport
 
@@ -69,8 +74,22 @@ def dry_run(config: RunConfig) -> list[str]:
     check_memory(config)  # a model that is not there is known before the environment is made
     check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
     report = try_environment(config)
-    longest = max(report.prompt_tokens, default=None) if report.single_turn else None
-    return [*check_memory(config, longest).report(), *_in_words(report, config)]
+    return [*check_memory(config, report.longest_prompt).report(), *_in_words(report, config)]
+
+
+def check_before_the_start(config: RunConfig) -> Judgement:
+    """What a run checks before its processes start. Raises UserError for what would end it.
+
+    A run that may not fit is judged again by the prompts that its environment has: without them, each may be as long as a
+    slot. An environment that can't be tried with an empty answer leaves the first judgement as it is.
+    """
+    check_devices(config)
+    memory = check_memory(config)
+    check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
+    if memory.warnings:
+        with suppress(EnvironmentSetupError):
+            return check_memory(config, try_environment(config).longest_prompt)
+    return memory
 
 
 def try_environment(config: RunConfig) -> TryoutReport:

@@ -13,13 +13,11 @@ import msgspec
 from pipelinerl.actor.admission import make_record
 from pipelinerl.config import config_to_yaml, validate
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.memory_check import check_memory
+from pipelinerl.launch.dry_run import check_before_the_start
 from pipelinerl.launch.outcome import FINISHED, Outcome, write_summary
 from pipelinerl.launch.plan import StartPlan, write_plan
-from pipelinerl.launch.resources import check_devices
 from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
 from pipelinerl.launch.services import Broker, running_broker
 from pipelinerl.launch.session import Session
@@ -32,15 +30,12 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     """Run `config` to its end and return the contents of `summary.json`.
 
     With `resume`, a run directory, the run there goes on from its latest checkpoint, or from the beginning if it has none.
-    What the terminal shows is up to
-    `config.metrics.view`. Raises what ended the run if that was not its goal (see `errors`); the summary is written in any
-    case.
+    What the terminal shows is up to `config.metrics.view`. Raises what ended the run if that was not its goal (see
+    `errors`); the summary is written in any case.
     """
     started_s = time.monotonic()
     config = validate(config)
-    check_devices(config)
-    memory = check_memory(config)
-    check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
+    memory = check_before_the_start(config)
     lock = create_run_directory(config) if resume is None else open_run_directory(resume)
     try:
         again = None if resume is None else _start_again(lock.run)
