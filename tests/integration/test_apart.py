@@ -181,7 +181,7 @@ def test_servers_that_do_not_start_are_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
-    settings = {"engine__kind": "http", "engine__urls": "[http://127.0.0.1:9]", "launch__startup_timeout_s": 40}
+    settings = {"engine__kind": "http", "engine__urls": "[http://127.0.0.1:9]", "launch__startup_timeout_s": 25}
     ended = command("train", *flags(tmp_path / "r", launch__kind="processes", **settings))
     assert ended.status != 0
     assert "http://127.0.0.1:9" in ended.error
