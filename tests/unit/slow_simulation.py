@@ -93,7 +93,8 @@ class SlowSimulation:
         denied = False
         while not denied and len(server.running) + len(server.waiting) < self.scenario.slots:
             decoded = sum(_done(a) and a.reward_s > now_s for attempts in server.open.values() for a in attempts)
-            if len(server.running) + len(server.waiting) + decoded >= 4 * self.scenario.slots:
+            full = len(server.running) + len(server.waiting) + decoded >= 4 * self.scenario.slots
+            if full and not self.scenario.schedule.trains_in_rounds():
                 break
             denied = bool(server.finished) or not self._may_start(server)
             if not denied:

@@ -480,6 +480,7 @@ class Limited:
     def __init__(self, schedule, groups, size):
         self.schedule, self.left, self.size = schedule, groups, size
         self.may_take_weights = schedule.may_take_weights
+        self.trains_in_rounds = schedule.trains_in_rounds
 
     def may_start(self, state, rollouts):
         verdict = self.schedule.may_start(state, rollouts)
@@ -870,17 +871,20 @@ def test_too_many_failures_end_the_run():
         run(harness, 40)
 
 
-def test_an_environment_that_waits_for_something_else_leaves_its_slot_to_others():
+@pytest.mark.parametrize(
+    ("schedule", "most"), [(PipelineSchedule(8), 12), (ConventionalSchedule(16, 1), 16)], ids=["four a slot", "a round"]
+)
+def test_an_environment_that_waits_for_something_else_leaves_its_slot_to_others(schedule, most):
     async def slow(problem, client):
         rollout = await single_turn(problem, client)
         await asyncio.get_running_loop().create_future()
         return rollout
 
-    harness = run(Harness(Task(slow), slots=3, k=1), 80)
-    assert harness.progress().groups_started == 12  # four per slot
+    harness = run(Harness(Task(slow), slots=3, k=1, schedule=schedule), 80)
+    assert harness.progress().groups_started == most
     status = harness.board.read("actor")
     assert status.state == "waiting"
-    assert "12 rollouts run code of their own" in status.detail
+    assert f"{most} rollouts run code of their own" in status.detail
 
 
 def test_finish_cancels_and_keeps_the_count():

@@ -40,7 +40,8 @@ from pipelinerl.types import ActorProgress, EngineProgress, Group, Problem, Samp
 logger = logging.getLogger(__name__)
 
 OPEN_ROLLOUTS_PER_SLOT = 4
-"""Rollouts that wait for something else than tokens (a tool, a slow reward) leave their slots to others, up to this many."""
+"""Rollouts that wait for something else than tokens (a tool, a slow reward) leave their slots to others, up to this many.
+Where generation goes in rounds, the round is the limit."""
 RECENT_ROLLOUTS = 256
 LONGEST_IDLE = 8
 """How many times `idle_s` it sleeps when there has been nothing to do for a while: what idles leaves the cores to others."""
@@ -207,7 +208,7 @@ class Actor:
             return Verdict(False, "nothing any more: it was told to stop")
         if self._groups.finished:
             return Verdict(False, f"the trainer: the stream is full ({self._writer.stats().pending} groups)")
-        if self._groups.running >= OPEN_ROLLOUTS_PER_SLOT * self._slots:
+        if not self._admission.in_rounds and self._groups.running >= OPEN_ROLLOUTS_PER_SLOT * self._slots:
             return Verdict(False, f"the environment: {self._groups.running} rollouts are open and do not ask for tokens")
         return Verdict(True)
 

@@ -78,6 +78,11 @@ class Admission:
         return admission
 
     @property
+    def in_rounds(self) -> bool:
+        """Whether the schedule allows the rollouts of a round and no more."""
+        return self._schedule.trains_in_rounds()
+
+    @property
     def opened(self) -> bool:
         """Whether groups may be started: not while the evaluation before training goes on."""
         self._opened = self._opened or self.read().opened

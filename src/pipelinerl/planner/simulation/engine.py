@@ -88,7 +88,8 @@ class SimulatedEngine:
     @property
     def room(self) -> int:
         """Free slots; none while as many rollouts are open as the actor allows."""
-        if self.running + len(self._rewards) >= OPEN_ROLLOUTS_PER_SLOT * self.slots:
+        open_rollouts = self.running + len(self._rewards)
+        if not self._schedule.trains_in_rounds() and open_rollouts >= OPEN_ROLLOUTS_PER_SLOT * self.slots:
             return 0
         return self.slots - self.running
 
