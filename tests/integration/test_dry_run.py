@@ -132,6 +132,7 @@ def test_what_the_environment_does_is_shown_without_the_models_weights(folder: P
     assert "2 held-out problems, 2 asked for" in said
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_prompts_there_are(folder: Path, capsys: Capture) -> None:
     settings = function() | {"actor__max_tokens": 16, "trainer__batch_size": 8, "launch__kind": "processes"}
     (folder / "run.yaml").write_text("")
@@ -142,6 +143,7 @@ def test_memory_is_that_of_the_prompts_there_are(folder: Path, capsys: Capture) 
     assert dry < start / 4
 
 
+@pytest.mark.slow
 def test_a_run_that_may_not_fit_is_judged_by_its_prompts_before_it_starts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
