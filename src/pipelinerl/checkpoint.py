@@ -187,20 +187,23 @@ def _name(version: int) -> str:
 
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in `directory`, oldest first. One that is being replaced counts if its successor is not there yet."""
+    return list(_by_version(directory).values())
+
+
+def _by_version(directory: Path) -> dict[int, Path]:
+    """Version -> checkpoint, ascending; nothing if there is no such directory."""
     if not directory.is_dir():
-        return []
+        return {}
     found: dict[int, Path] = {}
     for path in sorted(directory.iterdir(), reverse=True):  # `step_X.old` before `step_X`, which then takes its place
         if match := _NAME.fullmatch(path.name):
             found[int(match[1])] = path
-    return [found[version] for version in sorted(found)]
+    return dict(sorted(found.items()))
 
 
 def saved_versions(run_dir: Path) -> dict[int, Path]:
     """Where the weights of each version that the run saved are, ascending: its checkpoints, and its copies of weights."""
-    found = [*checkpoints(run_dir / WEIGHTS_FOLDER), *checkpoints(run_dir / "checkpoints")]
-    by_version = {int(path.name.removeprefix("step_").removesuffix(".old")): path for path in found}
-    return dict(sorted(by_version.items()))
+    return dict(sorted((_by_version(run_dir / WEIGHTS_FOLDER) | _by_version(run_dir / "checkpoints")).items()))
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:

@@ -70,9 +70,7 @@ def dry_run(config: RunConfig) -> list[str]:
 
     Raises what the run would end with: UserError for settings, models and environments that can't be used.
     """
-    check_devices(config)
-    check_memory(config)  # a model that is not there is known before the environment is made
-    check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
+    _check_without_running(config)
     report = try_environment(config)
     return [*check_memory(config, report.longest_prompt).report(), *_in_words(report, config)]
 
@@ -83,12 +81,18 @@ def check_before_the_start(config: RunConfig) -> Judgement:
     A run that may not fit is judged again by the prompts that its environment has: without them, each may be as long as a
     slot. An environment that can't be tried with an empty answer leaves the first judgement as it is.
     """
-    check_devices(config)
-    memory = check_memory(config)
-    check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
+    memory = _check_without_running(config)
     if memory.warnings:
         with suppress(EnvironmentSetupError):
             return check_memory(config, try_environment(config).longest_prompt)
+    return memory
+
+
+def _check_without_running(config: RunConfig) -> Judgement:
+    """Devices, the model and its memory, and what can be read of the environment's code. Raises UserError."""
+    check_devices(config)
+    memory = check_memory(config)
+    check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
     return memory
 
 
