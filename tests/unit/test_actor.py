@@ -872,15 +872,17 @@ def test_too_many_failures_end_the_run():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "most"), [(PipelineSchedule(8), 12), (ConventionalSchedule(16, 1), 16)], ids=["four a slot", "a round"]
+    ("schedule", "limit", "most"),
+    [(PipelineSchedule(8), None, 12), (PipelineSchedule(8), 30, 30), (ConventionalSchedule(16, 1), 5, 16)],
+    ids=["four a slot", "as many as set", "a round"],
 )
-def test_an_environment_that_waits_for_something_else_leaves_its_slot_to_others(schedule, most):
+def test_an_environment_that_waits_for_something_else_leaves_its_slot_to_others(schedule, limit, most):
     async def slow(problem, client):
         rollout = await single_turn(problem, client)
         await asyncio.get_running_loop().create_future()
         return rollout
 
-    harness = run(Harness(Task(slow), slots=3, k=1, schedule=schedule), 80)
+    harness = run(Harness(Task(slow), slots=3, k=1, schedule=schedule, max_open_rollouts=limit), 80)
     assert harness.progress().groups_started == most
     status = harness.board.read("actor")
     assert status.state == "waiting"

@@ -40,8 +40,7 @@ from pipelinerl.types import ActorProgress, EngineProgress, Group, Problem, Samp
 logger = logging.getLogger(__name__)
 
 OPEN_ROLLOUTS_PER_SLOT = 4
-"""Rollouts that wait for something else than tokens (a tool, a slow reward) leave their slots to others, up to this many.
-Where generation goes in rounds, the round is the limit."""
+"""The default of `actor.max_open_rollouts`, for each slot."""
 RECENT_ROLLOUTS = 256
 LONGEST_IDLE = 8
 """How many times `idle_s` it sleeps when there has been nothing to do for a while: what idles leaves the cores to others."""
@@ -84,6 +83,8 @@ class Actor:
         self._receiver = receiver
         self._records = records
         self._slots = slots
+        # Rollouts that wait for a tool or a slow reward leave their slots to others. A round is its own limit.
+        self._most_open = None if admission.in_rounds else config.max_open_rollouts or OPEN_ROLLOUTS_PER_SLOT * slots
         self._clock = clock
         self._idle_s = idle_s
         self._idle_turns = 0
@@ -208,7 +209,7 @@ class Actor:
             return Verdict(False, "nothing any more: it was told to stop")
         if self._groups.finished:
             return Verdict(False, f"the trainer: the stream is full ({self._writer.stats().pending} groups)")
-        if not self._admission.in_rounds and self._groups.running >= OPEN_ROLLOUTS_PER_SLOT * self._slots:
+        if self._most_open is not None and self._groups.running >= self._most_open:
             return Verdict(False, f"the environment: {self._groups.running} rollouts are open and do not ask for tokens")
         return Verdict(True)
 

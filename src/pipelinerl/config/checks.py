@@ -68,6 +68,9 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         )
     if max_lag is not None and max_lag < 0:
         yield f"schedule.max_lag: {max_lag} is below 0; set it to 0 or more optimizer steps, or to null for no bound"
+    most_open = config.actor.max_open_rollouts
+    if most_open is not None and most_open < 1:
+        yield f"actor.max_open_rollouts: {most_open} is below 1; set it to null for four per slot"
     samples, group = config.trainer.batch_size * steps, config.actor.group_size
     if kind != "pipeline" and samples % group:
         yield (

@@ -103,6 +103,13 @@ class ActorConfig(Section, frozen=True):
             "over the whole distribution.",
         ),
     ] = 0
+    max_open_rollouts: Annotated[
+        int | None,
+        Meta(
+            description="pipeline: most rollouts that are open at once, in a process. Those that wait for a tool or a judge "
+            "take no slot; more of them keep the engine busy and raise lag. null: four per slot.",
+        ),
+    ] = None
     rollout_timeout_s: Annotated[
         float, Meta(gt=0, description="A rollout that takes longer than this is dropped (reason `timeout`).")
     ] = 600.0

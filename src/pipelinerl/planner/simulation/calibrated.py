@@ -66,6 +66,7 @@ def run_scenario(
         workload=workload,
         capacity=capacity,
         when_full=config.stream.when_full,
+        max_open_rollouts=config.actor.max_open_rollouts,
     )
 
 

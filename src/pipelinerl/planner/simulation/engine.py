@@ -14,9 +14,8 @@ from collections import deque
 from typing import NamedTuple
 
 from pipelinerl.actor.actor import OPEN_ROLLOUTS_PER_SLOT
-from pipelinerl.interfaces import Schedule
 from pipelinerl.planner.simulation.rollouts import SimulatedGroup, SimulatedRollout
-from pipelinerl.planner.simulation.scenario import Costs
+from pipelinerl.planner.simulation.scenario import Scenario
 
 
 class Publication(NamedTuple):
@@ -55,9 +54,9 @@ class SimulatedEngine:
     With no sequence in progress and rollouts that wait for their rewards, the segment is the time until the next reward.
     """
 
-    def __init__(self, index: int, slots: int, costs: Costs, schedule: Schedule, publications: list[Publication]) -> None:
+    def __init__(self, index: int, scenario: Scenario, publications: list[Publication]) -> None:
         self.index = index
-        self.slots = slots
+        self.slots = scenario.slots
         self.version = publications[0].version
         self.active = 0
         self.steps_done = 0
@@ -74,8 +73,10 @@ class SimulatedEngine:
         """Counts what it was told to do next: an event of an earlier turn is void."""
         self.update_steps = [0]
         self.update_versions = [self.version]
-        self._costs = costs
-        self._schedule = schedule
+        self._costs = scenario.costs
+        self._schedule = scenario.schedule
+        in_rounds = scenario.schedule.trains_in_rounds()
+        self._most_open = None if in_rounds else scenario.max_open_rollouts or OPEN_ROLLOUTS_PER_SLOT * self.slots
         self._publications = publications
         self._seen = 1
         self._waiting: deque[SimulatedRollout] = deque()
@@ -88,8 +89,7 @@ class SimulatedEngine:
     @property
     def room(self) -> int:
         """Free slots; none while as many rollouts are open as the actor allows."""
-        open_rollouts = self.running + len(self._rewards)
-        if not self._schedule.trains_in_rounds() and open_rollouts >= OPEN_ROLLOUTS_PER_SLOT * self.slots:
+        if self._most_open is not None and self.running + len(self._rewards) >= self._most_open:
             return 0
         return self.slots - self.running
 

@@ -32,10 +32,7 @@ class _Run:
         self._publications = [Publication(0.0, 0)]
         self._outstanding = Outstanding()
         self._trainer = SimulatedTrainer(scenario, self._outstanding, self._publications)
-        self._engines = [
-            SimulatedEngine(index, scenario.slots, scenario.costs, scenario.schedule, self._publications)
-            for index in range(scenario.engines)
-        ]
+        self._engines = [SimulatedEngine(index, scenario, self._publications) for index in range(scenario.engines)]
         self._events: list[tuple[float, int, int, int]] = []
         self._active = 0
         self._groups_at_step = 0

@@ -58,7 +58,7 @@ class Workload(Protocol):
 class Scenario:
     """A run to be simulated, in the paper's letters: I engines of H slots, K attempts a problem, B rollouts a step.
 
-    `capacity` groups fit into the stream. The run is over after `steps` optimizer steps.
+    `capacity` groups fit into the stream. `max_open_rollouts` is the actor's. The run is over after `steps` optimizer steps.
     """
 
     schedule: Schedule
@@ -71,6 +71,7 @@ class Scenario:
     workload: Workload
     capacity: int
     when_full: Literal["block", "drop_oldest"] = "block"
+    max_open_rollouts: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("engines", "slots", "group_size", "batch_size", "steps", "capacity"):
