@@ -147,36 +147,28 @@ def read(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def table(records: Sequence[Record]) -> list[Record]:
-    """A row for each task, lag and recipe: means over seeds, and the range of the held-out reward."""
+def table(records: Sequence[Record], task: str) -> list[Record]:
+    """A row for each recipe: at each lag the held-out reward (mean and range over seeds), then means of ESS and KL."""
     rows = []
-    for task, lag, recipe in dict.fromkeys((r["task"], r["lag"], r["recipe"]) for r in records):
-        runs = [r for r in records if (r["task"], r["lag"], r["recipe"]) == (task, lag, recipe)]
-        after = [run["eval_after"] or 0.0 for run in runs]  # a run that diverged has none
-        rows.append(
-            {
-                "task": task,
-                "lag": lag,
-                "reached": f"{_mean(runs, 'lag_mean'):.1f} (max {max(run['lag_max'] for run in runs)})",
-                "recipe": recipe,
-                "held-out": f"{fmean(after):.3f} ({min(after):.3f} to {max(after):.3f})",
-                "collapsed": f"{sum(run['collapsed'] for run in runs)} of {len(runs)}",
-                "ESS": f"{_mean(runs, 'ess'):.3f}",
-                "KL k3": f"{_mean(runs, 'kl_behaviour_policy_k3'):.4f}",
-                "masked": f"{_mean(runs, 'masked_fraction'):.4f}",
-                "truncated": f"{_mean(runs, 'truncated_fraction'):.4f}",
-                "reward by 11 steps": " ".join(f"{_at(runs, place):.2f}" for place in range(STEPS // WINDOW)),
-            }
+    for recipe in RECIPES:
+        row, collapses = {"recipe": recipe}, 0
+        by_lag = {lag: [r for r in records if (r["task"], r["recipe"], r["lag"]) == (task, recipe, lag)] for lag in SLOTS}
+        for lag, runs in by_lag.items():
+            after = [run["eval_after"] or 0.0 for run in runs] or [float("nan")]  # a run that diverged has none
+            row[f"held-out, lag {lag}"] = f"{fmean(after):.2f} ({min(after):.2f} to {max(after):.2f})"
+            collapses += sum(run["collapsed"] for run in runs)
+        row["collapsed"] = f"{collapses} of {sum(map(len, by_lag.values()))}"
+        row["ESS"] = " / ".join(f"{_mean(runs, 'ess'):.2f}" for runs in by_lag.values())
+        row["KL"] = " / ".join(f"{_mean(runs, 'kl_behaviour_policy_k3'):.3f}" for runs in by_lag.values())
+        row["masked or truncated"] = " / ".join(
+            f"{_mean(runs, 'masked_fraction') + _mean(runs, 'truncated_fraction'):.1%}" for runs in by_lag.values()
         )
-    return sorted(rows, key=lambda row: (row["task"], row["lag"], list(RECIPES).index(row["recipe"])))
+        rows.append(row)
+    return rows
 
 
 def _mean(runs: Sequence[Mapping[str, float]], name: str) -> float:
-    return fmean(run[name] for run in runs)
-
-
-def _at(runs: Sequence[Record], place: int) -> float:
-    return fmean(run["rewards"][place] for run in runs if place < len(run["rewards"]))
+    return fmean(run[name] for run in runs) if runs else float("nan")
 
 
 def main() -> None:
@@ -190,7 +182,12 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
-        print(common.markdown(table(read(options.out))))
+        records = read(options.out)
+        for task in TASKS:
+            reached = (
+                f"{_mean([r for r in records if (r['task'], r['lag']) == (task, lag)], 'lag_mean'):.1f}" for lag in SLOTS
+            )
+            print(f"\n{task}, reached lags (means) {', '.join(reached)}:\n\n{common.markdown(table(records, task))}")
         return
     part, parts = map(int, options.part.split("/"))
     options.out.parent.mkdir(parents=True, exist_ok=True)
