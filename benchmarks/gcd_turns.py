@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from pipelinerl.environments import gcd_task
 from pipelinerl.environments.prompts import encode_prompt, text_decoder
+from pipelinerl.environments.tasks import gcd_task
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 

@@ -27,12 +27,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import common
-from pipelinerl.planner import analytic
-from pipelinerl.planner.lengths import LengthDistribution
-from pipelinerl.planner.question import PAPER_PARAMETERS
-from pipelinerl.planner.search import compare
-from pipelinerl.planner.simulation import Costs, DrawnWorkload, Prediction, Scenario, simulate
-from pipelinerl.planner.utilisation import H100, PAPER_TAU, flash_s, roofline
+from pipelinerl.experiments.planner import analytic
+from pipelinerl.experiments.planner.lengths import LengthDistribution
+from pipelinerl.experiments.planner.question import PAPER_PARAMETERS
+from pipelinerl.experiments.planner.search import compare
+from pipelinerl.experiments.planner.simulation import Costs, DrawnWorkload, Prediction, Scenario, simulate
+from pipelinerl.experiments.planner.utilisation import H100, PAPER_TAU, flash_s, roofline
 from pipelinerl.report.drawing import png_of
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 

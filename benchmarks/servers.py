@@ -31,11 +31,11 @@ from benchmarks.common import Record
 from benchmarks.engine import table_of
 from benchmarks.systems import SYSTEMS, Job, System, make_jobs, requests, timed
 from pipelinerl.models.loading import resolve_path
-from pipelinerl.remote.engine import RemoteEngine
-from pipelinerl.remote.server_client import PipelineServer
-from pipelinerl.vllm.adapter import VllmServer
-from pipelinerl.vllm.model import kv_cache_bytes
-from pipelinerl.vllm.start import VllmSettings, running_vllm
+from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.server_client import PipelineServer
+from pipelinerl.serving.vllm.adapter import VllmServer
+from pipelinerl.serving.vllm.server_info import kv_cache_bytes
+from pipelinerl.serving.vllm.start import VllmSettings, running_vllm
 
 
 class Served:

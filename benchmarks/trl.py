@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 from benchmarks import common
 from pipelinerl.config import load_config
 from pipelinerl.engine import LocalEngine
-from pipelinerl.environments import gcd_task
+from pipelinerl.environments.tasks import gcd_task
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report.drawing import png_of
 from pipelinerl.report.run_records import read_run

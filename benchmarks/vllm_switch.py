@@ -29,8 +29,11 @@ from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl.models.loading import resolve_path
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.remote.adapter import SavedWeights
-from pipelinerl.remote.weights_file import write_safetensors
+from pipelinerl.serving.client.adapter import SavedWeights
+from pipelinerl.serving.client.weights_file import write_safetensors
+from pipelinerl.serving.vllm.adapter import VllmServer
+from pipelinerl.serving.vllm.server_info import kv_cache_bytes
+from pipelinerl.serving.vllm.start import VllmSettings, running_vllm
 from pipelinerl.types import (
     Completion,
     GenerationRequest,
@@ -40,9 +43,6 @@ from pipelinerl.types import (
     spans_from_versions,
     versions_from_spans,
 )
-from pipelinerl.vllm.adapter import VllmServer
-from pipelinerl.vllm.model import kv_cache_bytes
-from pipelinerl.vllm.start import VllmSettings, running_vllm
 
 BEFORE_SWITCH = 3
 """Tokens before the first update, and again before the second."""

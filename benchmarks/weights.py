@@ -33,8 +33,8 @@ from benchmarks.common import Record
 from pipelinerl.engine import LocalEngine
 from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.models.state import first_names, named_weights
-from pipelinerl.weights.collective import CollectiveWeightReceiver, CollectiveWeightSender
-from pipelinerl.weights.collective_control import listen
+from pipelinerl.weights.broadcast import CollectiveWeightReceiver, CollectiveWeightSender
+from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
 from pipelinerl.weights.shared_file import create_shared_file
 

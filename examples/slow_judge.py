@@ -11,7 +11,7 @@ import asyncio
 import math
 import random
 
-from pipelinerl.environments.gcd import Gcd
+from pipelinerl.environments.tasks.gcd import Gcd
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout

@@ -25,7 +25,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipelinerl.environments.gcd_task import (
+from pipelinerl.environments.tasks.gcd_task import (
     ALPHABET,
     MAX_STEPS,
     GcdProblem,

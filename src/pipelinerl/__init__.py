@@ -19,6 +19,6 @@ __all__ = ["RunConfig", "__version__", "load_config", "train"]
 
 def train(config: RunConfig, *, resume: str | Path | None = None) -> dict[str, Any]:
     """Run `config` to its end and return the contents of `summary.json` (see `pipelinerl.launch.run.train`)."""
-    from pipelinerl import launch  # noqa: PLC0415 - importing the package stays cheap
+    from pipelinerl import launch  # noqa: PLC0415 - loads torch
 
     return launch.train(config, resume=None if resume is None else Path(resume))

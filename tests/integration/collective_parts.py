@@ -15,8 +15,8 @@ import torch
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.collective import CollectiveWeightReceiver, CollectiveWeightSender
-from pipelinerl.weights.collective_group import Group
+from pipelinerl.weights.broadcast import CollectiveWeightReceiver, CollectiveWeightSender
+from pipelinerl.weights.broadcast.group import Group
 
 LAST = 6
 

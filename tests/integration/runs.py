@@ -16,10 +16,10 @@ import msgspec
 import xxhash
 
 from pipelinerl import RunConfig, load_config, train
-from pipelinerl.board import MmapBoard
 from pipelinerl.files import read_json_lines
 from pipelinerl.metrics.records import StepRecord, read_records
-from pipelinerl.trainer.provenance import TrainedRecord
+from pipelinerl.status.board import MmapBoard
+from pipelinerl.trainer.records import TrainedRecord
 from pipelinerl.types import Group, Rollout, StageStatus, versions_from_spans
 
 SMALL = {
@@ -232,7 +232,7 @@ def write_environment(folder: Path, body: str, imports: Sequence[str] = ()) -> s
         "import asyncio",
         "import math",
         "import time",
-        "from pipelinerl.environments.gcd import Gcd",
+        "from pipelinerl.environments.tasks.gcd import Gcd",
         "from pipelinerl.types import Problem, Rollout",
         *imports,
         "",

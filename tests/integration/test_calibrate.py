@@ -9,8 +9,8 @@ import pytest
 
 from pipelinerl.config import RunConfig, load_config
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.planner.calibrate import TrainingProcess, calibrate
-from pipelinerl.planner.calibration import read_calibration, write_calibration
+from pipelinerl.experiments.planner.calibrate import TrainingProcess, calibrate
+from pipelinerl.experiments.planner.calibration import read_calibration, write_calibration
 
 SLOTS = 6
 SMALL = ["--engine.slots", str(SLOTS), "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
@@ -33,8 +33,8 @@ def test_a_training_process_that_fails_says_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_a_whole_calibration(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.planner.calibrate.ACTOR_SECONDS", 0.2)
-    monkeypatch.setattr("pipelinerl.planner.calibrate.DECODE_SECONDS", 0.0)
+    monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.ACTOR_SECONDS", 0.2)
+    monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.DECODE_SECONDS", 0.0)
     said: list[str] = []
     found = calibrate(config("--schedule.kind", kind), said.append)
     assert found.side_by_side == (kind == "pipeline")

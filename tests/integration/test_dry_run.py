@@ -13,11 +13,10 @@ import pipelinerl
 from pipelinerl.cli import main
 from pipelinerl.config import load_config
 from pipelinerl.errors import EnvironmentSetupError, UserError
-from pipelinerl.launch import memory_check
+from pipelinerl.launch import memory as memory_check
 from pipelinerl.launch.dry_run import check_before_the_start
 from pipelinerl.launch.dry_run import try_environment as in_a_process
-from pipelinerl.launch.memory_check import check_memory
-from pipelinerl.launch.memory_machine import Memory
+from pipelinerl.launch.memory import Memory, check_memory
 from pipelinerl.launch.tryout import try_environment
 from tests.integration.runs import flags, small_run, write_environment
 

@@ -17,10 +17,9 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.remote.bounds import Bounds
-from pipelinerl.remote.engine import RemoteEngine
-from pipelinerl.remote.errors import EngineUnavailableError
-from pipelinerl.remote.server_client import PipelineServer
+from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.errors import Bounds, EngineUnavailableError
+from pipelinerl.serving.client.server_client import PipelineServer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 from tests.integration.runs import command, start, until
 from tests.parity.test_engine import mixed_cache_logprobs

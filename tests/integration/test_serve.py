@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.serving.wire import ServerInfo, WeightUpdateRequest
 from pipelinerl.types import (
     Completion,
     GenerationRequest,
@@ -34,7 +35,6 @@ from pipelinerl.types import (
     VersionSpan,
     versions_from_spans,
 )
-from pipelinerl.wire import ServerInfo, WeightUpdateRequest
 from tests.integration.runs import Ended, until, wait
 from tests.parity.test_engine import full_forward_logprobs, mixed_cache_logprobs
 

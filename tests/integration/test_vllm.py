@@ -23,18 +23,18 @@ from pipelinerl.errors import PromptTooLongError, RequestError, StageDiedError, 
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model, resolve_path
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.remote.adapter import BroadcastWeights, SavedWeights
-from pipelinerl.remote.engine import RemoteEngine
-from pipelinerl.remote.errors import ServerUnreachableError
-from pipelinerl.remote.weights_file import write_safetensors
+from pipelinerl.serving.client.adapter import BroadcastWeights, SavedWeights
+from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.errors import ServerUnreachableError
+from pipelinerl.serving.client.weights_file import write_safetensors
+from pipelinerl.serving.vllm.adapter import VllmServer
+from pipelinerl.serving.vllm.guard import members
+from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts
+from pipelinerl.serving.vllm.start import VllmProcess, VllmSettings, running_vllm
+from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
-from pipelinerl.vllm.adapter import VllmServer
-from pipelinerl.vllm.guard import members
-from pipelinerl.vllm.model import kv_cache_bytes, model_facts
-from pipelinerl.vllm.start import VllmProcess, VllmSettings, running_vllm
-from pipelinerl.weights.collective import CollectiveWeightCoordinator, CollectiveWeightSender
-from pipelinerl.weights.collective_control import listen
-from pipelinerl.wire import ProcessGroupRequest
+from pipelinerl.weights.broadcast import CollectiveWeightCoordinator, CollectiveWeightSender
+from pipelinerl.weights.broadcast.control import listen
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
 pytestmark = [

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from pipelinerl.errors import RequestError, WeightUpdateError
-from pipelinerl.remote.adapter import BroadcastWeights, TokenListener, WeightOffer
-from pipelinerl.remote.errors import ServerUnreachableError
+from pipelinerl.serving.client.adapter import BroadcastWeights, TokenListener, WeightOffer
+from pipelinerl.serving.client.errors import ServerUnreachableError
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
-from pipelinerl.wire import ProcessGroupRequest, ServerInfo
 
 VOCABULARY = 50
 

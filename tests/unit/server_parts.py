@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.server.app import make_apps
-from pipelinerl.server.options import Address, ServeOptions
-from pipelinerl.server.service import Front, Service, loaded_from, make_service
+from pipelinerl.serving.server.app import make_apps
+from pipelinerl.serving.server.options import Address, ServeOptions
+from pipelinerl.serving.server.service import Front, Service, loaded_from, make_service
 from tests.parity.models import CONFIGS
 
 EOS = 2

@@ -11,8 +11,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import count
 
+from pipelinerl.experiments.planner.simulation import Scenario
 from pipelinerl.interfaces import PipelineState
-from pipelinerl.planner.simulation import Scenario
 
 
 @dataclass

@@ -22,13 +22,12 @@ from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission, make_record
 from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.failures import FailureLog
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, check_rollout
-from pipelinerl.board import MemoryBoard
+from pipelinerl.actor.rollouts import Failure, FailureLog, TimeLimits, attempt, check_rollout
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
 from pipelinerl.interfaces import Verdict, WeightUpdate
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
+from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.memory import memory_stream
 from pipelinerl.types import (
     GenerationRequest,

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl import locks
+from pipelinerl import files as locks
 from pipelinerl.actor.admission import Admission, make_record
 from pipelinerl.actor.outstanding import Outstanding
-from pipelinerl.board import MemoryBoard, MmapBoard
 from pipelinerl.config import load_config
 from pipelinerl.errors import StalledError
+from pipelinerl.files import FileLock
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.locks import FileLock
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, make_schedule
+from pipelinerl.status.board import MemoryBoard, MmapBoard
 from pipelinerl.types import StageStatus, TrainerProgress
 
 ROOT = Path(__file__).parents[2]
@@ -319,7 +319,7 @@ CLAIM = """
 import sys, time
 from pathlib import Path
 from pipelinerl.actor.admission import Admission
-from pipelinerl.board import MmapBoard
+from pipelinerl.status.board import MmapBoard
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 folder, schedule, me = Path(sys.argv[1]), eval(sys.argv[2]), sys.argv[3]
 admission = Admission(folder / "admission", schedule, MmapBoard(folder), processes=3)

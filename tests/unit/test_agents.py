@@ -16,13 +16,13 @@ import pytest
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
-from pipelinerl.agents.environment import Agent
-from pipelinerl.agents.gateway import Gateway
-from pipelinerl.agents.running import AgentThreads
-from pipelinerl.agents.session import Session
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.serving.agents.environment import Agent
+from pipelinerl.serving.agents.gateway import Gateway
+from pipelinerl.serving.agents.running import AgentThreads
+from pipelinerl.serving.agents.session import Session
 from pipelinerl.types import GenerationRequest, Problem, Rollout, SamplingParams
 
 from .chat_parts import SamplingClient, make_tokenizer
@@ -451,7 +451,7 @@ def test_mistakes_in_the_run_file_are_one_line(args: dict[str, Any], what: str) 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "pipelinerl.agents.gateway")
+    monkeypatch.delitem(sys.modules, "pipelinerl.serving.agents.gateway")
     with pytest.raises(MissingDependencyError, match=r"agents need uvicorn: pip install 'pipelinerl\[serve\]'"):
         make_environment("agent", {"run": "math:floor", "problems": {"kind": "gcd"}}, TOKENIZER, 0)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.board import STATUS_BYTES, MemoryBoard, MmapBoard
 from pipelinerl.interfaces import Board
+from pipelinerl.status.board import STATUS_BYTES, MemoryBoard, MmapBoard
 from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress
 
 
@@ -91,7 +91,7 @@ def test_a_stage_name_can_not_leave_the_directory(tmp_path: Path, name: str) -> 
 
 PUBLISHER = """
 import itertools, pathlib, sys
-from pipelinerl.board import MmapBoard
+from pipelinerl.status.board import MmapBoard
 from pipelinerl.types import EngineProgress, StageStatus
 board = MmapBoard(pathlib.Path(sys.argv[1]))
 for n in itertools.count(1):

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from pipelinerl.browse.evaluations import RunEvaluations
-from pipelinerl.browse.export import export
-from pipelinerl.browse.keys import decode
-from pipelinerl.browse.lines import Lines
-from pipelinerl.browse.plain import plain_table
-from pipelinerl.browse.query import parse
-from pipelinerl.browse.records import Attempts, Damaged, RunRollouts, Trained
-from pipelinerl.browse.tokens import TokenText, load_token_text, printable
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError, ModelLoadError, RunDirectoryError, UserError
+from pipelinerl.experiments.browse.browser import decode
+from pipelinerl.experiments.browse.draw import plain_table
+from pipelinerl.experiments.browse.evaluations import RunEvaluations
+from pipelinerl.experiments.browse.export import export
+from pipelinerl.experiments.browse.lines import Lines
+from pipelinerl.experiments.browse.query import parse
+from pipelinerl.experiments.browse.records import Attempts, Damaged, RunRollouts, Trained
+from pipelinerl.experiments.browse.tokens import TokenText, load_token_text, printable
 from tests.unit.browse_parts import Bytes, group, lines, rollout, run_directory, some_groups, step, turn
 
 

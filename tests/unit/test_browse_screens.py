@@ -14,16 +14,15 @@ import pytest
 from rich.color import Color
 from rich.console import Console
 
-from pipelinerl.browse.browser import Browser
-from pipelinerl.browse.colours import by_gap, by_logprob, by_version
-from pipelinerl.browse.evaluations import RunEvaluations
-from pipelinerl.browse.keys import Keyboard
-from pipelinerl.browse.pages import RolloutPages
-from pipelinerl.browse.records import Browsed, RunRollouts
-from pipelinerl.browse.tokens import TokenText
 from pipelinerl.cli.browse import add_to
 from pipelinerl.cli.parser import Commands
 from pipelinerl.errors import UserError
+from pipelinerl.experiments.browse.browser import Browser, Keyboard
+from pipelinerl.experiments.browse.draw import by_gap, by_logprob, by_version
+from pipelinerl.experiments.browse.evaluations import RunEvaluations
+from pipelinerl.experiments.browse.pages import RolloutPages
+from pipelinerl.experiments.browse.records import Browsed, RunRollouts
+from pipelinerl.experiments.browse.tokens import TokenText
 from pipelinerl.types import Rollout
 from tests.unit.browse_parts import Bytes, group, lines, rollout, run_directory, step, turn
 

@@ -19,8 +19,8 @@ from pipelinerl.errors import UserError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.collective import CollectiveWeightReceiver, CollectiveWeightSender
-from pipelinerl.weights.collective_control import (
+from pipelinerl.weights.broadcast import CollectiveWeightReceiver, CollectiveWeightSender
+from pipelinerl.weights.broadcast.control import (
     PROTOCOL,
     Close,
     Connection,
@@ -32,8 +32,8 @@ from pipelinerl.weights.collective_control import (
     connect,
     listen,
 )
-from pipelinerl.weights.collective_group import require_backend
-from pipelinerl.weights.collective_staging import decoded
+from pipelinerl.weights.broadcast.group import require_backend
+from pipelinerl.weights.broadcast.receiver import decoded
 from pipelinerl.weights.layout import layout_of
 from tests.unit.test_weights import (  # noqa: F401 - the contract of every hand-over, run with this module's `ends`
     Tied,
@@ -272,7 +272,7 @@ def test_engines_may_leave_when_the_run_ends(rig: Rig) -> None:
 
 def test_the_socket_can_be_made_without_torch() -> None:
     code = (
-        "import sys; from pipelinerl.weights.collective_control import listen; listen().close(); "
+        "import sys; from pipelinerl.weights.broadcast.control import listen; listen().close(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
@@ -380,7 +380,7 @@ def test_a_sender_that_dies_is_noticed_after_the_last_whole_update(rig: Rig) -> 
 def test_what_differs_from_what_was_sent_is_never_handed_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = rig.sender()
     receiver = rig.receiver(sender)
-    monkeypatch.setattr("pipelinerl.weights.collective_sender.checksum", lambda tensors: "0" * 32)
+    monkeypatch.setattr("pipelinerl.weights.broadcast.sender.checksum", lambda tensors: "0" * 32)
     sender.send(3, named_weights(Tied()))
     eventually(lambda: receiver.offered() == 3)
     with pytest.raises(WeightUpdateError, match=r"version 3 arrived damaged: checksum \w{32}, sent 0{32}"):

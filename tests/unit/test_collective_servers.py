@@ -15,14 +15,14 @@ import torch
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.remote.adapter import TokenListener, WeightOffer
-from pipelinerl.remote.bounds import Bounds
-from pipelinerl.remote.engine import RemoteEngine
-from pipelinerl.server.service import Service
+from pipelinerl.serving.client.adapter import TokenListener, WeightOffer
+from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.errors import Bounds
+from pipelinerl.serving.server.service import Service
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
-from pipelinerl.weights.collective import CollectiveWeightCoordinator, CollectiveWeightSender
-from pipelinerl.weights.collective_group import choose_backend, gpu_of, staging_device
-from pipelinerl.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
+from pipelinerl.weights.broadcast import CollectiveWeightCoordinator, CollectiveWeightSender
+from pipelinerl.weights.broadcast.group import choose_backend, gpu_of, staging_device
 from tests.unit.server_parts import byte_model, running
 from tests.unit.test_collective import BOUND_S, Rig, eventually, problem, receipt, taken
 from tests.unit.test_collective import rig as rig  # noqa: PLC0414 - a fixture
@@ -172,8 +172,8 @@ def test_what_nccl_sends_stays_on_the_gpu_and_what_gloo_sends_does_not_go_there(
 def test_receivers_say_which_gpu_they_have(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that has none is enough for gloo."""
     gpus = iter(["GPU-a", "GPU-b", ""])
-    monkeypatch.setattr("pipelinerl.weights.collective_sender.gpu_of", lambda device: next(gpus))
-    monkeypatch.setattr("pipelinerl.weights.collective_receiver.gpu_of", lambda device: next(gpus))
+    monkeypatch.setattr("pipelinerl.weights.broadcast.sender.gpu_of", lambda device: next(gpus))
+    monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.gpu_of", lambda device: next(gpus))
     sender = rig.sender(2)
     receivers = [rig.receiver(sender, 0)]
     eventually(lambda: sender._peers.receivers[0].here)

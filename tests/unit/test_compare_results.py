@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.compare.collect import rounded
-from pipelinerl.compare.findings import findings
-from pipelinerl.compare.results import (
+from pipelinerl.experiments.compare.collect import rounded
+from pipelinerl.experiments.compare.page import findings
+from pipelinerl.experiments.compare.results import (
     RunResult,
     best_conventional,
     ratio,
@@ -22,7 +22,7 @@ from pipelinerl.compare.results import (
     target_reward,
     time_to_reward,
 )
-from pipelinerl.compare.settings import Settings
+from pipelinerl.experiments.compare.settings import Settings
 from pipelinerl.report.series import Measured, Reached
 
 

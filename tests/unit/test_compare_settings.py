@@ -7,11 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.compare.compare import start_settings, trial_length
-from pipelinerl.compare.contenders import Contender, parse_contenders, run_config, whole_rounds
-from pipelinerl.compare.machine import Machine
-from pipelinerl.compare.request import FULL, QUICK, Request, differing, make_request
-from pipelinerl.compare.settings import (
+from pipelinerl.config import EngineConfig, RunConfig, ScheduleConfig, TrainerConfig, load_config
+from pipelinerl.errors import ConfigError
+from pipelinerl.experiments.compare.compare import start_settings, trial_length
+from pipelinerl.experiments.compare.contenders import Contender, parse_contenders, run_config, whole_rounds
+from pipelinerl.experiments.compare.request import FULL, QUICK, Machine, Request, differing, make_request
+from pipelinerl.experiments.compare.settings import (
     Settings,
     Trial,
     axes,
@@ -21,8 +22,6 @@ from pipelinerl.compare.settings import (
     search,
     settings_of,
 )
-from pipelinerl.config import EngineConfig, RunConfig, ScheduleConfig, TrainerConfig, load_config
-from pipelinerl.errors import ConfigError
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={})
 START = Settings(processes=1, engine_threads=1, slots=8, trainer_threads=1)

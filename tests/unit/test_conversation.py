@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.environments.conversation import Answer, Conversation
-from pipelinerl.environments.tool_calls import ToolCall, parse_tool_calls
+from pipelinerl.environments.chat.conversation import Answer, Conversation
+from pipelinerl.environments.chat.messages import ToolCall, parse_tool_calls
 from pipelinerl.errors import RequestError
 from pipelinerl.preprocess.turns import join_turns
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.datasets_rows import DatasetName, parse_name, read_dataset
+from pipelinerl.environments.data import DatasetName, parse_name, read_dataset
 from pipelinerl.errors import EnvironmentSetupError
 
 from .env_client import TOKENIZER

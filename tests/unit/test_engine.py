@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from pipelinerl.engine import LocalEngine, flat
-from pipelinerl.engine.uniform import StepsAhead, uniforms
+from pipelinerl.engine.sampler import StepsAhead, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights

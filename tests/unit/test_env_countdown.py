@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.countdown_task import Countdown, answer_in, score
-from pipelinerl.environments.expressions import read_expression
+from pipelinerl.environments.maths.expressions import read_expression
+from pipelinerl.environments.tasks.countdown_task import Countdown, answer_in, score
 from pipelinerl.errors import EnvironmentSetupError
 
 from .env_client import TOKENIZER, rollout

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.curriculum import read_pass_rates
-from pipelinerl.environments.nested import distinct_problems
+from pipelinerl.environments.combine.difficulty_filter import read_pass_rates
+from pipelinerl.environments.combine.nested import distinct_problems
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.evaluate.records import PassRate
+from pipelinerl.experiments.evaluate.records import PassRate
 from pipelinerl.types import Problem
 
 from .env_client import TOKENIZER, rollout

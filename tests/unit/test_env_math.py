@@ -12,10 +12,9 @@ from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import TimeLimits, attempt
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.math_judge import Judge, Verdict, quick_verdict
-from pipelinerl.environments.math_problems import final_answer
-from pipelinerl.environments.math_rewards import answer_of, length_penalty
-from pipelinerl.environments.maths import Maths
+from pipelinerl.environments.maths.environment import Maths, answer_of, length_penalty
+from pipelinerl.environments.maths.judge import Judge, Verdict, quick_verdict
+from pipelinerl.environments.maths.problems import final_answer
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Rollout, SamplingParams
 

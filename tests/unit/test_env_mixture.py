@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.mixture import spread, whole_weights
+from pipelinerl.environments.combine.mixture import spread, whole_weights
 from pipelinerl.errors import EnvironmentSetupError
 
 from .env_client import TOKENIZER, rollout

@@ -648,5 +648,5 @@ def test_a_missing_package_is_named(monkeypatch, load) -> None:
 
 
 def test_verifiers_is_imported_only_when_it_is_used() -> None:
-    code = "import sys, pipelinerl.environments.verifiers_env.environment; sys.exit('verifiers' in sys.modules)"
+    code = "import sys, pipelinerl.environments.adapters.verifiers.environment; sys.exit('verifiers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,11 +14,11 @@ from pipelinerl.actor.rollouts import check_rollout
 from pipelinerl.config import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import SingleTurn, make_environment
-from pipelinerl.environments.gcd import Gcd
-from pipelinerl.environments.gcd_task import GcdProblem, subtract_once
-from pipelinerl.environments.guess_number import GuessNumber, guess_in
 from pipelinerl.environments.prompts import encode_prompt, encode_reply, text_decoder
-from pipelinerl.environments.user_functions import find_function
+from pipelinerl.environments.tasks.gcd import Gcd
+from pipelinerl.environments.tasks.gcd_task import GcdProblem, subtract_once
+from pipelinerl.environments.tasks.guess_number import GuessNumber, guess_in
+from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.types import Problem, SamplingParams

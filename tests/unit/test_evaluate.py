@@ -16,14 +16,20 @@ from pipelinerl.cli.parser import Commands
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RunDirectoryError, UserError
-from pipelinerl.evaluate.answering import Questions, answer
-from pipelinerl.evaluate.evaluate import problems_of
-from pipelinerl.evaluate.folder import EvaluationFolder
-from pipelinerl.evaluate.passes import Interval, pass_at_k
-from pipelinerl.evaluate.records import AttemptRecord, EvaluationSettings, EvaluationSummary, ModelResult, PassRate
-from pipelinerl.evaluate.table import evaluation_table
-from pipelinerl.evaluate.tally import Tally
-from pipelinerl.evaluate.targets import Target, find_targets, run_config_of
+from pipelinerl.experiments.evaluate.answering import Questions, answer
+from pipelinerl.experiments.evaluate.evaluate import problems_of
+from pipelinerl.experiments.evaluate.folder import EvaluationFolder
+from pipelinerl.experiments.evaluate.passes import Interval, pass_at_k
+from pipelinerl.experiments.evaluate.records import (
+    AttemptRecord,
+    EvaluationSettings,
+    EvaluationSummary,
+    ModelResult,
+    PassRate,
+)
+from pipelinerl.experiments.evaluate.table import evaluation_table
+from pipelinerl.experiments.evaluate.tally import Tally
+from pipelinerl.experiments.evaluate.targets import Target, find_targets, run_config_of
 from pipelinerl.files import read_json_lines
 from pipelinerl.types import GenerationRequest, Problem, SamplingParams
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
@@ -368,7 +374,7 @@ def run_command(*arguments: str) -> int:
 def test_mistakes_are_one_line_before_anything_is_loaded(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelinerl.evaluate.evaluate.load_tokenizer", lambda config: pytest.fail("it loads"))
+    monkeypatch.setattr("pipelinerl.experiments.evaluate.evaluate.load_tokenizer", lambda config: pytest.fail("it loads"))
     with pytest.raises(PipelineRLError) as caught:
         run_command(*arguments)
     assert words in str(caught.value)

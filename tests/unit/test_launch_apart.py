@@ -11,15 +11,15 @@ import pytest
 from pipelinerl.config import EngineConfig, LaunchConfig, RunConfig, ScheduleConfig, StreamConfig
 from pipelinerl.config.schema import WeightsConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError, StalledError, UserError
-from pipelinerl.launch import weights
-from pipelinerl.launch.engines import _api_key, _refuse_newer, _started
-from pipelinerl.launch.processes import Processes
-from pipelinerl.launch.resources import Threads, generation_threads, plan_threads, trainer_goes_first
-from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
+from pipelinerl.launch.hosts.processes import Processes
+from pipelinerl.launch.hosts.resources import Threads, generation_threads, plan_threads, trainer_goes_first
+from pipelinerl.launch.hosts.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.streams import FileStore, RedisStore, stream_store
+from pipelinerl.launch.stages import weights
+from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, _started
+from pipelinerl.launch.stages.streams import FileStore, RedisStore, stream_store
 from pipelinerl.schedule import make_schedule
-from pipelinerl.weights.collective_control import listen
+from pipelinerl.weights.broadcast.control import listen
 
 LOCAL = RunConfig()
 TWO_SERVERS = RunConfig(engine=EngineConfig(kind="http", servers=2), launch=LaunchConfig(preprocessor="process"))

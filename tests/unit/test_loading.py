@@ -35,8 +35,7 @@ from pipelinerl.models.loading import (
     resolve_path,
     stop_token_ids,
 )
-from pipelinerl.models.packed import sampled_logits, use_packed_attention
-from pipelinerl.models.packed_row import PackedRow
+from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.types import Segment
 
 

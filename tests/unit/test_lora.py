@@ -18,8 +18,7 @@ from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError
 from pipelinerl.models.lora import ADAPTER_FOLDER, LoraModel, refuse_adapter
 from pipelinerl.models.lora_linear import LoraLinear
-from pipelinerl.models.packed import sampled_logits, use_packed_attention
-from pipelinerl.models.packed_row import PackedRow
+from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import FrozenModelScorer, Learner

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.trainer.lr_schedule import FLOOR, ess_factor, learning_rate
+from pipelinerl.trainer.optimizer import FLOOR, ess_factor, learning_rate
 
 Schedule = Literal["constant", "linear", "cosine"]
 SCHEDULES: list[Schedule] = ["constant", "linear", "cosine"]

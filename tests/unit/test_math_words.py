@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.environments.math_words import MathWords, is_held_out
-from pipelinerl.environments.numbers import answer_in, marks_answer, number_of, same_number
+from pipelinerl.environments.maths.numbers import answer_in, marks_answer, number_of, same_number
+from pipelinerl.environments.maths.words import MathWords, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 
 from .scripted_engine import CharTokenizer

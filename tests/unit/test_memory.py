@@ -16,12 +16,21 @@ from pipelinerl.engine import flat
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.launch import memory
-from pipelinerl.launch.memory import BETWEEN, Prediction, activation_bytes, kv_bytes, packed_bytes, predict
-from pipelinerl.launch.memory_check import check_memory, judge
-from pipelinerl.launch.memory_machine import Memory, device_memory, host_memory
+from pipelinerl.launch.memory import (
+    BETWEEN,
+    Memory,
+    Prediction,
+    activation_bytes,
+    check_memory,
+    device_memory,
+    host_memory,
+    judge,
+    kv_bytes,
+    packed_bytes,
+    predict,
+)
 from pipelinerl.models.folder import resolve_path
-from pipelinerl.models.packed import sampled_logits, use_packed_attention
-from pipelinerl.models.packed_row import PackedRow
+from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.shape import ModelShape, read_shape
 from pipelinerl.models.state import named_weights
 from pipelinerl.trainer import logprobs
@@ -284,7 +293,7 @@ def test_the_demo_fits_a_small_machine_and_needs_no_torch_to_say_so() -> None:
     shape = read_shape(Path(resolve_path("demo")))
     assert shape is not None
     assert judge(config, predict(config, shape), lambda _: Memory(2 * 10**9, None)).warnings == []
-    code = "import sys; from pipelinerl.launch.memory_check import *; from pipelinerl.config import load_config; "
+    code = "import sys; from pipelinerl.launch.memory import *; from pipelinerl.config import load_config; "
     code += "check_memory(load_config(None)); assert not {'torch', 'transformers'} & sys.modules.keys()"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.errors import MissingDependencyError, RunDirectoryError
-from pipelinerl.metrics.rates import Rate
 from pipelinerl.metrics.records import (
     EVALUATIONS_FILE,
     METRICS_FILE,
@@ -27,6 +26,7 @@ from pipelinerl.metrics.records import (
     read_records,
 )
 from pipelinerl.metrics.sinks import FanOut, JsonlSink, make_sink
+from pipelinerl.status.screen import Rate
 from pipelinerl.types import EngineProgress
 
 
@@ -242,8 +242,8 @@ def test_fan_out_reaches_and_closes_every_sink(tmp_path: Path) -> None:
 
 def test_metrics_with_tensorboard_import_no_torch() -> None:
     code = (
-        "import sys, pipelinerl.metrics.sinks, pipelinerl.metrics.view, pipelinerl.metrics.summary\n"
-        "import pipelinerl.metrics.watchdog\n"
+        "import sys, pipelinerl.metrics.sinks, pipelinerl.status.view, pipelinerl.metrics.summary\n"
+        "import pipelinerl.status.watchdog\n"
         "light = set(sys.modules)\n"
         "import pipelinerl.metrics.tensorboard\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules, any(m.startswith('tensorboard') for m in light))"

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.environments import gcd_task
+from pipelinerl.environments.tasks import gcd_task
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import Segment, TrainingSample

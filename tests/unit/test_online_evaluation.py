@@ -8,8 +8,7 @@ import logging
 import msgspec
 import pytest
 
-from pipelinerl.actor.evaluation import Answers, Evaluation
-from pipelinerl.actor.online_evaluation import OnlineEvaluation
+from pipelinerl.actor.evaluation import Answers, Evaluation, OnlineEvaluation
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.types import Problem, VersionSpan
 

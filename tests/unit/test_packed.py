@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.packed import sampled_logits, use_packed_attention
-from pipelinerl.models.packed_row import MAX_PADDING_WASTE, PackedRow
+from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.types import Segment
 
 SIZES = {

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.planner.analytic import Conventional, Workload, conventional, pipeline, pipeline_max_lag
-from pipelinerl.planner.lengths import LengthDistribution
-from pipelinerl.planner.search import PipelineGrid, compare
-from pipelinerl.planner.utilisation import (
+from pipelinerl.experiments.planner.analytic import Conventional, Workload, conventional, pipeline, pipeline_max_lag
+from pipelinerl.experiments.planner.lengths import LengthDistribution
+from pipelinerl.experiments.planner.search import PipelineGrid, compare
+from pipelinerl.experiments.planner.utilisation import (
     COMPUTE_CEILING,
     H100,
     H200,

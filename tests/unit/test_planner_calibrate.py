@@ -10,13 +10,13 @@ import pytest
 
 from pipelinerl.config import RunConfig, load_config
 from pipelinerl.errors import UserError
-from pipelinerl.planner import measure_generation
-from pipelinerl.planner.calibrate import describe_machine, rollout_overhead_s
-from pipelinerl.planner.calibration import DecodeCost
-from pipelinerl.planner.lengths import LengthDistribution
-from pipelinerl.planner.measure_generation import decode_costs, prefill_costs, prompt_tokens_mean, update_pause_s
-from pipelinerl.planner.measure_training import Step, fit_steps, make_learner, prepare, take_steps, used_tokens
-from pipelinerl.planner.production import Generator, Production, load_generator, produce
+from pipelinerl.experiments.planner import measure_generation
+from pipelinerl.experiments.planner.calibrate import describe_machine, rollout_overhead_s
+from pipelinerl.experiments.planner.calibration import DecodeCost
+from pipelinerl.experiments.planner.lengths import LengthDistribution
+from pipelinerl.experiments.planner.measure_generation import decode_costs, prefill_costs, prompt_tokens_mean, update_pause_s
+from pipelinerl.experiments.planner.measure_training import Step, fit_steps, make_learner, prepare, take_steps, used_tokens
+from pipelinerl.experiments.planner.production import Generator, Production, load_generator, produce
 
 SLOTS = 6
 SMALL = ["--engine.slots", str(SLOTS), "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
@@ -130,6 +130,6 @@ def test_too_few_rollouts_to_train_on(tmp_path: Path, side: Generator) -> None:
 
 
 def test_as_many_accelerators_as_processes_fit_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.planner.calibrate.usable_cores", lambda: 6)
+    monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.usable_cores", lambda: 6)
     assert [describe_machine("cpu", threads).accelerators for threads in (1, 2, 4, 6, 8)] == [6, 3, 1, 1, 1]
     assert describe_machine("cpu", 1).cores == 6

@@ -13,9 +13,8 @@ from pipelinerl.cli import plan as plan_command
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config import RunConfig, load_config
 from pipelinerl.errors import UserError
-from pipelinerl.files import JsonLines
-from pipelinerl.planner.analytic import conventional, pipeline
-from pipelinerl.planner.calibration import (
+from pipelinerl.experiments.planner.analytic import conventional, pipeline
+from pipelinerl.experiments.planner.calibration import (
     Calibration,
     DecodeCost,
     GenerationCost,
@@ -24,10 +23,11 @@ from pipelinerl.planner.calibration import (
     read_calibration,
     write_calibration,
 )
-from pipelinerl.planner.lengths import LengthDistribution, parse_lengths, read_run_lengths
-from pipelinerl.planner.plan import make_plan, plan_json, tabulated
-from pipelinerl.planner.question import Flags, ask
-from pipelinerl.planner.table import calibration_text, plan_text
+from pipelinerl.experiments.planner.lengths import LengthDistribution, parse_lengths, read_run_lengths
+from pipelinerl.experiments.planner.plan import make_plan, plan_json, tabulated
+from pipelinerl.experiments.planner.question import Flags, ask
+from pipelinerl.experiments.planner.table import calibration_text, plan_text
+from pipelinerl.files import JsonLines
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
 
 DECODE = tuple(

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.board import MemoryBoard
 from pipelinerl.config.schema import LaunchConfig, PreprocessConfig, RunConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.launch.resume import take_back
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.streams import (
+from pipelinerl.launch.stages.streams import (
     FileStore,
     group_reader,
     group_writer,
@@ -27,6 +26,7 @@ from pipelinerl.launch.streams import (
 )
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.preprocess import Prepared, PreparingReader, Preprocessor, PreprocessorStage, newest_version
+from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream import memory_stream
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.types import Group

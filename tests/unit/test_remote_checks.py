@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipelinerl.remote.checks import find_fault
-from pipelinerl.remote.tokens import TokenRelay
+from pipelinerl.serving.client.checks import find_fault
+from pipelinerl.serving.client.dispatch import TokenRelay
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
 
 REQUEST = GenerationRequest(id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=4, stop_token_ids=(9,)))

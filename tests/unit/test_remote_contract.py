@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError
-from pipelinerl.remote import contract_checks
-from pipelinerl.remote.adapter import TokenListener
-from pipelinerl.remote.contract import Result, run_checks
-from pipelinerl.remote.contract_checks import SERVER_CHECKS
+from pipelinerl.serving.client.adapter import TokenListener
+from pipelinerl.serving.contract import generation as contract_checks
+from pipelinerl.serving.contract.checks import Result, run_checks
+from pipelinerl.serving.contract.generation import SERVER_CHECKS
 from pipelinerl.types import Completion, FinishReason, GenerationRequest, TokenEvent, VersionSpan
 from tests.unit.fake_engine_servers import VOCABULARY, FakeServer
 

@@ -13,9 +13,14 @@ import pytest
 
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError
-from pipelinerl.remote.bounds import Bounds
-from pipelinerl.remote.engine import RemoteEngine
-from pipelinerl.remote.errors import EngineUnavailableError, ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.errors import (
+    Bounds,
+    EngineUnavailableError,
+    ServerBusyError,
+    ServerError,
+    ServerUnreachableError,
+)
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent
 from tests.unit.fake_engine_servers import FakeServer, RefusingServer, completion_of
 

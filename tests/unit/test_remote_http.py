@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError, WeightUpdateError
-from pipelinerl.remote import http
-from pipelinerl.remote.adapter import SavedWeights
-from pipelinerl.remote.errors import ServerBusyError, ServerError, ServerUnreachableError
-from pipelinerl.remote.server_client import PipelineServer
+from pipelinerl.serving.client import http
+from pipelinerl.serving.client.adapter import SavedWeights
+from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.serving.client.server_client import PipelineServer
+from pipelinerl.serving.wire import CompletionLine, TokenLine
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent
-from pipelinerl.wire import CompletionLine, TokenLine
 from tests.unit.fake_engine_servers import completion_of
 
 Handler = Callable[[asyncio.StreamWriter, str, bytes], Awaitable[None]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.remote.routing import Router
+from pipelinerl.serving.client.routing import Router
 
 PROMPTS = [(1,), (2,), (3, 4), (5,)]
 

@@ -15,13 +15,12 @@ from safetensors.torch import load_file
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
-from pipelinerl.remote.adapter import BroadcastWeights, SavedWeights, WeightOffer
-from pipelinerl.remote.bounds import Bounds
-from pipelinerl.remote.engine import RemoteEngine
-from pipelinerl.remote.errors import EngineUnavailableError, ServerUnreachableError
-from pipelinerl.remote.weights_file import WeightFiles, write_safetensors
+from pipelinerl.serving.client.adapter import BroadcastWeights, SavedWeights, WeightOffer
+from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.errors import Bounds, EngineUnavailableError, ServerUnreachableError
+from pipelinerl.serving.client.weights_file import WeightFiles, write_safetensors
+from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
-from pipelinerl.wire import ProcessGroupRequest
 from tests.unit.fake_engine_servers import FakeServer
 
 FAST = Bounds(startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3)

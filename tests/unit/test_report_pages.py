@@ -27,7 +27,7 @@ from pipelinerl.report.figures import (
 )
 from pipelinerl.report.run_records import read_run
 from pipelinerl.report.run_report import labels_of, metric_rows, name_of, report_page
-from pipelinerl.trainer.provenance import TrainedRecord, TrainedSample
+from pipelinerl.trainer.records import TrainedRecord, TrainedSample
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
 
 CONFIG = RunConfig(

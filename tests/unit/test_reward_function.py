@@ -12,7 +12,7 @@ from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.user_functions import finite_number, names_a_function
+from pipelinerl.environments.user.code import finite_number, names_a_function
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.types import Rollout, SamplingParams
 

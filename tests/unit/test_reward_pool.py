@@ -15,7 +15,7 @@ import pytest
 
 from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
-from pipelinerl.environments.user_functions import find_function
+from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
 FUNCTIONS = """

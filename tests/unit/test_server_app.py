@@ -14,12 +14,12 @@ import msgspec
 import openai
 import pytest
 
-from pipelinerl.server.app import Guard
-from pipelinerl.server.exchange import token_events
-from pipelinerl.server.limits import MAX_BODY_BYTES
-from pipelinerl.server.service import Service
+from pipelinerl.serving.server.app import Guard
+from pipelinerl.serving.server.exchange import token_events
+from pipelinerl.serving.server.http import MAX_BODY_BYTES
+from pipelinerl.serving.server.service import Service
+from pipelinerl.serving.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
-from pipelinerl.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine
 from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, client_of, running, until
 
 TOKENIZER = byte_tokenizer()

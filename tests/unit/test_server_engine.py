@@ -15,10 +15,9 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.server.engine_thread import Delivery, EngineThread
-from pipelinerl.server.exchange import Exchange, token_events
-from pipelinerl.server.once import OncePerId
-from pipelinerl.server.refusal import RefusedError
+from pipelinerl.serving.server.engine_thread import Delivery, EngineThread
+from pipelinerl.serving.server.exchange import Exchange, OncePerId, token_events
+from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
 from tests.parity.models import make_model
 from tests.unit.scripted_engine import ScriptedEngine

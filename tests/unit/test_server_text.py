@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.server.text import StopStrings, TextStream
+from pipelinerl.serving.server.text import StopStrings, TextStream
 from tests.unit.server_parts import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, first_names, named_weights
-from pipelinerl.server.refusal import RefusedError
-from pipelinerl.server.weight_files import allowed_file, read_update
+from pipelinerl.serving.server.http import RefusedError
+from pipelinerl.serving.server.weights import allowed_file, read_update
+from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.collective import CollectiveWeightSender
-from pipelinerl.weights.collective_control import listen
-from pipelinerl.wire import WeightUpdateRequest
+from pipelinerl.weights.broadcast import CollectiveWeightSender
+from pipelinerl.weights.broadcast.control import listen
 from tests.parity.models import make_model
 from tests.unit.server_parts import byte_model, client_of, running, until
 

@@ -10,16 +10,16 @@ import pytest
 from pipelinerl.config.schema import EngineConfig, LaunchConfig, RunConfig, TrainerConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.outlet import Outlet
-from pipelinerl.launch.resources import Threads, plan_threads, trainer_goes_first
+from pipelinerl.launch.hosts.resources import Threads, plan_threads, trainer_goes_first
+from pipelinerl.launch.stages.generation import Outlet
 from pipelinerl.metrics.records import TimelineRecord
-from pipelinerl.metrics.screen import Trends, plain_line
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.metrics.timeline import EVERY_S, TimelineWriter, read_timeline
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
-from pipelinerl.metrics.watchdog import find_circle, waits_on
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
-from pipelinerl.status import generation_stages
+from pipelinerl.status.reporter import generation_stages
+from pipelinerl.status.screen import Trends, plain_line
+from pipelinerl.status.watchdog import find_circle, waits_on
 from pipelinerl.stream import memory_stream
 from pipelinerl.types import (
     ActorProgress,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.experiments.planner import analytic
+from pipelinerl.experiments.planner.lengths import LengthDistribution
+from pipelinerl.experiments.planner.simulation import Costs, DrawnWorkload, GroupWork, ReplayedWorkload, Scenario, simulate
+from pipelinerl.experiments.planner.simulation.result import Timeline, first_fifth
+from pipelinerl.experiments.planner.utilisation import H100, PAPER_TAU, Utilisation, roofline
 from pipelinerl.interfaces import Verdict
-from pipelinerl.planner import analytic
-from pipelinerl.planner.lengths import LengthDistribution
-from pipelinerl.planner.simulation import Costs, DrawnWorkload, GroupWork, ReplayedWorkload, Scenario, simulate
-from pipelinerl.planner.simulation.result import Timeline, first_fifth
-from pipelinerl.planner.utilisation import H100, PAPER_TAU, Utilisation, roofline
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 
 from .slow_simulation import SlowSimulation

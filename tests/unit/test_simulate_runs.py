@@ -9,9 +9,7 @@ from pipelinerl.cli import simulate as command
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config import load_config, render
 from pipelinerl.errors import RunDirectoryError, UserError
-from pipelinerl.files import JsonLines
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord
-from pipelinerl.planner.calibration import (
+from pipelinerl.experiments.planner.calibration import (
     Calibration,
     DecodeCost,
     GenerationCost,
@@ -19,9 +17,11 @@ from pipelinerl.planner.calibration import (
     TrainingCost,
     write_calibration,
 )
-from pipelinerl.planner.simulation import simulate
-from pipelinerl.planner.simulation.calibrated import calibrated_costs, calibrated_workload, doubts, run_scenario
-from pipelinerl.planner.simulation.recorded import read_measured, read_workload
+from pipelinerl.experiments.planner.simulation import simulate
+from pipelinerl.experiments.planner.simulation.calibrated import calibrated_costs, calibrated_workload, doubts, run_scenario
+from pipelinerl.experiments.planner.simulation.recorded import read_measured, read_workload
+from pipelinerl.files import JsonLines
+from pipelinerl.metrics.records import EvaluationRecord, StepRecord
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
 
 SETTINGS = ["--engine.slots", "8", "--actor.group_size", "2", "--trainer.batch_size", "8", "--trainer.steps", "5"]

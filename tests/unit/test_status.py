@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipelinerl.board import MemoryBoard
-from pipelinerl.status import REFRESH_S, StatusReporter
+from pipelinerl.status.board import MemoryBoard
+from pipelinerl.status.reporter import REFRESH_S, StatusReporter
 from pipelinerl.types import TrainerProgress
 
 

@@ -11,11 +11,11 @@ import pytest
 from pipelinerl.config.schema import ActorConfig, ModelConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserError
+from pipelinerl.experiments.study.prompts import History, Prompt, make_prompts, read_history
+from pipelinerl.experiments.study.saved_weights import SavedWeights, choose_starts
 from pipelinerl.files import JsonLines
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.models.state import checksum
-from pipelinerl.study.prompts import History, Prompt, make_prompts, read_history
-from pipelinerl.study.saved_weights import SavedWeights, choose_starts
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn
 
 DEMO = ModelConfig()

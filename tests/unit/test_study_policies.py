@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from pipelinerl.experiments.study import replay as replay_module
+from pipelinerl.experiments.study.prompts import Prompt
+from pipelinerl.experiments.study.replay import Replay, Replayed
+from pipelinerl.experiments.study.sampling import KV, MixedSampler, Sampled, Stretch, lagged_policy, mixed_policy
 from pipelinerl.models.state import named_weights
-from pipelinerl.study import replay as replay_module
-from pipelinerl.study.prompts import Prompt
-from pipelinerl.study.replay import Replay, Replayed
-from pipelinerl.study.sampling import KV, MixedSampler, Sampled
-from pipelinerl.study.switching import Stretch, lagged_policy, mixed_policy
 from pipelinerl.types import GenerationRequest, SamplingParams, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
 

@@ -8,11 +8,9 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.study.bootstrap import Interval
-from pipelinerl.study.figure import shown_lags
-from pipelinerl.study.files import make_folder, write_study
-from pipelinerl.study.result import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
-from pipelinerl.study.table import study_table
+from pipelinerl.experiments.study.bootstrap import Interval
+from pipelinerl.experiments.study.page import make_folder, shown_lags, study_table, write_study
+from pipelinerl.experiments.study.result import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
 
 
 def interval(mean: float) -> Interval:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.environments.calculator import Calculator
+from pipelinerl.environments.chat.tool_use import MAX_RESULT, ToolTask, tool_of, use_tools
 from pipelinerl.environments.registry import make_environment
-from pipelinerl.environments.tool_use import MAX_RESULT, ToolTask, tool_of, use_tools
+from pipelinerl.environments.tasks.calculator import Calculator
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError
 from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.types import Completion, Problem, Rollout

@@ -12,7 +12,6 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from pipelinerl.board import MemoryBoard
 from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
@@ -23,9 +22,10 @@ from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import PreparingReader, Preprocessor, pack
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
+from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.memory import memory_stream
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
-from pipelinerl.trainer.provenance import TrainedRecord
+from pipelinerl.trainer.records import TrainedRecord
 from pipelinerl.types import (
     ActorProgress,
     Completion,

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipelinerl.metrics.rates import Rate
-from pipelinerl.metrics.screen import Trends, duration, render, short, sparkline
-from pipelinerl.metrics.view import LiveView, PlainView, SilentView, make_view
+from pipelinerl.status.screen import Rate, Trends, duration, render, short, sparkline
+from pipelinerl.status.view import LiveView, PlainView, SilentView, make_view
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
 LATEST = {"reward_mean": 0.625, "ess": 0.971, "lag_mean": 1.75, "lag_max": 5.0, "entropy_mean": 0.3}

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import RequestError, WeightUpdateError
-from pipelinerl.remote.adapter import SavedWeights
-from pipelinerl.remote.errors import ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.serving.client.adapter import SavedWeights
+from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.serving.vllm import adapter, requests
+from pipelinerl.serving.vllm.adapter import VllmServer
+from pipelinerl.serving.vllm.server_info import ModelFacts
+from pipelinerl.serving.vllm.switch import HalfUpdatedError
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
-from pipelinerl.vllm import adapter, requests
-from pipelinerl.vllm.adapter import VllmServer
-from pipelinerl.vllm.model import ModelFacts
-from pipelinerl.vllm.switch import HalfUpdatedError
 
 FACTS = ModelFacts(16, (1,))
 UPDATE = SavedWeights(1, "c0ffee", Path("/weights/v1.safetensors"))

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError
+from pipelinerl.serving.vllm.messages import Answer, Choice, UnfaithfulError, worker_error
+from pipelinerl.serving.vllm.requests import completion_of, generate_body, same_versions, tokens_of, version_of
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
-from pipelinerl.vllm.completions import completion_of, generate_body, same_versions, tokens_of, version_of
-from pipelinerl.vllm.messages import Answer, Choice, UnfaithfulError, worker_error
 
 REQUEST = GenerationRequest(
     id="a", prompt_ids=(3, 4), sampling=SamplingParams(max_tokens=4, temperature=0.7, stop_token_ids=(1, 9), seed=5)

@@ -17,12 +17,12 @@ from torch import nn
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum
-from pipelinerl.remote.weights_file import write_safetensors
-from pipelinerl.vllm.messages import REFUSED, FilesInfo
-from pipelinerl.vllm.plugin import WeightTransfer, refresh_heads
-from pipelinerl.weights.collective import CollectiveWeightSender
-from pipelinerl.weights.collective_control import listen
-from pipelinerl.wire import ProcessGroupRequest
+from pipelinerl.serving.client.weights_file import write_safetensors
+from pipelinerl.serving.vllm.messages import REFUSED, FilesInfo
+from pipelinerl.serving.vllm.plugin import WeightTransfer, refresh_heads
+from pipelinerl.serving.wire import ProcessGroupRequest
+from pipelinerl.weights.broadcast import CollectiveWeightSender
+from pipelinerl.weights.broadcast.control import listen
 
 
 class Untouchable(nn.Module):

@@ -16,10 +16,9 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import StageDiedError, StalledError, UserError
-from pipelinerl.vllm.guard import members
-from pipelinerl.vllm.model import kv_cache_bytes, model_facts
-from pipelinerl.vllm.server_info import ServerDescription, problems
-from pipelinerl.vllm.start import VllmProcess, VllmSettings, command_line, environment
+from pipelinerl.serving.vllm.guard import members
+from pipelinerl.serving.vllm.server_info import ServerDescription, kv_cache_bytes, model_facts, problems
+from pipelinerl.serving.vllm.start import VllmProcess, VllmSettings, command_line, environment
 
 SETTINGS = VllmSettings(python="/env/bin/python", model="/models/m", slots=8, max_length=300)
 
@@ -92,7 +91,8 @@ def test_a_server_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import sys, time\nfrom pathlib import Path\nfrom pipelinerl.vllm.start import VllmProcess, VllmSettings\n"
+            "import sys, time\nfrom pathlib import Path\n"
+            "from pipelinerl.serving.vllm.start import VllmProcess, VllmSettings\n"
             "settings = VllmSettings(python=sys.argv[1], model='m', slots=1, max_length=8)\n"
             "print(VllmProcess(settings, Path(sys.argv[2])).pid, flush=True)\ntime.sleep(100)",
             stand_in(tmp_path, "sleep 100 & sleep 100").python,

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.remote.adapter import BroadcastWeights, SavedWeights
-from pipelinerl.remote.errors import ServerBusyError, ServerUnreachableError
-from pipelinerl.vllm.switch import RESUME_TRIES, HalfUpdatedError, WeightSwitch
-from pipelinerl.wire import ProcessGroupRequest
+from pipelinerl.serving.client.adapter import BroadcastWeights, SavedWeights
+from pipelinerl.serving.client.errors import ServerBusyError, ServerUnreachableError
+from pipelinerl.serving.vllm.switch import RESUME_TRIES, HalfUpdatedError, WeightSwitch
+from pipelinerl.serving.wire import ProcessGroupRequest
 
 UPDATE = SavedWeights(3, "c0ffee", Path("/weights/v3.safetensors"))
 STEPS = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]

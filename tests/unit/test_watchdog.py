@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.launch import supervisor
-from pipelinerl.metrics.watchdog import Stall, Watchdog, find_circle, waits_on
+from pipelinerl.launch.hosts import supervisor
+from pipelinerl.status.watchdog import Stall, Watchdog, find_circle, waits_on
 from pipelinerl.types import ActorProgress, EngineProgress, StageState, StageStatus, TrainerProgress
 
 Statuses = dict[str, StageStatus]

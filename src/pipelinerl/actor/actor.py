@@ -25,16 +25,22 @@ import msgspec
 from pipelinerl.actor.admission import Admission
 from pipelinerl.actor.client import EngineClient, let_rollouts_run, rollout_of
 from pipelinerl.actor.deadline import CodeAlarm, deadlines_work
-from pipelinerl.actor.evaluation import Answers, Evaluation, RecordSink, evaluate, held_out_problems, write_record
-from pipelinerl.actor.failures import FailureLog
+from pipelinerl.actor.evaluation import (
+    Answers,
+    Evaluation,
+    OnlineEvaluation,
+    RecordSink,
+    evaluate,
+    held_out_problems,
+    write_record,
+)
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.online_evaluation import OnlineEvaluation
 from pipelinerl.actor.probe import WeightProbe
-from pipelinerl.actor.rollouts import TimeLimits
+from pipelinerl.actor.rollouts import FailureLog, TimeLimits
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.interfaces import Board, Engine, Environment, StreamWriter, Tokenizer, Verdict, WeightReceiver
 from pipelinerl.metrics.timeline import TimelineWriter
-from pipelinerl.status import ALONE, GenerationStages, StatusReporter
+from pipelinerl.status.reporter import ALONE, GenerationStages, StatusReporter
 from pipelinerl.types import ActorProgress, EngineProgress, Group, Problem, SamplingParams, StageState, TrainerProgress
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,9 @@ import msgspec
 
 from pipelinerl.actor.outstanding import Outstanding
 from pipelinerl.errors import StalledError
-from pipelinerl.files import SharedRecord, map_file
+from pipelinerl.files import FileLock, SharedRecord, map_file
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.locks import FileLock
 from pipelinerl.types import StageStatus, TrainerProgress
 
 RECORD_BYTES = 256 * 1024

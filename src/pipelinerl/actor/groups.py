@@ -10,8 +10,7 @@ from statistics import fmean
 import msgspec
 
 from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
-from pipelinerl.actor.failures import FailureLog
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
+from pipelinerl.actor.rollouts import Failure, FailureLog, TimeLimits, attempt, problem_for
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.types import Group, Problem, Rollout, SamplingParams
 

@@ -13,9 +13,9 @@ from pipelinerl.config import RunConfig, config_from_yaml
 from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:
-    from pipelinerl.browse.query import Query
-    from pipelinerl.browse.records import Browsed, RunRollouts
-    from pipelinerl.browse.tokens import TokenText
+    from pipelinerl.experiments.browse.query import Query
+    from pipelinerl.experiments.browse.records import Browsed, RunRollouts
+    from pipelinerl.experiments.browse.tokens import TokenText
 
 _EPILOG = (
     'QUERY: words or "some text", and reward>0.5, version=12, lag>=3, length<20, trained, untrained, dropped, '
@@ -46,8 +46,8 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     refuse_settings("pipelinerl browse", settings)
-    from pipelinerl.browse.query import parse  # noqa: PLC0415 (with the others)
-    from pipelinerl.browse.records import RunRollouts  # noqa: PLC0415
+    from pipelinerl.experiments.browse.query import parse  # noqa: PLC0415 (with the others)
+    from pipelinerl.experiments.browse.records import RunRollouts  # noqa: PLC0415
 
     query = parse(options.find) if options.find else None
     if options.evaluations and options.export:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def _evaluations(run_dir: Path) -> Browsed:
-    from pipelinerl.browse.evaluations import RunEvaluations  # noqa: PLC0415 (with the others)
+    from pipelinerl.experiments.browse.evaluations import RunEvaluations  # noqa: PLC0415 (with the others)
 
     return RunEvaluations(run_dir)
 
@@ -71,10 +71,9 @@ def _evaluations(run_dir: Path) -> Browsed:
 def _browse(options: argparse.Namespace, rollouts: Browsed) -> int:
     from rich.console import Console  # noqa: PLC0415
 
-    from pipelinerl.browse.app import browse  # noqa: PLC0415
-    from pipelinerl.browse.browser import Browser  # noqa: PLC0415
-    from pipelinerl.browse.gap import Gaps  # noqa: PLC0415
-    from pipelinerl.browse.pages import RolloutPages  # noqa: PLC0415
+    from pipelinerl.experiments.browse.browser import Browser, browse  # noqa: PLC0415
+    from pipelinerl.experiments.browse.gap import Gaps  # noqa: PLC0415
+    from pipelinerl.experiments.browse.pages import RolloutPages  # noqa: PLC0415
 
     config = _config(options.run_dir)
     gaps = Gaps(options.run_dir, config, options.weights)
@@ -87,7 +86,7 @@ def _browse(options: argparse.Namespace, rollouts: Browsed) -> int:
 
 
 def _print(rollouts: Browsed, query: Query | None) -> int:
-    from pipelinerl.browse.plain import plain_table  # noqa: PLC0415
+    from pipelinerl.experiments.browse.draw import plain_table  # noqa: PLC0415
 
     for line in plain_table(rollouts, query, _warn):
         if status := write(line):
@@ -96,7 +95,7 @@ def _print(rollouts: Browsed, query: Query | None) -> int:
 
 
 def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query | None) -> int:
-    from pipelinerl.browse.export import export  # noqa: PLC0415
+    from pipelinerl.experiments.browse.export import export  # noqa: PLC0415
 
     texts = _texts(_config(options.run_dir))
     if texts.missing:
@@ -117,7 +116,7 @@ def _config(run_dir: Path) -> RunConfig | str:
 
 
 def _texts(config: RunConfig | str) -> TokenText:
-    from pipelinerl.browse.tokens import TokenText, load_token_text  # noqa: PLC0415
+    from pipelinerl.experiments.browse.tokens import TokenText, load_token_text  # noqa: PLC0415
 
     return TokenText(None, config) if isinstance(config, str) else load_token_text(config.model)
 

@@ -27,9 +27,9 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load(options.run_file, settings)
-    from pipelinerl.planner.calibrate import calibrate  # noqa: PLC0415 (loads torch)
-    from pipelinerl.planner.calibration import write_calibration  # noqa: PLC0415 (as above)
-    from pipelinerl.planner.table import calibration_text  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.calibrate import calibrate  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.planner.calibration import write_calibration  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.table import calibration_text  # noqa: PLC0415 (as above)
 
     calibration = calibrate(config, report=lambda text: print(f"{text} ...", file=sys.stderr, flush=True))
     write_calibration(options.out, calibration)

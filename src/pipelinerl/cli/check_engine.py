@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pipelinerl.cli.parser import Commands, api_key_from, refuse_settings, write
 from pipelinerl.errors import UserError
-from pipelinerl.remote.adapter import EngineServer
-from pipelinerl.remote.contract import Check, Result, run_checks
-from pipelinerl.remote.contract_checks import SERVER_CHECKS
-from pipelinerl.remote.server_client import PipelineServer
+from pipelinerl.serving.client.adapter import EngineServer
+from pipelinerl.serving.client.server_client import PipelineServer
+from pipelinerl.serving.contract.checks import Check, Result, run_checks
+from pipelinerl.serving.contract.generation import SERVER_CHECKS
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory that a server on this machine sees too
 _WITHOUT = {
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     with ExitStack() as stack:
         checks: tuple[Check, ...] = SERVER_CHECKS
         if options.model is not None:
-            from pipelinerl.remote.contract_weights import WeightChecks  # noqa: PLC0415 (loads torch and transformers)
+            from pipelinerl.serving.contract.weights import WeightChecks  # noqa: PLC0415 (loads torch and transformers)
 
             weights = stack.enter_context(closing(WeightChecks(options.model, options.update_dir, options.tolerance)))
             checks += weights.checks()
@@ -79,7 +79,7 @@ def _server(options: argparse.Namespace) -> EngineServer:
     if options.kind == "vllm":
         if options.update_url is not None:
             raise UserError("--update-url is for --kind http: vLLM takes weights at its one address")
-        from pipelinerl.vllm.adapter import VllmServer  # noqa: PLC0415 (only this kind needs it)
+        from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 (only this kind needs it)
 
         return VllmServer(options.url, api_key=key)
     return PipelineServer(options.url, api_key=key, update_url=options.update_url)

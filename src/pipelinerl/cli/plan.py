@@ -56,16 +56,16 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load(options.run_file, settings) if options.run_file or settings else None
-    from pipelinerl.planner.plan import make_plan, plan_json  # noqa: PLC0415 (numpy, which a mistake above needs not wait for)
-    from pipelinerl.planner.question import Flags, ask, calibration_of  # noqa: PLC0415 (as above)
-    from pipelinerl.planner.simulation.calibrated import doubts  # noqa: PLC0415 (as above)
-    from pipelinerl.planner.table import plan_text  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.plan import make_plan, plan_json  # noqa: PLC0415 (numpy, which a mistake above needs not wait for)
+    from pipelinerl.experiments.planner.question import Flags, ask, calibration_of  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.calibrated import doubts  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.table import plan_text  # noqa: PLC0415 (as above)
     from pipelinerl.report.files import write_file  # noqa: PLC0415 (as above)
 
     flags = Flags(**{name: getattr(options, name) for name in _FLAGS})
     plan = make_plan(ask(config, flags))
     if options.figure:
-        from pipelinerl.planner.figure import draw_plan  # noqa: PLC0415 (loads matplotlib)
+        from pipelinerl.experiments.planner.table import draw_plan  # noqa: PLC0415 (loads matplotlib)
 
         draw_plan(plan, options.figure)
     if options.json:

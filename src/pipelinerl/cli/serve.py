@@ -10,7 +10,7 @@ from pathlib import Path
 from pipelinerl.cli.parser import Commands, api_key_from, refuse_settings
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError, UserError
-from pipelinerl.server.options import SHARED_MEMORY, Address, ServeOptions
+from pipelinerl.serving.server.options import SHARED_MEMORY, Address, ServeOptions
 
 _NEEDED = ("uvicorn", "starlette", "prometheus_client")
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         raise MissingDependencyError(f"pipelinerl serve needs {', '.join(missing)}: pip install 'pipelinerl[serve]'")
     wanted = serve_options(options)
     wanted.check()
-    from pipelinerl.server.run import serve  # noqa: PLC0415 (loads torch, which a mistake above should not wait for)
+    from pipelinerl.serving.server.run import serve  # noqa: PLC0415 (loads torch, which a mistake above should not wait for)
 
     return serve(wanted)
 

@@ -12,8 +12,8 @@ from pipelinerl.errors import RunDirectoryError, UserError
 
 if TYPE_CHECKING:
     from pipelinerl.config import RunConfig
-    from pipelinerl.planner.calibration import Calibration
-    from pipelinerl.planner.simulation import Workload
+    from pipelinerl.experiments.planner.calibration import Calibration
+    from pipelinerl.experiments.planner.simulation import Workload
 
 DEFAULT_CALIBRATION = Path("calibration.json")
 
@@ -45,12 +45,12 @@ def add_to(commands: Commands) -> None:
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     _check(options)
     config = load(_run_file(options), settings)
-    from pipelinerl.launch.capacity import stream_capacity  # noqa: PLC0415 (what follows loads numpy)
-    from pipelinerl.planner.calibration import read_calibration  # noqa: PLC0415 (as above)
-    from pipelinerl.planner.simulation import simulate  # noqa: PLC0415 (as above)
-    from pipelinerl.planner.simulation.calibrated import calibrated_costs, doubts, run_scenario  # noqa: PLC0415 (as above)
-    from pipelinerl.planner.simulation.recorded import read_measured  # noqa: PLC0415 (as above)
-    from pipelinerl.planner.simulation.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation import simulate  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.calibrated import calibrated_costs, doubts, run_scenario  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.recorded import read_measured  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
+    from pipelinerl.launch.stages.streams import stream_capacity  # noqa: PLC0415 (what follows loads numpy)
 
     calibration = read_calibration(options.calibration)
     measured = read_measured(options.compare, config) if options.compare else None
@@ -98,9 +98,9 @@ def _run_file(options: argparse.Namespace) -> Path | None:
 
 def _workload(options: argparse.Namespace, config: RunConfig, calibration: Calibration) -> tuple[Workload, str]:
     """The work to be simulated, and where it comes from, in words."""
-    from pipelinerl.planner.lengths import parse_lengths  # noqa: PLC0415 (loads numpy)
-    from pipelinerl.planner.simulation.calibrated import calibrated_workload  # noqa: PLC0415 (as above)
-    from pipelinerl.planner.simulation.recorded import read_workload  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.lengths import parse_lengths  # noqa: PLC0415 (loads numpy)
+    from pipelinerl.experiments.planner.simulation.calibrated import calibrated_workload  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.recorded import read_workload  # noqa: PLC0415 (as above)
 
     if options.lengths:
         drawn = calibrated_workload(calibration, config, seed=config.seed, lengths=parse_lengths(options.lengths))

@@ -54,9 +54,8 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if not run_file.is_file():
         raise RunDirectoryError(f"{options.run_dir} is not a run directory (there is no {run_file})")
     config = load(run_file, settings)
-    from pipelinerl.study.files import make_folder, write_study  # noqa: PLC0415 (loads matplotlib)
-    from pipelinerl.study.kv_cache import StudyOptions, study_kv_cache  # noqa: PLC0415 (loads torch)
-    from pipelinerl.study.table import study_table  # noqa: PLC0415
+    from pipelinerl.experiments.study.kv_cache import StudyOptions, study_kv_cache  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.study.page import make_folder, study_table, write_study  # noqa: PLC0415 (matplotlib)
 
     chosen = StudyOptions(
         lag=options.lag,

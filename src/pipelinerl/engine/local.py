@@ -13,13 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipelinerl.engine.attention import Chunk
-from pipelinerl.engine.kv_cache import Move
-from pipelinerl.engine.rows import Ints, RowTable
+from pipelinerl.engine.attention import Chunk, Move
+from pipelinerl.engine.rows import Ints, Prefill, RowTable, Sequence, VersionMarks
 from pipelinerl.engine.runner import ModelRunner
-from pipelinerl.engine.sampler import SamplingRows, sample
-from pipelinerl.engine.sequence import Prefill, Sequence, VersionMarks
-from pipelinerl.engine.uniform import StepsAhead, request_key, uniforms
+from pipelinerl.engine.sampler import SamplingRows, StepsAhead, request_key, sample, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.state import checksum, load_weights, named_weights

@@ -11,6 +11,7 @@ the same rows decode, one token each a step: what is sampled then is only noted,
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +19,61 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipelinerl.engine.attention import RowClass
-from pipelinerl.engine.kv_cache import Move
-from pipelinerl.engine.sequence import Sequence
+from pipelinerl.engine.attention import Move, RowClass
+from pipelinerl.types import GenerationRequest, VersionSpan
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What the engine knows of one request while it serves it. Its tokens are in the row table until it ends.
+
+
+class VersionMarks:
+    """Which weights produced each of a growing row of tokens, kept as the points where the version changes."""
+
+    __slots__ = ("_marks",)
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[int, int]] = []
+
+    def mark(self, version: int, start: int) -> None:
+        """Tokens from `start` on are by the weights of `version`."""
+        if not self._marks or self._marks[-1][0] != version:
+            self._marks.append((version, start))
+
+    def spans(self, length: int) -> tuple[VersionSpan, ...]:
+        """Spans over the first `length` tokens; marks that no token followed leave no trace."""
+        starts = [start for _, start in self._marks]
+        ends = [*starts[1:], length]
+        return tuple(
+            VersionSpan(version, start, min(end, length))
+            for (version, start), end in zip(self._marks, ends, strict=False)
+            if start < min(end, length)
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request in a row of the KV cache. `row` is -1 until it has one."""
+
+    request: GenerationRequest
+    key: int
+    row: int = -1
+    versions: VersionMarks = field(default_factory=VersionMarks)
+    prompt_versions: tuple[VersionSpan, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class Prefill:
+    """A prompt being processed, for one or more requests that share it: computed once, in the first one's row."""
+
+    prompt_ids: tuple[int, ...]
+    members: list[Sequence]
+    done: int = 0
+    versions: VersionMarks = field(default_factory=VersionMarks)
+
+    @property
+    def row(self) -> int:
+        return self.members[0].row
+
 
 Ints = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float32]

@@ -9,9 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelinerl.engine.attention import ATTENTION_NAME, Chunk, RowClass, StepBatch, batch_chunks, slot_attention
+from pipelinerl.engine.attention import (
+    ATTENTION_NAME,
+    Chunk,
+    KVCache,
+    LayerShape,
+    Move,
+    RowClass,
+    StepBatch,
+    batch_chunks,
+    slot_attention,
+)
 from pipelinerl.engine.flat import FlatForward
-from pipelinerl.engine.kv_cache import KVCache, LayerShape, Move
 from pipelinerl.errors import PipelineRLError, UnsupportedModelError
 from pipelinerl.models.attention import replace_attention, rope_limit
 

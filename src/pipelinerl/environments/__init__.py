@@ -3,8 +3,8 @@
 `SingleTurn` is the shortest way to one of your own, `ToolTask` to one with tools.
 """
 
+from pipelinerl.environments.chat.tool_use import ToolTask
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.single_turn import SingleTurn
-from pipelinerl.environments.tool_use import ToolTask
 
 __all__ = ["SingleTurn", "ToolTask", "make_environment"]

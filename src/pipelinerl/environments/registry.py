@@ -6,28 +6,30 @@ import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 from pipelinerl.environments.prompts import try_prompt
 from pipelinerl.environments.single_turn import SingleTurn
-from pipelinerl.environments.user_files import last_line, module_named
+from pipelinerl.environments.user.code import last_line, module_named
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
 BUILT_IN = {
-    "gcd": "pipelinerl.environments.gcd:Gcd",
-    "math_words": "pipelinerl.environments.math_words:MathWords",
-    "guess_number": "pipelinerl.environments.guess_number:GuessNumber",
-    "math": "pipelinerl.environments.maths:Maths",
-    "countdown": "pipelinerl.environments.countdown:Countdown",
-    "reasoning_gym": "pipelinerl.environments.reasoning_gym:ReasoningGym",
-    "verifiers": "pipelinerl.environments.verifiers_env.environment:Verifiers",
-    "mixture": "pipelinerl.environments.mixture:Mixture",
-    "curriculum": "pipelinerl.environments.curriculum:Curriculum",
-    "function": "pipelinerl.environments.function:Function",
-    "tools": "pipelinerl.environments.tools:Tools",
-    "calculator": "pipelinerl.environments.calculator:Calculator",
-    "agent": "pipelinerl.agents.environment:Agent",
+    "gcd": "pipelinerl.environments.tasks.gcd:Gcd",
+    "math_words": "pipelinerl.environments.maths.words:MathWords",
+    "guess_number": "pipelinerl.environments.tasks.guess_number:GuessNumber",
+    "math": "pipelinerl.environments.maths.environment:Maths",
+    "countdown": "pipelinerl.environments.tasks.countdown:Countdown",
+    "reasoning_gym": "pipelinerl.environments.adapters.reasoning_gym:ReasoningGym",
+    "verifiers": "pipelinerl.environments.adapters.verifiers.environment:Verifiers",
+    "mixture": "pipelinerl.environments.combine.mixture:Mixture",
+    "curriculum": "pipelinerl.environments.combine.difficulty_filter:Curriculum",
+    "function": "pipelinerl.environments.user.function:Function",
+    "tools": "pipelinerl.environments.chat.tools:Tools",
+    "calculator": "pipelinerl.environments.tasks.calculator:Calculator",
+    "agent": "pipelinerl.serving.agents.environment:Agent",
 }
 
 
@@ -126,3 +128,19 @@ def check_arguments(kind: str, signature: inspect.Signature, args: Mapping[str, 
         raise EnvironmentSetupError(
             f"environment.args don't fit {kind}: {error}; after `tokenizer` and `seed` it takes {takes or 'nothing'}"
         ) from error
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# Of which types `environment.args` must be: a struct says it, and mistakes are told in the run file's words.
+
+
+Types = TypeVar("Types", bound=msgspec.Struct)
+
+
+def checked(types: type[Types], **arguments: object) -> Types:
+    """The arguments as `types` has them. Raises EnvironmentSetupError that names the first of another type or range."""
+    try:
+        return msgspec.convert(arguments, types)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        raise EnvironmentSetupError(f"environment.args.{where.rstrip('`')}: {what[:1].lower()}{what[1:]}") from error

@@ -20,10 +20,10 @@ import msgspec
 from pipelinerl import errors
 from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.static_check import check_statically
+from pipelinerl.environments.user.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
-from pipelinerl.launch.memory_check import Judgement, check_memory
-from pipelinerl.launch.resources import check_devices
+from pipelinerl.launch.hosts.resources import check_devices
+from pipelinerl.launch.memory import Judgement, check_memory
 
 SHOWN_CHARACTERS = 80
 OUTPUT_LINES = 5

@@ -1,23 +1,32 @@
-"""How much memory a run will take, from its configuration and the sizes of its model. Pure.
-
-    process      Python and its libraries, weights, gradients and moments, KV cache, activations, ...: parts, in bytes
-    between      what processes share: the weights on their way from the trainer to engines
-
-Parts that depend on the data (how many tokens come together in a forward) are known as bounds only: `most` when prompts are
-as long as is known of them (or as a slot allows) and answers as `actor.max_tokens` allows, `least` when answers come to a
-quarter of that. All else is the same in both.
-"""
+"""Before anything starts: will the run fit into this machine's memory? A run that can't is refused, with the numbers."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
-from pipelinerl.models.shape import ModelShape
+from pipelinerl.errors import ModelLoadError, UserError
+from pipelinerl.launch.hosts.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
+from pipelinerl.models.folder import downloaded, find_model
+from pipelinerl.models.shape import ModelShape, read_shape
+
+# ------------------------------------------------------------------------------------------------------------------------
+# How much memory a run will take, from its configuration and the sizes of its model. Pure.
+#
+#     process      Python and its libraries, weights, gradients and moments, KV cache, activations, ...: parts, in bytes
+#     between      what processes share: the weights on their way from the trainer to engines
+#
+# Parts that depend on the data (how many tokens come together in a forward) are known as bounds only: `most` when prompts
+# are
+# as long as is known of them (or as a slot allows) and answers as `actor.max_tokens` allows, `least` when answers come to a
+# quarter of that. All else is the same in both.
+
 
 HOST = "cpu"
 BETWEEN = "weights between processes"
@@ -250,3 +259,215 @@ def _fixed(name: str, size: int, device: str = HOST) -> Part:
 def _memory_of(device: str) -> str:
     """The device whose memory it computes in, under one name: Apple's GPUs have the host's, `cuda` is the first."""
     return {"mps": HOST, "cuda": "cuda:0"}.get(device, device)
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# How much memory this machine has: of its own within the limits of its control group, and on a GPU. Without torch.
+
+
+_UNLIMITED = 1 << 60
+"""Control groups say that there is no limit by `max`, or by a number about as large as there is."""
+
+
+class Memory(NamedTuple):
+    """Bytes. `available` is what could be had now without ending anything; None where that isn't known."""
+
+    total: int
+    available: int | None
+
+
+def host_memory(root: Path = Path("/")) -> Memory:
+    """Physical memory, or what the control groups of this process leave of it. `root` is where /proc and /sys are."""
+    machine = _meminfo(root / "proc/meminfo")
+    if machine is None:
+        return Memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None)
+    total, available = machine
+    for limit, used in _limits(root):
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    return Memory(total, available)
+
+
+def device_memory(device: str) -> Memory | None:
+    """Of a CUDA device as torch names it; None if the driver is not there or does not know it.
+
+    The driver itself is asked: torch would take seconds to load, and both count devices in the same way.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = int(device.partition(":")[2] or 0)
+    handle, total = ctypes.c_int(), ctypes.c_size_t()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), number):
+        return None
+    return None if driver.cuDeviceTotalMem_v2(ctypes.byref(total), handle) else Memory(total.value, None)
+
+
+def _meminfo(path: Path) -> tuple[int, int] | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    return (kib["MemTotal"] << 10, kib["MemAvailable"] << 10) if {"MemTotal", "MemAvailable"} <= kib.keys() else None
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each control group (v1 and v2) that this process is in and that has a limit.
+
+    A group's parents limit it too. In a container the group may be mounted as the root, so both places are looked at. Use
+    is without files that the kernel may drop.
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            folder, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        own = folder / path.strip("/")
+        for group in (own, *own.parents):
+            if group.is_relative_to(folder) and (most := _number(group / limit)) is not None and most < _UNLIMITED:
+                yield most, (_number(group / used) or 0) - _reclaimable(group / "memory.stat")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _reclaimable(path: Path) -> int:
+    try:
+        fields = dict(line.split() for line in path.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
+Machine = Callable[[str], Memory | None]
+"""The memory of a device (`cpu` or a CUDA device), None if it is not known."""
+SHOWN_USES = 5
+WORTH_IT = 0.1
+"""Share of the memory from which a use is worth a word of what to do about it."""
+
+
+class Judgement(NamedTuple):
+    """`line` is for the start of the run; `warnings` say what may go wrong, in a line each."""
+
+    line: str
+    warnings: Sequence[str] = ()
+    prediction: Prediction | None = None
+
+    def report(self) -> list[str]:
+        """Every use of memory, in lines for people."""
+        processes = self.prediction.processes if self.prediction else ()
+        table = [
+            f"  {process.role:<26} {part.name:<28} {_range(part.least, part.most):>20}  {part.device}"
+            for process in processes
+            for part in process.parts
+        ]
+        return [self.line, *table, *self.lines[1:]]
+
+    @property
+    def lines(self) -> list[str]:
+        """What is said at the start of a run."""
+        return [self.line, *(f"warning: {warning}" for warning in self.warnings)]
+
+    @property
+    def predicted_bytes(self) -> dict[str, int]:
+        """The most that each process takes, all devices together; empty if it is not known."""
+        processes = self.prediction.processes if self.prediction else ()
+        return {process.role: sum(part.most for part in process.parts) for process in processes}
+
+
+def check_memory(config: RunConfig, longest_prompt: int | None = None) -> Judgement:
+    """Read the model's sizes, predict and judge. `longest_prompt`, in tokens, if it is known that none is longer.
+
+    Raises UserError for a run that can't fit, ModelLoadError for no model.
+    """
+    shape = _shape(find_model(config.model.path))
+    if shape is None:
+        return Judgement(f"memory: not predicted (the sizes of model {config.model.path!r} are not known here)")
+    return judge(config, predict(config, shape, longest_prompt), this_machine)
+
+
+def _shape(found: str) -> ModelShape | None:
+    """The sizes of the model in a folder, or of a hub id that was downloaded before, all of it."""
+    if Path(found).is_dir():
+        return read_shape(Path(found))
+    folder = downloaded(found)
+    try:
+        return None if folder is None else read_shape(Path(folder))
+    except ModelLoadError:  # what is missing is downloaded when the model is loaded
+        return None
+
+
+def judge(config: RunConfig, prediction: Prediction, machine: Machine) -> Judgement:
+    """Compare with what there is.
+
+    Refused is only what can't fit: whose `least` is more than the device has in all. Whatever may not fit, because answers
+    grow or because others use the memory now, is warned of. Raises UserError.
+    """
+    lines, warnings = [], []
+    for device in prediction.devices:
+        memory, on = machine(device), "" if device == HOST else f" on {device}"
+        most, least = prediction.bytes_on(device), prediction.bytes_on(device, least=True)
+        if memory is None:
+            lines.append(f"up to {gigabytes(most)}{on}")
+            continue
+        total, details = gigabytes(memory.total), _details(config, prediction, device)
+        lines.append(f"up to {gigabytes(most)} of {total}{on}")
+        if least > memory.total:
+            raise UserError(f"the run needs at least {gigabytes(least)} of memory{on}, and there are {total} {details}")
+        needs = f"the run may need {gigabytes(most)} of memory{on}"
+        if most > memory.total:
+            warnings.append(f"{needs} if prompts and answers are as long as they may be, and there are {total} {details}")
+        elif memory.available is not None and most > memory.available:
+            warnings.append(f"{needs}, and only {gigabytes(memory.available)} are free now: others use the rest")
+    parts = ", ".join(
+        f"{process.role} {gigabytes(sum(part.most for part in process.parts))}" for process in prediction.processes
+    )
+    return Judgement(f"memory: {' and '.join(lines)} ({parts})", warnings, prediction)
+
+
+def this_machine(device: str) -> Memory | None:
+    return host_memory() if device == HOST else device_memory(device)
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _range(least: int, most: int) -> str:
+    return f"{most / 1e6:.0f} MB" if least == most else f"{least / 1e6:.0f} to {most / 1e6:.0f} MB"
+
+
+def _details(config: RunConfig, prediction: Prediction, device: str) -> str:
+    """What takes most, and what to do about it."""
+    table = ", ".join(f"{name} {gigabytes(size)}" for name, size in prediction.largest(device)[:SHOWN_USES])
+    return f"({table}); {'; '.join(_advice(config, prediction, device))}"
+
+
+def _advice(config: RunConfig, prediction: Prediction, device: str) -> list[str]:
+    """What to change, by what takes most; of what takes little nothing is said."""
+    remedies = {
+        "KV cache": ["lower engine.slots or engine.max_length"],
+        "activations": [
+            "lower trainer.micro_batch_tokens (the step does not depend on it)",
+            *([] if config.trainer.gradient_checkpointing else ["set trainer.gradient_checkpointing to true"]),
+        ],
+        "logits": ["lower trainer.micro_batch_tokens (the step does not depend on it)"],
+        "Adam's moments": ["set model.lora to {}"] if config.model.lora is None else [],
+        "weights": ["set model.dtype to bfloat16"] if config.model.dtype == "float32" else [],
+        "reference model": ["set trainer.kl_coefficient to 0"],
+    }
+    worth_it = [name for name, size in prediction.largest(device) if size >= WORTH_IT * prediction.bytes_on(device)]
+    return [*dict.fromkeys(remedy for name in worth_it for remedy in remedies.get(name, [])), "or take a smaller model"]

@@ -11,8 +11,7 @@ import msgspec
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, RunInterruptedError
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.plan import StartPlan
-from pipelinerl.launch.session import Session
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord, read_records
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress

@@ -11,9 +11,9 @@ from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
 from pipelinerl.config import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.launch.plan import KeptGroup, StartPlan
 from pipelinerl.launch.run_directory import RunDirectory, set_aside
-from pipelinerl.launch.streams import PREPARED, ROLLOUTS, StreamStore, first_uncommitted
+from pipelinerl.launch.session import KeptGroup, StartPlan
+from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, first_uncommitted
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import StepRecord, read_records
 from pipelinerl.preprocess import Prepared, newest_version

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,13 +18,40 @@ from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.dry_run import check_before_the_start
 from pipelinerl.launch.outcome import FINISHED, Outcome, write_summary
-from pipelinerl.launch.plan import StartPlan, write_plan
 from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
-from pipelinerl.launch.services import Broker, running_broker
-from pipelinerl.launch.session import Session
-from pipelinerl.launch.streams import stream_store
-from pipelinerl.metrics.view import View, make_view
+from pipelinerl.launch.session import Session, StartPlan, write_plan
+from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.schedule import make_schedule
+from pipelinerl.status.view import View, make_view
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What a run starts besides its own processes: a Redis server, if its streams are to lie in one of its own.
+
+
+class Broker(Protocol):
+    """A server of the streams. It ends with the run, however that ends."""
+
+    @property
+    def url(self) -> str: ...
+
+    def failure(self) -> str | None:
+        """Why it does not run, in a line; None while it does."""
+        ...
+
+
+@contextmanager
+def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[Broker | None]:
+    """The run's own Redis, while inside; None if it needs none. What is in it is kept for a resume.
+
+    Raises MissingDependencyError if redis-server or the library is not installed, StreamError if it does not start.
+    """
+    if config.stream.kind != "redis" or config.stream.url is not None:
+        yield None
+        return
+    from pipelinerl.stream.redis import start_server  # noqa: PLC0415 - needs the extra `redis`
+
+    with start_server(run.streams / "redis", durable=True) as server:
+        yield server
 
 
 def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
@@ -101,10 +129,10 @@ def _write_start(session: Session) -> None:
 
 def _launch(session: Session, lock: RunLock, broker: Broker | None, view: View) -> Outcome:
     if session.config.launch.kind == "embedded":
-        from pipelinerl.launch.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
+        from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
         return run_embedded(session, view)
-    from pipelinerl.launch.processes import run_processes  # noqa: PLC0415 - POSIX only
+    from pipelinerl.launch.hosts.processes import run_processes  # noqa: PLC0415 - POSIX only
 
     return run_processes(session, view, lock, broker)
 

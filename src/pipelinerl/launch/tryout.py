@@ -22,9 +22,9 @@ from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
 from pipelinerl.config import config_from_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.function import Function
 from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.environments.single_turn import SingleTurn
+from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
 from pipelinerl.models.loading import load_tokenizer

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.preprocess.advantages import advantages
-from pipelinerl.preprocess.reference import ReferenceScorer
 from pipelinerl.preprocess.turns import join_turns
-from pipelinerl.types import Group, Rollout, TrainingSample
+from pipelinerl.types import Group, Rollout, Segment, TrainingSample
+
+# ------------------------------------------------------------------------------------------------------------------------
+# The seam to the reference model of the KL penalty.
+
+
+class ReferenceScorer(Protocol):
+    """Knows the log-probabilities of a frozen reference model, usually the initial weights."""
+
+    def score(self, segments: Sequence[Segment]) -> Sequence[Sequence[float]]:
+        """For each segment, the log-probability of each of its sampled tokens, in order of position.
+
+        At the temperature of training rollouts, so that it compares with `behaviour_logprobs`. All segments of a group come
+        in one call; the scorer batches them as it likes.
+        """
+        ...
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from pipelinerl.interfaces import Board, StreamReader, StreamStats, StreamWriter
 from pipelinerl.preprocess.preprocessor import Prepared, Preprocessor
-from pipelinerl.status import StatusReporter
+from pipelinerl.status.reporter import StatusReporter
 from pipelinerl.types import Group
 
 POLL_S = 0.002

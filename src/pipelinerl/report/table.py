@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.metrics.screen import duration, pause, short
 from pipelinerl.report.series import REWARD
+from pipelinerl.status.screen import duration, pause, short
 
 Row = tuple[str, str]
 _STYLES = {"held-out reward": "bold", "NOT ACCOUNTED FOR": "bold red", "NOTHING LEARNED": "bold red"}

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.errors import StreamError
-from pipelinerl.files import AppendFile, SharedRecord, map_file
+from pipelinerl.files import AppendFile, FileLock, SharedRecord, map_file
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.locks import FileLock
 
 
 class Counts(NamedTuple):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
-from pipelinerl.trainer.reference import FrozenModelScorer
 from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.trainer.trainer import CheckpointPlan, Trainer, TrainerCounters, TrainerState
 

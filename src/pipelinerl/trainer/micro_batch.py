@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipelinerl.models.packed_row import PackedRow
+from pipelinerl.models.packed import PackedRow
 from pipelinerl.types import TrainingSample
 
 Packer = Callable[[Sequence[int], int], list[list[int]]]

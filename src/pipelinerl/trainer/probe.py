@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.models.packed import sampled_logits
-from pipelinerl.models.packed_row import PackedRow
+from pipelinerl.models.packed import PackedRow, sampled_logits
 from pipelinerl.types import ProbeReading, Segment
 
 PROMPT_TOKENS = 16

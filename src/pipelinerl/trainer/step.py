@@ -26,10 +26,9 @@ from pipelinerl.models.packed import sampled_logits, use_packed_attention
 from pipelinerl.models.state import named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
-from pipelinerl.trainer.lr_schedule import ess_factor, learning_rate
 from pipelinerl.trainer.micro_batch import MicroBatch, Packer, split
 from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
-from pipelinerl.trainer.optimizer import Optimizer
+from pipelinerl.trainer.optimizer import Optimizer, ess_factor, learning_rate
 from pipelinerl.types import TrainingSample
 
 

@@ -27,12 +27,11 @@ from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Schedule, WeightSender
 from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.totals import actor_total, engine_total
-from pipelinerl.status import ALONE, StatusReporter
+from pipelinerl.status.reporter import ALONE, StatusReporter
 from pipelinerl.trainer.probe import ProbeCheck
-from pipelinerl.trainer.provenance import trained_record
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
+from pipelinerl.trainer.records import EngineWatch, step_record, trained_record
 from pipelinerl.trainer.step import Learner, StepResult
-from pipelinerl.trainer.step_record import EngineWatch, step_record
 from pipelinerl.types import EngineProgress, StageState, TrainerProgress, TrainingSample
 
 POLL_S = 0.002

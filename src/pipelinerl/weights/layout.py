@@ -11,7 +11,29 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import first_names
-from pipelinerl.weights.copies import sent_dtype
+from pipelinerl.types import UpdateReceipt
+
+# ------------------------------------------------------------------------------------------------------------------------
+# Copying named tensors with the sharing between them kept.
+
+
+def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type a tensor is sent in: floating-point tensors may be converted, integers and booleans stay."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def copied(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Copies on the CPU; names that shared one tensor share one copy."""
+    copies: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, first in first_names(tensors).items():
+            if name == first:
+                tensor = tensors[name]
+                copies[name] = torch.empty(tensor.shape, dtype=sent_dtype(tensor, dtype)).copy_(tensor)
+            else:
+                copies[name] = copies[first]
+    return copies
+
 
 _ALIGNMENT = 64
 
@@ -86,3 +108,21 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise WeightUpdateError(f"weights of an unknown type: {name!r}")
     return dtype
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# When is a receipt proof that the engine holds what was sent?
+
+
+def complaint(receipt: UpdateReceipt, version: int, checksum: str) -> str | None:
+    """What is wrong with the receipt for the update (version, checksum), in words, or None."""
+    if receipt.error is not None:
+        return f"engine {receipt.engine!r} did not apply weights of version {version}: {receipt.error}"
+    if receipt.version != version:
+        return f"engine {receipt.engine!r} answered for version {receipt.version}, not {version}"
+    if receipt.checksum != checksum:
+        return (
+            f"engine {receipt.engine!r} says it took weights of version {version}, but holds others: checksum "
+            f"{receipt.checksum}, sent {checksum} (are its parameters of the same type as those sent?)"
+        )
+    return None

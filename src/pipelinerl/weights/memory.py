@@ -11,8 +11,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.copies import copied
-from pipelinerl.weights.receipts import complaint
+from pipelinerl.weights.layout import complaint, copied
 
 
 class MemoryChannel:

@@ -23,8 +23,7 @@ from pipelinerl.files import reserve
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, first_names
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.layout import Layout, aligned, layout_of
-from pipelinerl.weights.receipts import complaint
+from pipelinerl.weights.layout import Layout, aligned, complaint, layout_of
 from pipelinerl.weights.shared_file import CONTROL_BYTES, MAX_RECEIVERS, Answer, Control, Offer
 
 _POLL_S = 0.0005

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.environments.pool.messages import OUT_OF_MEMORY, Call, Limits, Reply, Start
-from pipelinerl.environments.user_functions import UserFunction, describe, find_function, not_finite, plain
+from pipelinerl.environments.user.code import UserFunction, describe, find_function, not_finite, plain
 from pipelinerl.errors import EnvironmentSetupError
 
 EXTRA_CPU_S = 1

@@ -1,0 +1,150 @@
+"""Chat messages as OpenAI's API has them: made plain for templates, and compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from pipelinerl.errors import RequestError
+
+# ------------------------------------------------------------------------------------------------------------------------
+# Tool calls in what a model wrote: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen do.
+
+
+ToolSchema = Mapping[str, Any]
+"""`{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}`"""
+
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: dict[str, Any]
+
+
+class ParsedText(NamedTuple):
+    """`content` is the text without the calls; what looks like a call and is none stays in it, and is counted."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    malformed: int = 0
+
+
+ToolParser = Callable[[str], ParsedText]
+
+
+def parse_tool_calls(text: str) -> ParsedText:
+    """The calls in a text, in order. A block that isn't closed counts if it is whole JSON: some models stop there."""
+    calls: list[ToolCall] = []
+    content: list[str] = []
+    malformed = read = 0
+    for block in _BLOCK.finditer(text):
+        call = _call(block[1])
+        if call is None:
+            malformed += 1
+            continue
+        calls.append(call)
+        content.append(text[read : block.start()])
+        read = block.end()
+    content.append(text[read:])
+    whole = "".join(content)
+    return ParsedText(whole.strip() if calls else whole, tuple(calls), malformed)
+
+
+def describe_tools(tools: Sequence[ToolSchema]) -> str:
+    """What a model is told in its system message whose chat template knows nothing of tools."""
+    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        f"You may call these functions, described as JSON:\n<tools>\n{described}\n</tools>\n"
+        'To call one, write\n<tool_call>\n{"name": "its name", "arguments": {"an argument": "its value"}}\n</tool_call>\n'
+        "and end your turn: the next message has the result."
+    )
+
+
+def _call(written: str) -> ToolCall | None:
+    try:
+        value = json.loads(written)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    name, arguments = value.get("name"), value.get("arguments", {})
+    return ToolCall(name, arguments) if name and isinstance(name, str) and isinstance(arguments, dict) else None
+
+
+ChatMessage = Mapping[str, Any]
+"""`{"role": "user", "content": "..."}`; also with `tool_calls` (role `assistant`) or `tool_call_id` (role `tool`)."""
+PlainMessage = dict[str, Any]
+
+_KEPT = ("name", "tool_call_id", "reasoning_content")
+
+
+def plain_message(message: ChatMessage) -> PlainMessage:
+    """As templates want it: content is one text, arguments of tool calls are objects, and nothing is null.
+
+    Raises RequestError for what isn't a message of text.
+    """
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RequestError("messages: each must have a `role`")
+    plain: PlainMessage = {"role": role, "content": _text(message.get("content"))}
+    plain |= {key: message[key] for key in _KEPT if message.get(key) is not None}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def answer_message(parsed: ParsedText, id_prefix: str) -> PlainMessage:
+    """What a model said, in the form of OpenAI's API: `arguments` are JSON as text."""
+    message: PlainMessage = {"role": "assistant", "content": parsed.content}
+    if parsed.calls:
+        message["content"] = parsed.content or None
+        message["tool_calls"] = [
+            {
+                "id": f"{id_prefix}{number:02}",  # some templates want nine letters and digits, or more
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for number, call in enumerate(parsed.calls)
+        ]
+    return message
+
+
+def same_messages(some: Sequence[PlainMessage], others: Sequence[PlainMessage]) -> bool:
+    return len(some) == len(others) and all(_same(one, other) for one, other in zip(some, others, strict=True))
+
+
+def _same(one: PlainMessage, other: PlainMessage) -> bool:
+    """Of an answer, what was said counts: callers drop ids, or strip the text."""
+    if one is other:
+        return True
+    if one["role"] != "assistant" or other["role"] != "assistant":
+        return one == other
+    return one["content"].strip() == other["content"].strip() and _functions(one) == _functions(other)
+
+
+def _functions(message: PlainMessage) -> list[Any]:
+    return [call["function"] for call in message.get("tool_calls", ())]
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise RequestError("messages: `content` must be a text, or a list of parts of type `text`")
+
+
+def _plain_call(call: Any) -> PlainMessage:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError("messages: each of `tool_calls` must have a `function` with a `name`")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # the template gets the text, as the caller wrote it
+            arguments = json.loads(arguments)
+    plain = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return plain | ({"id": call["id"]} if call.get("id") is not None else {})

@@ -1,0 +1,207 @@
+"""Examples from files of JSON lines, and which of them are held out."""
+
+from __future__ import annotations
+
+import codecs
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+from pipelinerl.types import Problem
+
+# ------------------------------------------------------------------------------------------------------------------------
+# Rows of data sets of the Hugging Face hub, or of a folder in one of its formats, through the package `datasets`.
+#
+#     dataset:openai/gsm8k/main:train        OWNER/NAME, perhaps /CONFIG, and the split
+#     dataset:path/to/folder:train           Parquet, CSV, JSON, Arrow, ...
+#
+# `datasets` runs no code that comes with a data set.
+
+
+PREFIX = "dataset:"
+_NAME = re.compile(r"dataset:(?P<path>.+):(?P<split>\w[\w.+-]*(?:\[[^\]]*\])?)")  # a split may be a part of one: train[:10%]
+FORM = "dataset:OWNER/NAME:SPLIT, dataset:OWNER/NAME/CONFIG:SPLIT or dataset:path/to/folder:SPLIT"
+
+
+class DatasetName(NamedTuple):
+    path: str
+    config: str | None
+    split: str
+
+
+def names_a_dataset(source: Path) -> bool:
+    return str(source).startswith(PREFIX)
+
+
+def parse_name(source: str) -> DatasetName:
+    """Raises EnvironmentSetupError for what has no such form."""
+    parts = _NAME.fullmatch(source)
+    if parts is None:
+        raise EnvironmentSetupError(f"{source!r} names no data set: write {FORM}")
+    path, split = parts["path"], parts["split"]
+    if Path(path).expanduser().is_dir():
+        return DatasetName(str(Path(path).expanduser()), None, split)
+    owner, name, *rest = [*path.split("/"), ""] if "/" in path else ["", ""]
+    if not owner or not name or len(rest) > 2:
+        raise EnvironmentSetupError(f"{source!r}: {path!r} is neither a folder here nor OWNER/NAME of the hub; write {FORM}")
+    return DatasetName(f"{owner}/{name}", rest[0] or None, split)
+
+
+def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
+    """The number (from 1) and the fields of each row.
+
+    Raises MissingDependencyError, and EnvironmentSetupError for a data set that can't be had or has what JSON hasn't.
+    """
+    name = parse_name(source)
+    if importlib.util.find_spec("datasets") is None:
+        raise MissingDependencyError("datasets is not installed: pip install 'pipelinerl[datasets]'")
+    import datasets  # noqa: PLC0415 - takes seconds, and is an extra
+
+    try:
+        rows = datasets.load_dataset(name.path, name.config, split=name.split)
+    except Exception as error:  # of the hub, of its HTTP library, of file formats: there is no end of them
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise EnvironmentSetupError(f"{source}: the data set can't be loaded: {why}") from error
+    for number, row in enumerate(rows, 1):
+        try:
+            yield number, msgspec.json.decode(msgspec.json.encode(row))
+        except (TypeError, ValueError) as error:
+            raise EnvironmentSetupError(f"{source}:{number} has a field that is no text, number or list: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# Rows that people give us, in files of JSON lines or as data sets: every complaint names the file and the line.
+
+
+MAX_LINE_BYTES = 16 << 20
+"""A longer line is no problem of anybody's, but a file of another kind."""
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """The number (from 1) and the value of each line that isn't blank, read as it is asked for; likewise of `dataset:...`.
+
+    Raises EnvironmentSetupError for a file that can't be read, and for a line that isn't JSON or is too long.
+    """
+    if names_a_dataset(path):
+        yield from read_dataset(str(path))
+        return
+    try:
+        with open(path, "rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if len(line) > MAX_LINE_BYTES:
+                    raise EnvironmentSetupError(f"{path}:{number} has over {MAX_LINE_BYTES >> 20} MiB: not JSON lines?")
+                if line.strip():
+                    yield number, _value(line, f"{path}:{number}")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> EnvironmentSetupError:
+    """What to say of a file that can't be read."""
+    place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
+    return EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}")
+
+
+def field_of(row: Any, name: str) -> Any:
+    """`row[name]`, or what the path `name` leads to, such as `extra.answer` or `0.value`. Raises KeyError."""
+    if isinstance(row, dict) and name in row:
+        return row[name]
+    value = row
+    for step in name.split("."):
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            raise KeyError(name)
+    return value
+
+
+def fields_of(row: Any) -> str:
+    """The names of a row's fields, for a message."""
+    return (", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}") or "none"
+
+
+def _value(line: bytes, place: str) -> Any:
+    try:
+        return msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise EnvironmentSetupError(f"{place} is not JSON: {error}") from error
+
+
+class Split(NamedTuple):
+    training: list[Problem]
+    held_out: list[Problem]
+
+
+def read_examples(paths: str | Sequence[str], check: Callable[[dict[str, Any]], str | None]) -> list[Problem]:
+    """Every line of the files, a JSON object, as the payload of a problem. `check` says what is wrong with an object.
+
+    Raises EnvironmentSetupError, naming file and line, for a line that can't be used, and for a file without any.
+    """
+    names = [paths] if isinstance(paths, str) else paths
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise EnvironmentSetupError(f"environment.args: {paths!r} must be a file of JSON lines, or a list of them")
+    return [problem for name in names for problem in _read(Path(name).expanduser(), check)]
+
+
+def read_split(
+    data: str | Sequence[str],
+    held_out: float | str | Sequence[str],
+    check: Callable[[dict[str, Any]], str | None],
+    key: Callable[[Problem], str],
+) -> Split:
+    """The problems of files: a share of them held out, or those that another file (or several) holds.
+
+    Raises EnvironmentSetupError for files and shares that can't be used, and if nothing is left to train on.
+    """
+    problems = read_examples(data, check)
+    if isinstance(held_out, int | float):
+        if not 0 <= held_out < 1:
+            raise EnvironmentSetupError(f"environment.args.held_out is {held_out}; it is a file, or a share below 1")
+        parts = split(problems, held_out, key)
+    else:
+        evaluation = read_examples(held_out, check)
+        parts = Split(without(problems, set(map(key, evaluation)), key).training, evaluation)
+    if not parts.training:
+        raise EnvironmentSetupError(f"{data}: all of its {len(problems)} examples are held out; give it more")
+    return parts
+
+
+def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str]) -> Split:
+    """Hold out this share of the problems, rounded up, but not all. A hash of `key` decides, not the order of the file.
+
+    Problems of the same key are on the same side.
+    """
+    keys = sorted({key(problem) for problem in problems}, key=lambda text: blake2b(text.encode()).digest())
+    count = min(math.ceil(held_out * len(keys)), len(keys) - 1)
+    return without(problems, set(keys[:count]), key)
+
+
+def without(problems: list[Problem], unseen: set[str], key: Callable[[Problem], str]) -> Split:
+    """The problems whose key isn't in `unseen`, and those whose key is."""
+    training = [problem for problem in problems if key(problem) not in unseen]
+    return Split(training, [problem for problem in problems if key(problem) in unseen])
+
+
+def _read(path: Path, check: Callable[[dict[str, Any]], str | None]) -> list[Problem]:
+    problems = []
+    for number, example in read_rows(path):
+        wrong = check(example) if isinstance(example, dict) else "is not a JSON object"
+        if wrong:
+            raise EnvironmentSetupError(f"{path}:{number} {wrong}")
+        problems.append(Problem(id=f"{path.stem}/{number}", payload=example))
+    if not problems:
+        raise EnvironmentSetupError(f"{path} has no examples: it is empty")
+    return problems

@@ -1,0 +1,106 @@
+"""Whether an answer is the right one: at once where both are plain numbers or the same text, else with `math-verify`.
+
+`math-verify` hands the model's text to sympy, which a few characters (`9^{9^{9}}`) can keep busy for ever, in C code that
+no signal interrupts. So it runs in a process of its own under limits (`pool`), with its own timeouts switched off: they use
+the signal that `actor.deadline` needs, and the process is ended from outside anyway.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import OrderedDict
+from fractions import Fraction
+from typing import NamedTuple
+
+from pipelinerl.environments.maths.numbers import number_of
+from pipelinerl.environments.maths.problems import MAX_ANSWER
+from pipelinerl.environments.pool.messages import Limits
+from pipelinerl.environments.pool.pool import FunctionPool
+from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+
+REMEMBERED = 4096
+_PLAIN_NUMBER = re.compile(r"\s*-?\s*\\?\$?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?\.?\s*")
+
+
+class Verdict(NamedTuple):
+    """`failed`: the judge did not come to an end (too slow, too much memory, a crash); the answer counts as wrong."""
+
+    right: bool
+    failed: bool = False
+
+
+class Judge:
+    """Compares final answers. Verdicts are remembered: the attempts of a group have many an answer in common."""
+
+    def __init__(self, name: str, *, timeout_s: float, processes: int) -> None:
+        """Raises MissingDependencyError without `math-verify`, unless `name` is `numbers`."""
+        if name not in ("math-verify", "numbers"):
+            raise EnvironmentSetupError(f"environment.args.judge is {name!r}; it must be `math-verify` or `numbers`")
+        for option, value in (("judge_timeout_s", timeout_s), ("judge_processes", processes)):
+            if not value > 0:
+                raise EnvironmentSetupError(f"environment.args.{option} is {value}; it must be greater than 0")
+        if name == "math-verify" and importlib.util.find_spec("math_verify") is None:
+            raise MissingDependencyError(
+                "math-verify is not installed: pip install 'pipelinerl[math]', or, if all answers are numbers, set "
+                "environment.args.judge to `numbers`"
+            )
+        self.numbers_only = name == "numbers"
+        self._pool = None if self.numbers_only else _pool(timeout_s, processes)
+        self._remembered: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
+
+    async def verdict(self, expected: str, answer: str) -> Verdict:
+        """Whether `answer` has the value of `expected`."""
+        quick = quick_verdict(expected, answer)
+        if quick is not None or self._pool is None:
+            return Verdict(bool(quick))
+        key = (expected, answer)
+        known = self._remembered.get(key)
+        if known is None:
+            known = self._remembered[key] = await self._asked(self._pool, expected, answer)
+            if len(self._remembered) > REMEMBERED:
+                self._remembered.popitem(last=False)
+        return known
+
+    async def _asked(self, pool: FunctionPool, expected: str, answer: str) -> Verdict:
+        """An error in the judge itself is no verdict: it costs the rollout, and if it stays the run ends."""
+        try:
+            return Verdict(await pool.call("judge", expected, answer) is True)
+        except (TimeoutError, MemoryError, ChildProcessError):
+            return Verdict(right=False, failed=True)
+
+    def close(self) -> None:
+        """End the judge's processes; they also end with this one."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _pool(timeout_s: float, processes: int) -> FunctionPool:
+    functions = {"judge": "pipelinerl.environments.maths.verify:same_value"}
+    return FunctionPool(functions, workers=processes, limits=Limits(timeout_s=timeout_s))
+
+
+def quick_verdict(expected: str, answer: str) -> bool | None:
+    """What needs no algebra: the same text, two plain numbers, or an answer of a length no right one has. Else None."""
+    if not answer.strip() or len(answer) > MAX_ANSWER:
+        return False
+    if _bare(expected) == _bare(answer):
+        return True
+    one, other = _plain_number(expected), _plain_number(answer)
+    if one is None or other is None:
+        return None
+    if one == other:
+        return True
+    # 0.3333 and 1/3: for those with an eye for roundings.
+    return False if one.denominator == other.denominator == 1 else None
+
+
+def _plain_number(text: str) -> Fraction | None:
+    return number_of(text) if _PLAIN_NUMBER.fullmatch(text) else None
+
+
+def _bare(text: str) -> str:
+    """Without what makes no difference to the eye."""
+    for mark in ("\\left", "\\right", "\\!", "\\,"):
+        text = text.replace(mark, "")
+    return "".join(text.replace("\\dfrac", "\\frac").split()).strip("$").removesuffix(".")

@@ -1,0 +1,186 @@
+"""What can be said of `environment` of a run file before any process starts, without running a user's code.
+
+Files of a user are parsed, not imported. Whatever can't be known that way (names from `import *`, base classes in other
+files, modules by dotted name) is left to `make_environment`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.environments.data import names_a_dataset, unreadable
+from pipelinerl.environments.registry import check_arguments, find_class, no_held_out
+from pipelinerl.environments.user.code import names_a_function, no_file, told
+from pipelinerl.errors import EnvironmentSetupError, UserError
+
+FILES = {
+    "function": ("data", "held_out"),
+    "tools": ("data", "held_out"),
+    "agent": ("data", "held_out"),
+    "math": ("path", "held_out_path"),
+    "math_words": ("path", "held_out_path"),
+    "curriculum": ("pass_rates",),
+}
+"""Arguments of built-in kinds that name files of JSON lines."""
+FUNCTIONS = {"function": ("reward", "prompt"), "tools": ("reward", "prompt", "functions"), "agent": ("run",)}
+"""Arguments of built-in kinds that name functions."""
+INNER = {"mixture": "environments", "curriculum": "environment", "agent": "problems"}
+"""Arguments of built-in kinds that hold environments: one, or a mapping of them by name."""
+OWN_BASES = {"SingleTurn", "ToolTask"}
+"""Bases whose constructor and `held_out` are known: `BASE_SIGNATURE`, and no problems."""
+BASE_SIGNATURE = inspect.Signature(
+    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("tokenizer", "seed")]
+)
+
+
+def check_statically(kind: str, args: Mapping[str, Any], *, held_out: int = 0) -> None:
+    """Raises EnvironmentSetupError for files, classes, functions and arguments that can't be right.
+
+    Raises ConfigError if `held_out` problems are to be evaluated, and the class is sure to have none.
+    """
+    module, colon, name = kind.rpartition(":")
+    if not colon or not module or not name:
+        check_arguments(kind, inspect.signature(find_class(kind)), args)
+        _check_files(kind, args)
+        for where, inner in _inner(kind, args):
+            try:
+                check_statically(inner["kind"], inner.get("args") or {})
+            except UserError as error:
+                raise type(error)(f"{where}: {error}") from error
+    elif _names_a_file(module):
+        found = _class(kind, _parsed(Path(module)))
+        if found is not None:
+            _check_class(kind, found, args, held_out)
+
+
+def _check_files(kind: str, args: Mapping[str, Any]) -> None:
+    for argument in FILES.get(kind, ()):
+        for name in _texts(args.get(argument)):
+            if names_a_dataset(Path(name)):
+                continue
+            path = Path(name).expanduser()
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                raise unreadable(path, error) from error
+    for argument in FUNCTIONS.get(kind, ()):
+        for spec in _texts(args.get(argument)):
+            module, _, name = spec.rpartition(":")
+            if names_a_function(spec) and _names_a_file(module):
+                _check_function(_parsed(Path(module)), module, name)
+
+
+def _inner(kind: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The environments within this one, each with its place in the run file."""
+    argument = INNER.get(kind)
+    value = args.get(argument) if argument else None
+    if not isinstance(value, Mapping):
+        return
+    named = {f"environment.args.{argument}": value}
+    if kind == "mixture":
+        named = {f"environment.args.{argument}.{name}": inner for name, inner in value.items()}
+    for where, inner in named.items():
+        if isinstance(inner, Mapping) and isinstance(inner.get("kind"), str) and isinstance(inner.get("args", {}), Mapping):
+            yield where, inner
+
+
+def _parsed(path: Path) -> ast.Module:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise no_file(path)
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise EnvironmentSetupError(f"{path} can't be imported: {told(error, path)}") from error
+
+
+def _class(kind: str, tree: ast.Module) -> ast.ClassDef | None:
+    """The class in its file; None if it may be there, and can't be looked at."""
+    module, _, name = kind.rpartition(":")
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if name not in classes:
+        if _may_define(tree, name):
+            return None
+        near = get_close_matches(name, classes, n=1) or list(classes)[:3]
+        hint = f"; it has {', '.join(near)}" if near else ""
+        raise EnvironmentSetupError(f"{module} has no class {name!r}{hint} (environment.kind {kind})")
+    return classes[name]
+
+
+def _check_class(kind: str, found: ast.ClassDef, args: Mapping[str, Any], held_out: int) -> None:
+    """Arguments against its constructor, and held-out problems against its `held_out`."""
+    if found.decorator_list or found.keywords:
+        return
+    own = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    known_bases = bool(found.bases) and {_last_name(base) for base in found.bases} <= OWN_BASES
+    constructor = own.get("__init__")
+    if constructor is not None and not constructor.decorator_list:
+        check_arguments(kind, _signature(constructor.args), args)
+    elif constructor is None and known_bases:
+        check_arguments(kind, BASE_SIGNATURE, args)
+    if held_out and known_bases and not _may_define(found, "held_out"):
+        raise no_held_out(kind, held_out)
+
+
+def _check_function(tree: ast.Module, module: str, name: str) -> None:
+    if _may_define(tree, name):
+        return
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    near = get_close_matches(name, functions, n=1) or functions[:3]
+    raise EnvironmentSetupError(f"{module} has no function {name!r}" + (f"; it has {', '.join(near)}" if near else ""))
+
+
+def _may_define(tree: ast.AST, name: str) -> bool:
+    """Whether anything in this code, however deep, may bind `name`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound):
+                if bound in (name, "__getattr__"):
+                    return True
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                if any((it.asname or it.name.partition(".")[0]) in (name, "*") for it in names):
+                    return True
+            case ast.Name(id=bound, ctx=ast.Store()):
+                if bound == name:
+                    return True
+            case ast.Call(func=ast.Name(id="globals" | "exec" | "setattr")):
+                return True
+    return False
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    """Of a method with these arguments, without `self`."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    some, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(it.arg, some, default=inspect.Parameter.empty if place < required else None)
+        for place, it in enumerate(positional)
+    ][1:]
+    if arguments.vararg:
+        parameters.append(inspect.Parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
+    parameters += [
+        inspect.Parameter(it.arg, keyword, default=inspect.Parameter.empty if default is None else None)
+        for it, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg:
+        parameters.append(inspect.Parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _names_a_file(module: str) -> bool:
+    return module.endswith(".py") or "/" in module
+
+
+def _texts(value: object) -> Sequence[str]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [text for text in values if isinstance(text, str)]

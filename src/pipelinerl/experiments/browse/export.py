@@ -1,0 +1,175 @@
+"""The rollouts of a run as flat rows, in JSON lines or Parquet, for other tools to work with."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.errors import MissingDependencyError, RunDirectoryError, UserError
+from pipelinerl.experiments.browse.query import Query
+from pipelinerl.experiments.browse.records import Damaged, RunRollouts
+from pipelinerl.experiments.browse.tokens import TokenText
+from pipelinerl.types import Group, Rollout
+
+_BATCH_ROWS = 1024
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout. `problem` (its payload) and `metrics` are JSON texts.
+
+    Of several turns, `prompt` is the first one's with its special tokens, `completion` all that the model wrote, turns
+    joined by newlines. Versions are of sampled tokens; `step` (the version after it) and lags are null unless trained on,
+    `left_out` (the trainer's reason) unless it was.
+    """
+
+    id: str
+    group: int
+    attempt: int
+    problem_id: str
+    problem: str
+    prompt: str | None
+    completion: str | None
+    reward: float
+    metrics: str
+    turns: int
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    version_min: int | None
+    version_max: int | None
+    step: int | None
+    lag_min: int | None
+    lag_max: int | None
+    left_out: str | None
+
+
+_ARROW_TYPES = {"str": "string", "int": "int64", "float": "float64"}
+Write = Callable[[list[Row]], None]
+
+
+def export(run: RunRollouts, texts: TokenText, out: Path, query: Query | None, warn: Callable[[str], None]) -> int:
+    """Write a row for each rollout that `query` describes; returns how many. The file is whole, or not there.
+
+    Groups that a resumed run started again are left out, and damaged lines, which are named to `warn`. Raises UserError
+    for a file name or number that the format does not know, MissingDependencyError, and RunDirectoryError.
+    """
+    open_writer = _writers().get(out.suffix)
+    if open_writer is None:
+        raise UserError(f"--export {out}: give a name that ends in .jsonl or .parquet")
+    while run.look():
+        pass
+    for file in (run.lines.path, run.steps.lines.path):
+        if out.exists() and file.exists() and out.samefile(file):
+            raise UserError(f"--export {out}: that is the run's own record; give another file")
+    count = 0
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open_writer(temporary) as write:
+            rows_left = _rows(run, texts, query, warn)
+            while rows := list(islice(rows_left, _BATCH_ROWS)):
+                write(rows)
+                count += len(rows)
+        os.replace(temporary, out)
+    except OSError as error:
+        raise RunDirectoryError(f"can't write {out}: {error.strerror or error}") from error
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"can't write {out}: a record does not fit into it: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def _rows(run: RunRollouts, texts: TokenText, query: Query | None, warn: Callable[[str], None]) -> Iterator[Row]:
+    for damaged in run.damage:
+        warn(damaged)
+    for place in range(len(run)):
+        summary = run.summary(place)
+        group = run.group(place) if not isinstance(summary, Damaged) else summary
+        if isinstance(summary, Damaged) or isinstance(group, Damaged):
+            warn(f"{run.lines.path}, {group}")
+            continue
+        if run.is_replaced(place):
+            continue
+        hits = range(len(group.rollouts)) if query is None else query.matches(summary, partial(run.trained, place))
+        for i in hits or ():
+            yield _row(run, place, group, group.rollouts[i], texts)
+
+
+def _row(run: RunRollouts, place: int, group: Group, rollout: Rollout, texts: TokenText) -> Row:
+    completions = [turn.completion for turn in rollout.turns]
+    versions = [span.version for one in completions for span in one.weight_versions]
+    was = run.trained(place, rollout.id)
+    known = texts.known and bool(rollout.turns)
+    written = [
+        turn.text or (texts.text(turn.completion.token_ids, special=False) if texts.known else "") for turn in rollout.turns
+    ]
+    return Row(
+        id=rollout.id,
+        group=group.index,
+        attempt=rollout.attempt,
+        problem_id=group.problem.id,
+        problem=_json(group.problem.payload),
+        prompt=texts.text(rollout.turns[0].prompt_ids) if known else None,
+        completion="\n".join(written) if texts.known or any(written) else None,
+        reward=rollout.reward,
+        metrics=_json(rollout.metrics),
+        turns=len(rollout.turns),
+        finish_reason=completions[-1].finish_reason if completions else None,
+        prompt_tokens=len(rollout.turns[0].prompt_ids) if completions else 0,
+        completion_tokens=sum(len(one.token_ids) for one in completions),
+        version_min=min(versions, default=None),
+        version_max=max(versions, default=None),
+        step=was.step if was else None,
+        lag_min=was.lag_min if was else None,
+        lag_max=was.lag_max if was else None,
+        left_out=run.left_out(place, rollout.id),
+    )
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _writers() -> dict[str, Callable[[Path], Any]]:
+    return {".jsonl": _jsonl, ".parquet": _parquet}
+
+
+@contextmanager
+def _jsonl(path: Path) -> Iterator[Write]:
+    encoder = msgspec.json.Encoder()
+    with open(path, "xb") as file:
+
+        def write(rows: list[Row]) -> None:
+            file.write(encoder.encode_lines(rows))
+
+        yield write
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Write]:
+    try:  # it comes without types, so it is looked up by name
+        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise MissingDependencyError("Parquet needs pyarrow: pip install 'pipelinerl[parquet]', or export .jsonl") from error
+    fields = [
+        arrow.field(name, getattr(arrow, _ARROW_TYPES[kind.removesuffix(" | None")])(), nullable=kind.endswith("None"))
+        for name, kind in Row.__annotations__.items()
+    ]
+    schema = arrow.schema(fields)
+    with parquet.ParquetWriter(str(path), schema) as writer:
+
+        def write(rows: list[Row]) -> None:
+            writer.write_table(arrow.Table.from_pylist([msgspec.structs.asdict(row) for row in rows], schema=schema))
+
+        yield write

@@ -1,0 +1,181 @@
+"""Held-out rewards of a run's versions, measured after the run: the reward that schedules are compared by.
+
+A training reward is that of the weights that sampled it, which are older by the schedule's lag. Held-out problems are
+answered by the weights of each version themselves, the same versions, problems and random numbers for every schedule.
+
+run, timed ─▶ weights/step_* ─▶ `pipelinerl eval` in a process for each core ─▶ held_out.json, and the weights are removed
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pipelinerl.environments.registry import make_environment
+from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError
+from pipelinerl.experiments.compare.request import Request
+from pipelinerl.launch.hosts.interrupts import counted_interrupts
+from pipelinerl.launch.hosts.resources import thread_environment
+from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.report.files import write_file
+
+HELD_OUT_FILE = "held_out.json"
+LOOK_S = 0.1
+_EVAL = "import sys; from pipelinerl.cli import main; sys.exit(main())"
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """The held-out problems, answered once each by the weights of `version`: mean reward and its 95% bootstrap interval.
+
+    `failed` attempts, if any, count as reward 0.
+    """
+
+    version: int
+    reward: float
+    low: float
+    high: float
+    failed: int = 0
+
+
+# What is read of the `summary.json` of an evaluation.
+class _Interval(msgspec.Struct):
+    mean: float
+    low: float
+    high: float
+
+
+class _Estimates(msgspec.Struct):
+    reward: _Interval
+
+
+class _Model(msgspec.Struct):
+    version: int
+    estimates: _Estimates
+    failed: dict[str, int]
+
+
+class _Summary(msgspec.Struct):
+    models: tuple[_Model, ...]
+
+
+class _Part(NamedTuple):
+    """One process at work, and where it writes."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    log: Path
+
+
+def check_held_out(request: Request) -> None:
+    """Raises ConfigError before anything is run if the environment has no held-out problems, and what building it raises."""
+    if not request.held_out:
+        return
+    config = request.config
+    args = config.environment.args | request.held_out_args
+    environment = make_environment(config.environment.kind, args, load_tokenizer(config.model), config.seed)
+    if not environment.held_out(1):
+        raise ConfigError(
+            f"environment {config.environment.kind} has no held-out problems: define `held_out`, or give --held-out 0 to "
+            "compare by training rewards, which depend on each schedule's lag"
+        )
+
+
+def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
+    """Have every version of `request.evaluated_versions` answer the held-out problems, by `pipelinerl eval`.
+
+    On CPUs the versions are dealt out to one process for each core. Raises PipelineRLError if an evaluation fails, with what
+    it said, and RunInterruptedError.
+    """
+    versions = request.evaluated_versions
+    workers = min(len(versions), request.machine.cores) if request.config.engine.device == "cpu" else 1
+    with ExitStack() as cleanup:
+        scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=run_dir, prefix=".held-out-")))
+        interrupts = cleanup.enter_context(counted_interrupts(raising=True))
+        parts = []
+        for number in range(workers):
+            part = _start(run_dir, versions[number::workers], request, scratch / str(number))
+            cleanup.callback(_end, part.process)
+            parts.append(part)
+        while any(part.process.poll() is None for part in parts):
+            if interrupts.count:
+                raise RunInterruptedError("stopped during an evaluation")
+            if any(part.process.poll() for part in parts):
+                break
+            time.sleep(LOOK_S)
+        found = [model for part in parts for model in _models_of(part, run_dir)]
+    answered = [
+        Answered(
+            version=model.version,
+            reward=model.estimates.reward.mean,
+            low=model.estimates.reward.low,
+            high=model.estimates.reward.high,
+            failed=sum(model.failed.values()),
+        )
+        for model in found
+    ]
+    return sorted(answered, key=lambda one: one.version)
+
+
+def read_answers(run_dir: Path) -> list[Answered]:
+    """What `write_answers` wrote, ascending by version; nothing if the run was not evaluated. Raises RunDirectoryError."""
+    path = run_dir / HELD_OUT_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Answered])
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunDirectoryError(f"can't read {path}: {error}; delete it, and the run's folder with it") from error
+
+
+def write_answers(run_dir: Path, answered: Sequence[Answered]) -> None:
+    write_file(run_dir / HELD_OUT_FILE, msgspec.json.format(msgspec.json.encode(answered)) + b"\n")
+
+
+def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) -> _Part:
+    """Begin to evaluate some versions of a run. The temperature is the run file's `evaluation.temperature`."""
+    arguments = [*(f"{run_dir}@{version}" for version in versions), "--problems", str(request.held_out), "--attempts", "1"]
+    for key, value in request.held_out_args.items():
+        arguments += ["--env-arg", f"{key}={msgspec.json.encode(value).decode()}"]
+    environment = dict(os.environ)
+    if request.config.engine.device == "cpu":
+        arguments += ["--threads", "1"]
+        environment |= thread_environment(1)
+    log = out.with_suffix(".log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(  # noqa: S603 - this interpreter, this package
+            [sys.executable, "-c", _EVAL, "eval", *arguments, "--out", str(out)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+        )
+    return _Part(process, out, log)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it, if it has not ended: the first signal asks for a clean stop."""
+    while process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _models_of(part: _Part, run_dir: Path) -> tuple[_Model, ...]:
+    status = part.process.poll()
+    if status is None:  # it is another one that failed
+        return ()
+    if status:
+        lines = part.log.read_text(encoding="utf-8", errors="replace").splitlines() or [f"exit status {status}"]
+        raise PipelineRLError(f"evaluating the weights of {run_dir} failed: {lines[-1].removeprefix('error: ')}")
+    return msgspec.json.decode((part.out / "summary.json").read_bytes(), type=_Summary).models

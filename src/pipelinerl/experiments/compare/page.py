@@ -1,0 +1,322 @@
+"""The report of a comparison: tables and figures on one page of HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pipelinerl.experiments.compare.contenders import PIPELINE
+from pipelinerl.experiments.compare.request import Request
+from pipelinerl.experiments.compare.results import Ratio, Row, RunResult, Spread, samples_per_s, time_to_reward
+from pipelinerl.experiments.compare.settings import Settings, Trial
+from pipelinerl.report import html
+from pipelinerl.report.run_report import BATCH_SIZES, LEARNING, NO_TIMELINE, ON_POLICYNESS
+from pipelinerl.report.series import WINDOW
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What a comparison's numbers say in words, for and against PipelineRL. Pure.
+
+
+BALANCED = 0.1
+"""Busy fractions that differ by less do not say which phase the other waits for."""
+
+LIMITS = (
+    "It does not help where completions have equal lengths: then no long tail runs at small batch sizes, and that tail is "
+    "most of what a pipeline saves. `pipelinerl compare examples/compare_equal_lengths.yaml` shows it.",
+    "It does not help where one phase dominates: overlapping two phases saves at most the time of the shorter one, and only "
+    "if the longer one loses none of the hardware by it. A table row with a trainer that is hardly busy says so.",
+    "On one machine both schedules share the same cores. Where each phase alone keeps all of them computing, there is "
+    "nothing idle to fill, however the work is arranged.",
+    "Its data are older. Where learning suffers from lag, more samples a second buy less than their number says: compare "
+    "the samples that each schedule needed.",
+)
+
+
+def findings(rows: Sequence[Row], target: float | None, reward: str) -> list[str]:
+    """Sentences on pipeline against the best conventional schedule, and on runs that did not get there. `reward`: whose."""
+    by_name = {row.schedule: row for row in rows}
+    pipeline = by_name.get(PIPELINE)
+    said: list[str] = []
+    if pipeline is not None:
+        time = pipeline.ratio_time_to_reward
+        if target is None:
+            said.append(f"No schedule's {reward} reward rose, so there is no target to compare times by.")
+        elif pipeline.samples_to_reward.median == 0:
+            said.append(f"The first weights have a {reward} reward of {target:g} already, so there is no time to it.")
+        else:
+            said.append(_in_words(time, f"reached a {reward} reward of {target:g}", "sooner", "later"))
+        said.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
+        said += _efficiency(pipeline, by_name.get(time.baseline or ""))
+        said += _bottleneck(pipeline, by_name)
+    for row in rows:
+        if row.diverged:
+            said.append(f"{row.schedule}: {row.diverged} of {row.runs} runs diverged.")
+        missed = row.runs - row.reached - row.diverged
+        if target is not None and missed:
+            said.append(f"{row.schedule}: {missed} of {row.runs} runs did not reach {target:g}.")
+    return said
+
+
+def _in_words(ratio: Ratio, did: str, better: str, worse: str) -> str:
+    if ratio.baseline is None:
+        return f"There is no conventional run that {did}, so there is no ratio."
+    if ratio.median is None or ratio.min is None or ratio.max is None:
+        return f"Against {ratio.baseline} there is no ratio: a run of one or the other never {did}."
+    seeds = len(ratio.per_seed)
+    over = f"between {ratio.min:.2f} and {ratio.max:.2f} over {seeds} seeds" if seeds > 1 else "one seed, so no spread"
+    comparison = better if ratio.median >= 1 else worse
+    times = ratio.median if ratio.median >= 1 else 1 / ratio.median
+    other = f"the best conventional schedule, {ratio.baseline}"
+    sentence = f"pipeline {did} {times:.2f} times {comparison} than {other} (ratio {over})."
+    if ratio.median < 1:
+        return sentence + " Here it does not help."
+    if ratio.min <= 1 and seeds > 1:
+        return sentence + " Not in every seed: the difference is within what seeds do."
+    return sentence
+
+
+def _efficiency(pipeline: Row, baseline: Row | None) -> list[str]:
+    own = pipeline.samples_to_reward.median
+    other = baseline.samples_to_reward.median if baseline else None
+    if baseline is None or not own or not other:
+        return []
+    return [
+        f"For it pipeline needed {own:.0f} samples and {baseline.schedule} {other:.0f} ({own / other:.2f} times as many): "
+        f"lag {_rounded(pipeline.lag_mean)} against {_rounded(baseline.lag_mean)} optimizer steps on average."
+    ]
+
+
+def _bottleneck(pipeline: Row, rows: Mapping[str, Row]) -> list[str]:
+    """Which phase the pipeline waited for, and how the fastest conventional schedule's time divides."""
+    said = []
+    engine, trainer = pipeline.engine_busy_fraction, pipeline.trainer_busy_fraction
+    if engine is not None and trainer is not None:
+        slower = "generation" if engine > trainer else "training"
+        conclusion = (
+            "the phases are about balanced" if abs(engine - trainer) < BALANCED else f"{slower} is what it waits for"
+        )
+        said.append(
+            f"In pipeline the engines were busy {engine:.0%} of the time and the trainer {trainer:.0%}: {conclusion}."
+        )
+    baseline = rows.get(pipeline.ratio_samples_per_s.baseline or "")
+    if baseline and baseline.engine_busy_fraction is not None and baseline.trainer_busy_fraction is not None:
+        said.append(
+            f"In {baseline.schedule}, the fastest conventional one, engines computed {baseline.engine_busy_fraction:.0%} "
+            f"of the time and the trainer {baseline.trainer_busy_fraction:.0%}"
+            + (
+                f"; {baseline.slots_used_fraction:.0%} of the slots were in use while any was."
+                if baseline.slots_used_fraction
+                else "."
+            )
+        )
+    return said
+
+
+def _rounded(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+class Tried(NamedTuple):
+    """The settings that a schedule uses, and everything that was tried for it, in order."""
+
+    used: Settings
+    trials: Sequence[Trial]
+
+    def decided_by(self, trial: Trial) -> bool:
+        """Whether this is the trial for which the settings are used: the longest that they had."""
+        return trial.settings == self.used and trial.full == any(one.full for one in self.trials)
+
+
+Trials = Mapping[str, Tried]
+"""By schedule."""
+
+
+class Results(NamedTuple):
+    """A whole comparison in numbers: a row for each schedule, and every run."""
+
+    target: float | None
+    rows: Sequence[Row]
+    runs: Sequence[RunResult]
+    trials: Trials
+
+
+def comparison_page(request: Request, results: Results, figures: Mapping[str, bytes]) -> str:
+    """The HTML. `figures` are PNGs by name: learning, on_policyness, and held_out and batch_sizes if there are any."""
+    target, rows, runs, trials = results
+    config = request.config
+    best = {ratio.baseline for row in rows for ratio in (row.ratio_time_to_reward, row.ratio_samples_per_s)}
+    strong = [row.schedule for row in rows if row.schedule == "pipeline" or row.schedule in best]
+    body = [
+        html.paragraph(
+            f"{config.environment.kind} with model {config.model.path}: {request.steps} optimizer steps of "
+            f"{config.trainer.batch_size} rollouts for each, {_count(request.seeds, 'seed')}, one run after another, "
+            "each from the same weights and with the whole machine.",
+            "lead",
+        ),
+        html.heading("What was found"),
+        html.bullets(findings(rows, target, request.reward)),
+        html.heading("Schedules"),
+        html.table(_HEADER, [_cells(row) for row in rows], strong=strong),
+        html.paragraph(_legend(target, request), "note"),
+        *([html.heading("Held-out reward"), html.figure(figures["held_out"], HELD_OUT)] if "held_out" in figures else []),
+        html.heading("Learning"),
+        html.figure(figures["learning"], LEARNING + _dashed(None if request.held_out else target)),
+        html.heading("On-policyness"),
+        html.figure(figures["on_policyness"], ON_POLICYNESS),
+        html.heading("Generation batch size"),
+        html.figure(figures["batch_sizes"], BATCH_SIZES)
+        if "batch_sizes" in figures
+        else html.paragraph(NO_TIMELINE, "note"),
+        html.heading("Where PipelineRL does not help"),
+        html.bullets(LIMITS),
+        html.heading("Every run"),
+        html.table(_RUN_HEADER, [_run_cells(run) for run in runs]),
+        html.heading("Settings that were tried"),
+        *_tried(request, trials),
+        html.heading("Machine and method"),
+        html.bullets(_circumstances(request, runs)),
+    ]
+    return html.page(f"Schedules compared: {config.environment.kind}", body)
+
+
+_HEADER = (
+    *("schedule", "time to target, s", "times sooner", "samples to target", "samples/s", "times faster", "tokens/s"),
+    *("mean length", "ESS mean (min)", "lag mean (max)", "engine busy", "trainer busy", "slots in use", "settings"),
+)
+
+
+def _cells(row: Row) -> list[str]:
+    reached = row.time_to_reward_s
+    return [
+        row.schedule,
+        _spread(reached, ".1f") if reached.median is not None else f"{row.reached} of {row.runs} runs reached it",
+        _ratio(row.ratio_time_to_reward),
+        _spread(row.samples_to_reward, ".0f"),
+        _spread(row.samples_per_s, ".1f")
+        if row.samples_per_s.median is not None
+        else f"{row.diverged} of {row.runs} diverged",
+        _ratio(row.ratio_samples_per_s),
+        _number(row.tokens_per_s, ".0f"),
+        _number(row.length_mean, ".1f"),
+        f"{_number(row.ess_mean, '.4f')} ({_number(row.ess_min, '.3f')})",
+        f"{_number(row.lag_mean, '.2f')} ({_number(row.lag_max, '.0f')})",
+        _number(row.engine_busy_fraction, ".0%"),
+        _number(row.trainer_busy_fraction, ".0%"),
+        _number(row.slots_used_fraction, ".0%"),
+        row.settings.label,
+    ]
+
+
+HELD_OUT = (
+    "The same held-out problems, answered after the run by the weights of the same versions of every run, with their 95% "
+    "intervals as standard errors; the time of a version is when the trainer had made it. Dashed: the target."
+)
+
+
+def _legend(target: float | None, request: Request) -> str:
+    how = "between evaluated versions the reward is taken as linear" if request.held_out else f"mean of {WINDOW} steps"
+    reward = (
+        f"No target: no schedule's {request.reward} reward rose."
+        if target is None
+        else f"Target: a {request.reward} reward of {target:g} ({how})."
+    )
+    return (
+        f"{reward} Medians over seeds, with the smallest and largest where they differ. "
+        "Times sooner and faster are ratios to the best conventional schedule (for that quantity, by its median), seed by "
+        "seed: above 1 is better than it. Slots in use: while any is, so that a draining batch counts, and a phase of "
+        "training does not."
+    )
+
+
+def _dashed(target: float | None) -> str:
+    return "" if target is None else " Dashed: the target."
+
+
+_RUN_HEADER = (
+    *("schedule", "seed", "status", "time to target, s", "samples/s", "samples/s, last 4/5 of steps", "tokens/s"),
+    *("last reward", "same training reward at, s", "ESS mean", "lag mean", "began", "load before"),
+)
+
+
+def _run_cells(run: RunResult) -> list[str]:
+    return [
+        run.schedule,
+        str(run.seed),
+        run.status,
+        _number(time_to_reward(run), ".1f") if run.reached else "not reached",
+        _number(samples_per_s(run), ".1f"),
+        _number(run.measured.samples_per_s_later, ".1f"),
+        _number(run.measured.tokens_per_s, ".0f"),
+        _number(run.rewards[-1] if run.rewards else None, ".3f"),
+        _number(run.reached_training.time_s if run.reached_training else None, ".1f"),
+        _number(run.ess_mean, ".4f"),
+        _number(run.lag_mean, ".2f"),
+        run.began,
+        _number(run.load_before, ".2f"),
+    ]
+
+
+def _tried(request: Request, trials: Trials) -> list[str]:
+    if not request.tune:
+        return [html.paragraph("Nothing was tried: the run file's settings were used.", "note")]
+    rows = [
+        [
+            schedule,
+            trial.settings.label,
+            "full length" if trial.full else "short",
+            _number(trial.tokens_per_s, ".0f"),
+            "used" if tried.decided_by(trial) else "",
+        ]
+        for schedule, tried in trials.items()
+        for trial in tried.trials
+    ]
+    return [
+        html.table(("schedule", "settings", "run", "tokens/s", ""), rows),
+        html.paragraph(
+            f"A short run has about {request.trial_steps} steps; tokens/s after its first third, of a full one after the "
+            "first fifth. A setting is changed only for one that is more than 2% faster.",
+            "note",
+        ),
+    ]
+
+
+def _circumstances(request: Request, runs: Sequence[RunResult]) -> list[str]:
+    machine = request.machine
+    memory = "" if machine.memory_gib is None else f", {machine.memory_gib:g} GiB"
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return [
+        f"{machine.cpu}, {_count(machine.cores, 'core')}{memory}, {machine.system}",
+        versions,
+        f"Seeds {', '.join(map(str, request.seed_numbers))}; the order of the schedules rotates from seed to seed.",
+        "No evaluation of held-out problems and no checkpoint falls into the measured time.",
+        *([_held_out(request, runs)] if request.held_out else []),
+    ]
+
+
+def _held_out(request: Request, runs: Sequence[RunResult]) -> str:
+    share = max(run.saving_s / run.measured.training_s for run in runs)
+    changed = ", ".join(f"{key} {value}" for key, value in request.held_out_args.items())
+    return (
+        f"Every {_count(request.evaluate_every, 'step')} each run copied its weights, which took at most {share:.2%} of its "
+        f"measured time. After the run each copy answered {request.held_out} held-out problems once, with the same random "
+        f"numbers{f', the environment with {changed}' if changed else ''}."
+    )
+
+
+def _spread(found: Spread, pattern: str) -> str:
+    if found.median is None or found.min is None or found.max is None:
+        return "-"
+    middle, low, high = (format(value, pattern) for value in (found.median, found.min, found.max))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _ratio(ratio: Ratio) -> str:
+    return _spread(Spread(median=ratio.median, min=ratio.min, max=ratio.max, per_seed=ratio.per_seed), ".2f")
+
+
+def _number(value: float | None, pattern: str) -> str:
+    return "-" if value is None else format(value, pattern)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

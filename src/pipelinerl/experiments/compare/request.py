@@ -1,0 +1,224 @@
+"""What a comparison is asked to do, how much work it takes on, and how that is remembered in its folder."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError, RunDirectoryError
+from pipelinerl.experiments.compare.contenders import Contender, parse_contenders, whole_rounds
+from pipelinerl.launch.hosts.resources import usable_cores
+from pipelinerl.report.files import write_file
+
+# ------------------------------------------------------------------------------------------------------------------------
+# Where a comparison is made: what of the machine and its software bears on the numbers.
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs of one comparison are all made on one of these; `cores` are those that this process may use."""
+
+    cpu: str
+    cores: int
+    memory_gib: float | None
+    system: str
+    versions: dict[str, str]
+
+
+def this_machine() -> Machine:
+    return Machine(
+        cpu=_cpu_model(),
+        cores=usable_cores(),
+        memory_gib=_memory_gib(),
+        system=f"{platform.system()} {platform.machine()}",
+        versions={
+            "python": ".".join(map(str, sys.version_info[:3])),
+            **{name: _version(name) for name in ("pipelinerl", "torch", "transformers", "numpy")},
+        },
+    )
+
+
+def load_average() -> float | None:
+    """Runnable processes over the last minute: what else the machine was doing. None where it is not told."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(found, platform.processor() or "unknown")
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        return None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+REQUEST_FILE = "request.json"
+
+
+class Effort(NamedTuple):
+    """How much is measured: the defaults of what a user can set, and the length of a trial of settings.
+
+    `most_steps` bounds the run file's steps; `trial_steps` is rounded up to whole rounds. `finals`: the best way to spread
+    engines over processes is decided by runs of full length.
+    """
+
+    schedules: str
+    seeds: int
+    most_steps: int | None
+    trial_steps: int
+    slot_factors: tuple[int, ...]
+    finals: bool
+    held_out: int
+
+
+FULL = Effort("pipeline,conventional:4,conventional:8", 2, None, 16, (1, 2), finals=True, held_out=512)
+QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 8, (1, 2), finals=False, held_out=256)
+EVALUATIONS = 16
+"""Versions of each run that answer the held-out problems, besides the first weights, if the user does not say how many."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides which runs are made, so that runs made for an equal request need not be made again.
+
+    config             the run file, resolved and without its run_dir
+    held_out           held-out problems that decide when a reward is reached; 0: training rewards do
+    evaluate_every     optimizer steps between the versions that answer them
+    held_out_args      arguments of the environment that differ when they are answered
+    """
+
+    config: RunConfig
+    schedules: tuple[Contender, ...]
+    seeds: int
+    steps: int
+    tune: bool
+    trial_steps: int
+    slot_factors: tuple[int, ...]
+    finals: bool
+    machine: Machine
+    held_out: int
+    evaluate_every: int
+    held_out_args: dict[str, Any]
+
+    @property
+    def reward(self) -> Literal["held-out", "training"]:
+        """Whose reward the target is about."""
+        return "held-out" if self.held_out else "training"
+
+    @property
+    def evaluated_versions(self) -> list[int]:
+        """The versions of every run that answer the held-out problems: the same for all schedules."""
+        return [*range(0, self.steps, self.evaluate_every), self.steps] if self.held_out else []
+
+    @property
+    def seed_numbers(self) -> list[int]:
+        return [self.config.seed + number for number in range(self.seeds)]
+
+
+def make_request(
+    config: RunConfig,
+    machine: Machine,
+    *,
+    schedules: str | None,
+    seeds: int | None,
+    quick: bool,
+    tune: bool,
+    held_out: int | None = None,
+    evaluate_every: int | None = None,
+    held_out_args: Mapping[str, Any] | None = None,
+) -> Request:
+    """A request with the defaults of its effort where nothing is said. Raises ConfigError."""
+    effort = QUICK if quick else FULL
+    contenders = parse_contenders(effort.schedules if schedules is None else schedules)
+    if seeds is not None and seeds < 1:
+        raise ConfigError(f"--seeds: {seeds} repetitions are none; ask for 1 or more")
+    if held_out is not None and held_out < 0:
+        raise ConfigError(
+            f"--held-out: {held_out} problems are too few; ask for 1 or more, or for 0 to use training rewards"
+        )
+    if evaluate_every is not None and evaluate_every < 1:
+        raise ConfigError(f"--evaluate-every: {evaluate_every} steps are too few; give 1 or more")
+    if config.launch.kind != "processes":
+        raise ConfigError("launch.kind: schedules are compared in processes of their own; set it to processes")
+    steps = whole_rounds(min(config.trainer.steps, effort.most_steps or config.trainer.steps), contenders)
+    return Request(
+        config=msgspec.structs.replace(config, run_dir=None),
+        schedules=contenders,
+        seeds=effort.seeds if seeds is None else seeds,
+        steps=steps,
+        tune=tune,
+        trial_steps=effort.trial_steps,
+        slot_factors=effort.slot_factors,
+        finals=effort.finals,
+        machine=machine,
+        held_out=effort.held_out if held_out is None else held_out,
+        evaluate_every=evaluate_every or -(-steps // EVALUATIONS),
+        held_out_args=dict(held_out_args or {}),
+    )
+
+
+def claim_folder(out: Path, request: Request) -> None:
+    """Make `out` this request's folder, or find that it is. Raises RunDirectoryError, which says what differs."""
+    path = out / REQUEST_FILE
+    try:
+        before = path.read_bytes()
+    except FileNotFoundError:
+        _make(out)
+        write_file(path, msgspec.json.format(msgspec.json.encode(request)))
+        return
+    except OSError as error:
+        raise RunDirectoryError(f"can't read {path}: {error.strerror}; choose another --out") from error
+    try:
+        differences = differing(msgspec.json.decode(before), msgspec.to_builtins(request))
+    except msgspec.DecodeError as error:
+        raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
+    if differences:
+        raise RunDirectoryError(
+            f"{out} holds another comparison ({'; '.join(differences)}); give the same arguments to go on with it, or "
+            "choose another --out"
+        )
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        taken = next(out.iterdir(), None)
+    except OSError as error:
+        raise RunDirectoryError(f"can't write to {out}: {error.strerror}; choose an --out that can be written to") from error
+    if taken is not None:
+        raise RunDirectoryError(f"{out} is not empty and holds no comparison; choose an --out that is new")
+
+
+def differing(before: Any, now: Any, key: str = "") -> list[str]:
+    """`KEY was A, now B` for every value that two JSON-like documents do not share."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = list(dict.fromkeys([*before, *now]))
+        return [
+            text for name in keys for text in differing(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+        ]
+    encode = msgspec.json.encode
+    same = encode(before) == encode(now)
+    return [] if same else [f"{key} was {encode(before).decode()}, now {encode(now).decode()}"]

@@ -1,0 +1,207 @@
+"""From the runs of a comparison to its numbers: the target, medians, ratios and their spread over seeds. Pure.
+
+A run that did not reach the target, or did not finish, has None for a quantity. In a median that counts as worse than
+everything, and a ratio over seeds is None as soon as one seed lacks it: nothing is left out to look better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from pipelinerl.experiments.compare.contenders import CONVENTIONAL
+from pipelinerl.experiments.compare.held_out import Answered
+from pipelinerl.experiments.compare.settings import Settings
+from pipelinerl.launch.outcome import FINISHED
+from pipelinerl.report.series import Measured, Reached
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One run.
+
+    rewards            those that the target is about: held-out rewards by version; or, in a comparison without them, means
+                       of training rewards over a window of steps, without those at the start that have no whole window
+    reached            when these reached the target; `reached_training` when the training rewards did
+    saving_s           of the measured time, what it took to write weights
+    """
+
+    schedule: str
+    kind: str
+    seed: int
+    settings: Settings
+    status: str
+    began: str
+    load_before: float | None
+    run_dir: str
+    measured: Measured
+    reached: Reached | None
+    rewards: list[float]
+    reached_training: Reached | None = None
+    held_out: list[Answered] = []
+    saving_s: float = 0.0
+    ess_mean: float | None
+    ess_min: float | None
+    lag_mean: float | None
+    lag_max: float | None
+    engine_busy_fraction: float | None
+    trainer_busy_fraction: float | None
+    slots_used_fraction: float | None
+
+    @property
+    def finished(self) -> bool:
+        return self.status == FINISHED
+
+
+Quantity = Callable[[RunResult], float | None]
+
+
+def time_to_reward(run: RunResult) -> float | None:
+    return run.reached.time_s if run.reached and run.finished else None
+
+
+def samples_to_reward(run: RunResult) -> float | None:
+    return run.reached.samples if run.reached and run.finished else None
+
+
+def samples_per_s(run: RunResult) -> float | None:
+    return run.measured.samples_per_s if run.finished else None
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """A quantity over seeds; all of it None as soon as one seed has none. `per_seed` is in the order of the seeds."""
+
+    median: float | None
+    min: float | None
+    max: float | None
+    per_seed: list[float | None]
+
+
+def spread(values: Sequence[float | None]) -> Spread:
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return Spread(median=None, min=None, max=None, per_seed=list(values))
+    return Spread(median=median(known), min=min(known), max=max(known), per_seed=list(values))
+
+
+class Ratio(msgspec.Struct, frozen=True, kw_only=True):
+    """How many times faster than `baseline`, the best conventional schedule for this quantity. Above 1: faster."""
+
+    baseline: str | None
+    median: float | None
+    min: float | None
+    max: float | None
+    per_seed: list[float | None]
+
+
+def target_reward(runs: Iterable[RunResult]) -> float | None:
+    """The target when the user names none: nine tenths of the way from the first reward to one that every kind reaches.
+
+    The way starts at the mean of all runs' first rewards and ends at the lowest, over the kinds of schedules, of what the
+    kind's best schedule reaches in its worst seed. So every kind has a schedule that reaches it, and one that diverges
+    does not lower it for the others. It is rounded down to two digits of the way. None if nothing was learnt.
+    """
+    learnt = [run for run in runs if run.rewards]
+    if not learnt:
+        return None
+    by_schedule: dict[tuple[str, str], float] = {}
+    for run in learnt:
+        key = (run.kind, run.schedule)
+        by_schedule[key] = min(by_schedule.get(key, math.inf), max(run.rewards))
+    kinds = {kind for kind, _ in by_schedule}
+    end = min(max(reach for (kind, _), reach in by_schedule.items() if kind == wanted) for wanted in kinds)
+    start = math.fsum(run.rewards[0] for run in learnt) / len(learnt)
+    if end <= start:
+        return None
+    digit = 10.0 ** (math.floor(math.log10(end - start)) - 1)
+    return round(math.floor((start + 0.9 * (end - start)) / digit + 1e-9) * digit, 12)
+
+
+def over_seeds(runs: Sequence[RunResult], schedule: str, quantity: Quantity) -> list[float | None]:
+    """The quantity of one schedule's runs, in the order of their seeds."""
+    chosen = sorted((run for run in runs if run.schedule == schedule), key=lambda run: run.seed)
+    return [quantity(run) for run in chosen]
+
+
+def median_with_missing(values: Sequence[float | None], missing: float) -> float:
+    """The median where None counts as `missing`, worse than everything."""
+    return median(missing if value is None else value for value in values)
+
+
+def best_conventional(runs: Sequence[RunResult], quantity: Quantity, *, low_is_good: bool) -> str | None:
+    """The conventional schedule with the best median over seeds; None if no G has one."""
+    sign, missing = (1, math.inf) if low_is_good else (-1, -math.inf)
+    schedules = list(dict.fromkeys(run.schedule for run in runs if run.kind == CONVENTIONAL))
+    medians = {one: sign * median_with_missing(over_seeds(runs, one, quantity), missing) for one in schedules}
+    best = min(schedules, key=lambda one: medians[one], default=None)
+    return best if best is not None and medians[best] < math.inf else None
+
+
+def ratio(runs: Sequence[RunResult], schedule: str, quantity: Quantity, *, low_is_good: bool) -> Ratio:
+    """How many times better `schedule` is than the best conventional one, seed by seed."""
+    baseline = best_conventional(runs, quantity, low_is_good=low_is_good)
+    own = over_seeds(runs, schedule, quantity)
+    others: Sequence[float | None] = [None] * len(own) if baseline is None else over_seeds(runs, baseline, quantity)
+    pairs = zip(others, own, strict=True) if low_is_good else zip(own, others, strict=True)
+    found = spread([above / below if above is not None and below else None for above, below in pairs])
+    return Ratio(baseline=baseline, median=found.median, min=found.min, max=found.max, per_seed=found.per_seed)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One schedule over its seeds: medians where nothing else is said; None if a run lacks the quantity."""
+
+    schedule: str
+    settings: Settings
+    runs: int
+    reached: int
+    diverged: int
+    time_to_reward_s: Spread
+    samples_to_reward: Spread
+    samples_per_s: Spread
+    samples_per_s_later: float | None
+    tokens_per_s: float | None
+    length_mean: float | None
+    ess_mean: float | None
+    ess_min: float | None
+    lag_mean: float | None
+    lag_max: float | None
+    engine_busy_fraction: float | None
+    trainer_busy_fraction: float | None
+    slots_used_fraction: float | None
+    reward_last: float | None
+    ratio_time_to_reward: Ratio
+    ratio_samples_per_s: Ratio
+
+
+def row(runs: Sequence[RunResult], schedule: str) -> Row:
+    """What the table says of one schedule."""
+    own = [run for run in runs if run.schedule == schedule]
+
+    def middle(quantity: Quantity) -> float | None:
+        return spread(over_seeds(runs, schedule, quantity)).median
+
+    return Row(
+        schedule=schedule,
+        settings=own[0].settings,
+        runs=len(own),
+        reached=sum(time_to_reward(run) is not None for run in own),
+        diverged=sum(not run.finished for run in own),
+        time_to_reward_s=spread(over_seeds(runs, schedule, time_to_reward)),
+        samples_to_reward=spread(over_seeds(runs, schedule, samples_to_reward)),
+        samples_per_s=spread(over_seeds(runs, schedule, samples_per_s)),
+        samples_per_s_later=middle(lambda run: run.measured.samples_per_s_later),
+        tokens_per_s=middle(lambda run: run.measured.tokens_per_s),
+        length_mean=middle(lambda run: run.measured.length_mean),
+        ess_mean=middle(lambda run: run.ess_mean),
+        ess_min=min((run.ess_min for run in own if run.ess_min is not None), default=None),
+        lag_mean=middle(lambda run: run.lag_mean),
+        lag_max=max((run.lag_max for run in own if run.lag_max is not None), default=None),
+        engine_busy_fraction=middle(lambda run: run.engine_busy_fraction),
+        trainer_busy_fraction=middle(lambda run: run.trainer_busy_fraction),
+        slots_used_fraction=middle(lambda run: run.slots_used_fraction),
+        reward_last=middle(lambda run: run.rewards[-1] if run.rewards else None),
+        ratio_time_to_reward=ratio(runs, schedule, time_to_reward, low_is_good=True),
+        ratio_samples_per_s=ratio(runs, schedule, samples_per_s, low_is_good=False),
+    )

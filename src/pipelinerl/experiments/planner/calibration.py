@@ -1,0 +1,133 @@
+"""What `pipelinerl calibrate` found out about a machine and a run file: costs in seconds, and lengths. JSON on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl.errors import UserError
+from pipelinerl.experiments.planner.lengths import LengthDistribution
+from pipelinerl.experiments.planner.utilisation import Utilisation
+from pipelinerl.report.files import write_file
+
+FORMAT = 1
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and when the measurements were made. `load_average` (1 minute, at the start) tells whether it was quiet.
+
+    `accelerators` is N here: GPUs if engines run on them, else how many processes of the run's threads the cores are for.
+    """
+
+    date: str
+    processor: str
+    cores: int
+    accelerators: int
+    torch: str
+    load_average: float | None = None
+
+
+class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode step of the engine with `active` sequences: the median over `steps` of them, and the quartiles."""
+
+    active: int
+    step_s: float
+    step_s_p25: float
+    step_s_p75: float
+    steps: int
+
+
+class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process costs.
+
+    decode              by number of sequences, ascending, with cache contents as long as in a batch that is kept full
+    context_mean        tokens in the cache of a sequence, mean over the measurement
+    prefill_s, prefill_s_per_token   a step that takes in prompts: fixed part and per prompt token
+    prompt_tokens_mean  of the run's problems
+    rollout_overhead_s  what a rollout costs the process beyond its share of decode steps: its share of its group's prefill,
+                        admission, environment and reward code, records and stream
+    tokens_per_s        of the whole generation process, actor and environment included, with all slots in use
+    update_pause_s      the engine's pause for new weights
+    """
+
+    threads: int
+    decode: tuple[DecodeCost, ...]
+    context_mean: float
+    prefill_s: float
+    prefill_s_per_token: float
+    prompt_tokens_mean: float
+    rollout_overhead_s: float
+    tokens_per_s: float
+    update_pause_s: float
+
+    def utilisation(self) -> Utilisation:
+        """Decode steps alone, in seconds. Raises ValueError if the table makes no sense."""
+        active = tuple(float(cost.active) for cost in self.decode)
+        return Utilisation(active, tuple(cost.step_s for cost in self.decode), "s", "measured by pipelinerl calibrate")
+
+
+class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
+    """An optimizer step takes `step_s + token_s * tokens`, tokens being those that go through the model, prompts included.
+
+    `used_share` is the share of the sampled rollouts' tokens that would: the others have no gradient. It is of the model as
+    it was; 0 if it solved none of the problems, or all of them, and a plan then makes too little of training.
+    """
+
+    threads: int
+    step_s: float
+    token_s: float
+    used_share: float
+    rollout_s: float
+    """Preparing a rollout for training: reading it from the stream, advantages, joining turns."""
+
+    def tau_s(self, *, batch_size: int, mean_length: float, prompt_tokens: float) -> float:
+        """Seconds of training per *sampled* token, amortised over a step of `batch_size` rollouts."""
+        tokens = self.used_share * (mean_length + prompt_tokens)
+        return (self.step_s / batch_size + self.rollout_s + self.token_s * tokens) / mean_length
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine, one run file. `side_by_side`: both were measured while the other was computing, as in a pipeline run;
+    else each had the machine for itself, as in a conventional run.
+
+    `processes` generate in such a run; the costs of generation are those of one of them. `lengths` is sampled tokens ->
+    number of rollouts, by the model as it was (training changes it).
+    """
+
+    machine: Machine
+    model: str
+    parameters: int
+    slots: int
+    batch_size: int
+    group_size: int
+    processes: int
+    side_by_side: bool
+    generation: GenerationCost
+    training: TrainingCost
+    lengths: dict[int, int]
+    reward_mean: float
+    format: int = FORMAT
+
+    def length_distribution(self) -> LengthDistribution:
+        return LengthDistribution.of_histogram(self.lengths)
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Atomically. Raises RunDirectoryError if the file can't be written."""
+    write_file(path, msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n")
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises UserError for a file that can't be read or is not a calibration of this format."""
+    try:
+        calibration = msgspec.json.decode(path.read_bytes(), type=Calibration)
+        calibration.generation.utilisation()
+        calibration.length_distribution()
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}; `pipelinerl calibrate` writes such a file") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise UserError(f"{path} is not a calibration ({error}); write one with `pipelinerl calibrate`") from error
+    if calibration.format != FORMAT:
+        raise UserError(f"{path} has format {calibration.format}, not {FORMAT}; write it again with `pipelinerl calibrate`")
+    return calibration

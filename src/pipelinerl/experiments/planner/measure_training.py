@@ -1,0 +1,183 @@
+"""What an optimizer step costs here, measured in a process of its own, as training has in a run.
+
+    python -m pipelinerl.experiments.planner.measure_training CONFIG.yaml STREAM_DIR
+
+It prepares the groups of a rollout stream, says `ready`, and steps over them again and again; after a few steps of each kind
+it says `enough`, and goes on, because generation is being measured beside it. When its input closes (so, too, when whoever
+started it has died), it prints the result as JSON and ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from pipelinerl.config import config_from_yaml
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import PipelineRLError, UserError
+from pipelinerl.experiments.planner.calibration import TrainingCost
+from pipelinerl.models.loading import load_model
+from pipelinerl.models.lora import LoraModel
+from pipelinerl.preprocess.packing import pack
+from pipelinerl.preprocess.preprocessor import Preprocessor
+from pipelinerl.stream import FileStreamReader
+from pipelinerl.trainer import Learner
+from pipelinerl.types import Group, TrainingSample
+from pipelinerl.weights.memory import MemoryChannel
+
+READY, ENOUGH = "ready", "enough"
+LEAST_STEPS = 3
+SMALL = 4
+"""Steps of B and of B / SMALL rollouts are measured: a line through both tells a step's fixed cost from its tokens'."""
+
+
+class Step(NamedTuple):
+    """One optimizer step: tokens that went through the model, and seconds."""
+
+    tokens: int
+    seconds: float
+
+
+class Prepared(NamedTuple):
+    samples: list[TrainingSample]
+    rollout_s: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    config_path, stream = arguments
+    try:
+        cost = _measure(config_from_yaml(Path(config_path).read_text(encoding="utf-8")), Path(stream))
+    except PipelineRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    _say(msgspec.json.encode(cost).decode())
+    return 0
+
+
+def _measure(config: RunConfig, stream: Path) -> TrainingCost:
+    threads = torch.get_num_threads()
+    closed = threading.Event()
+    threading.Thread(target=_wait_for_end_of_input, args=(closed,), daemon=True).start()
+    prepared = prepare(config, stream)
+    learner = make_learner(config)
+    # Steps are measured with a gradient for all: a model that still fails at everything could not be measured else.
+    weighted = [msgspec.structs.replace(sample, advantage=sample.advantage or 1.0) for sample in prepared.samples]
+    steps = take_steps(config, learner, weighted, closed.is_set)
+    step_s, token_s = fit_steps(steps)
+    return TrainingCost(
+        threads=threads,
+        step_s=step_s,
+        token_s=token_s,
+        used_share=used_tokens(config, prepared.samples) / sum(sample.length for sample in prepared.samples),
+        rollout_s=prepared.rollout_s,
+    )
+
+
+def prepare(config: RunConfig, stream: Path) -> Prepared:
+    """All groups of the stream as samples, and what that took per rollout. Raises UserError if fewer than B are left."""
+    preprocessor = Preprocessor(config.preprocess)
+    samples: list[TrainingSample] = []
+    rollouts = 0
+    begin_s = time.perf_counter()
+    with closing(FileStreamReader(stream, Group)) as reader:
+        for _, group in reader.read(sys.maxsize):
+            samples += preprocessor.process(group).samples
+            rollouts += len(group.rollouts)
+    if len(samples) < config.trainer.batch_size:
+        raise UserError(
+            f"of {rollouts} rollouts only {len(samples)} can be trained on, and a step takes {config.trainer.batch_size}: "
+            "preprocess.zero_advantage and preprocess.overlong drop the others; set them to skip and keep to calibrate"
+        )
+    return Prepared(samples, (time.perf_counter() - begin_s) / rollouts)
+
+
+def make_learner(config: RunConfig) -> Learner:
+    """The run's learner, but for steps that change next to nothing: the same rollouts are trained on again and again."""
+    harmless = msgspec.structs.replace(config.trainer, learning_rate=1e-12, ess_threshold=0.0, kl_coefficient=0.0)
+    model = load_model(config.model, config.trainer.device)
+    lora = LoraModel(model, config.model.lora, seed=config.seed) if config.model.lora else None
+    return Learner(
+        model,
+        harmless,
+        temperature=config.actor.temperature,
+        pack=pack,
+        skip_zero_advantage=skips(config),
+        lora=lora,
+    )
+
+
+def skips(config: RunConfig) -> bool:
+    return config.preprocess.zero_advantage == "skip" and config.trainer.kl_coefficient == 0
+
+
+def used_tokens(config: RunConfig, samples: Sequence[TrainingSample]) -> int:
+    """Tokens of these that go through the model."""
+    return sum(sample.length for sample in samples if sample.advantage != 0 or not skips(config))
+
+
+def take_steps(
+    config: RunConfig, learner: Learner, samples: Sequence[TrainingSample], closed: Callable[[], bool]
+) -> list[Step]:
+    """Steps of B and of B / 4 rollouts in turn, publishing included, until `closed()` and there are enough of each."""
+    sender = MemoryChannel().sender
+    sizes = (config.trainer.batch_size, max(1, config.trainer.batch_size // SMALL))
+    rollouts = itertools.cycle(samples)
+    steps: list[Step] = []
+    for number in itertools.count():
+        batch = list(itertools.islice(rollouts, sizes[number % 2]))
+        begin_s = time.perf_counter()
+        learner.step(batch, version=0)
+        sender.send(number, learner.weights())
+        steps.append(Step(used_tokens(config, batch), time.perf_counter() - begin_s))
+        measured = len(steps) - 2  # the first two warm up
+        if number == 1:
+            _say(READY)
+        if measured == 2 * LEAST_STEPS:
+            _say(ENOUGH)
+        if measured >= 2 * LEAST_STEPS and closed():
+            break
+    return steps[2:]
+
+
+def fit_steps(steps: Sequence[Step]) -> tuple[float, float]:
+    """(fixed seconds of a step, seconds per token) of the line through the median small and the median large step.
+
+    Medians, because a machine that does something else for a moment should not tilt it. Neither is below 0. Raises
+    ValueError without steps that used tokens.
+    """
+    tokens = np.array([step.tokens for step in steps], dtype=np.float64)
+    seconds = np.array([step.seconds for step in steps], dtype=np.float64)
+    if not tokens.size or tokens.max() == 0:
+        raise ValueError("no step had tokens to train on")
+    large = tokens > (tokens.min() + tokens.max()) / 2
+    if not large.any() or large.all():
+        return 0.0, float(median(seconds / tokens))
+    (x0, y0), (x1, y1) = ((np.median(tokens[part]), np.median(seconds[part])) for part in (~large, large))
+    slope = (y1 - y0) / (x1 - x0)
+    if slope <= 0 or y1 - slope * x1 < 0:
+        return 0.0, float(y1 / x1)
+    return float(y1 - slope * x1), float(slope)
+
+
+def _wait_for_end_of_input(closed: threading.Event) -> None:
+    sys.stdin.read()
+    closed.set()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""A generation process at work, as in a run: environment, actor and engine, without a trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.actor.actor import Actor
+from pipelinerl.actor.admission import Admission
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.engine import LocalEngine
+from pipelinerl.environments.registry import make_environment
+from pipelinerl.files import JsonLines
+from pipelinerl.interfaces import Environment, Tokenizer
+from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
+from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.status.board import MemoryBoard
+from pipelinerl.stream import FileStreamWriter
+from pipelinerl.types import Group
+from pipelinerl.weights.memory import MemoryChannel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """The parts of a generation process. Make it with `load_generator`."""
+
+    config: RunConfig
+    environment: Environment
+    tokenizer: Tokenizer
+    model: Any
+    engine: LocalEngine
+    vocabulary: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Production:
+    """An actor at work for `wall_s`, with all slots in use.
+
+    `groups` are all it finished; `first` those among them that were started before any other that is not finished, so that
+    long completions are not missing. `active` has the number of sequences in progress at each engine step.
+    """
+
+    groups: list[Group]
+    first: list[Group]
+    wall_s: float
+    tokens: int
+    rollouts: int
+    active: list[int]
+
+
+def load_generator(config: RunConfig) -> Generator:
+    """Environment, model and engine of a run file. Raises what loading them raises (UserError, all of it)."""
+    tokenizer = load_tokenizer(config.model)
+    environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
+    model = load_model(config.model, config.engine.device)
+    engine = LocalEngine(
+        model,
+        slots=config.engine.slots,
+        max_length=slot_length(model, config.engine.max_length),
+        prefill_tokens=config.engine.prefill_tokens,
+        kv_on_update=config.engine.kv_on_update,
+    )
+    return Generator(
+        config=config,
+        environment=environment,
+        tokenizer=tokenizer,
+        model=model,
+        engine=engine,
+        vocabulary=model.get_input_embeddings().weight.shape[0],
+        stop_token_ids=stop_token_ids(model, tokenizer),
+    )
+
+
+async def produce(
+    side: Generator, folder: Path, *, seconds: float, rollouts: int, goes_on: Callable[[], bool] = lambda: False
+) -> Production:
+    """Run an actor, whose groups and records go into `folder`, as they would into a run directory.
+
+    It warms up until as many rollouts as there are slots have ended, and is then measured for `seconds`, until it has
+    finished the `rollouts` that it started first, and as long as `goes_on()`.
+    """
+    with _actor(side, folder) as (actor, records):
+        try:
+            await _until(actor, lambda: records.rollouts >= side.config.engine.slots)
+            begin_s, tokens, before = time.perf_counter(), side.engine.progress().tokens_generated, records.rollouts
+            active: list[int] = []
+
+            def working() -> bool:
+                active.append(side.engine.in_progress)
+                enough = time.perf_counter() - begin_s >= seconds and records.first_rollouts >= rollouts
+                return enough and not goes_on()
+
+            await _until(actor, working)
+            wall_s = time.perf_counter() - begin_s
+            return Production(
+                groups=records.groups,
+                first=records.first,
+                wall_s=wall_s,
+                tokens=side.engine.progress().tokens_generated - tokens,
+                rollouts=records.rollouts - before,
+                active=active,
+            )
+        finally:
+            await actor.finish()
+
+
+class _Records:
+    """Where the actor's records go: to disk, like those of a run, and into memory."""
+
+    def __init__(self, log: JsonLines) -> None:
+        self.groups: list[Group] = []
+        self.rollouts = 0
+        self.first_rollouts = 0
+        self._log = log
+        self._by_index: dict[int, Group] = {}
+        self._complete = 0
+
+    def write(self, record: object) -> None:
+        self._log.write(record)
+        if isinstance(record, Group):
+            self.groups.append(record)
+            self.rollouts += len(record.rollouts)
+            self._by_index[record.index] = record
+            while self._complete in self._by_index:
+                self.first_rollouts += len(self._by_index[self._complete].rollouts)
+                self._complete += 1
+
+    @property
+    def first(self) -> list[Group]:
+        return [self._by_index[index] for index in range(self._complete)]
+
+
+@contextmanager
+def _actor(side: Generator, folder: Path) -> Iterator[tuple[Actor, _Records]]:
+    config = side.config
+    folder.mkdir(parents=True, exist_ok=True)
+    board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
+    with (
+        closing(FileStreamWriter(folder / "stream", Group, capacity=1 << 20)) as writer,
+        closing(Admission.alone(folder / "admission", schedule, board)) as admission,
+        JsonLines(folder / "rollouts.jsonl") as log,
+    ):
+        records = _Records(log)
+        yield (
+            Actor(
+                environment=side.environment,
+                engine=side.engine,
+                tokenizer=side.tokenizer,
+                admission=admission,
+                writer=writer,
+                receiver=MemoryChannel().receiver,
+                board=board,
+                records=records,
+                config=config.actor,
+                seed=config.seed,
+                slots=config.engine.slots,
+                stop_token_ids=side.stop_token_ids,
+            ),
+            records,
+        )
+
+
+async def _until(actor: Actor, done: Callable[[], bool]) -> None:
+    while not done():
+        await actor.iterate()

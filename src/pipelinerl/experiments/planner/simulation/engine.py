@@ -1,0 +1,288 @@
+"""One simulated generation process. Nothing is done token by token: it moves from one event to the next.
+
+Between two events the same h sequences advance by a token every `decode_step_s[h]` seconds, so a *segment* of n steps is
+one subtraction. Events are: a sequence ends; or the engine, short of work, is told that the trainer has moved. Weights
+that come in the midst of a segment cut it in two, which is done when the segment's end is looked at, not before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import deque
+from typing import NamedTuple
+
+from pipelinerl.actor.actor import OPEN_ROLLOUTS_PER_SLOT
+from pipelinerl.experiments.planner.simulation.scenario import GroupWork, Scenario
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What moves through the simulated pipeline: plain mutable records, made by the million.
+
+
+class SimulatedGroup:
+    """K attempts that run in one engine. `open` of them are being generated, or wait for their reward."""
+
+    __slots__ = ("index", "open", "rollouts", "started_version", "work")
+
+    def __init__(self, index: int, work: GroupWork, started_version: int) -> None:
+        self.index = index
+        self.work = work
+        self.started_version = started_version
+        self.open = len(work.lengths)
+        self.rollouts: list[SimulatedRollout] = []
+
+
+class SimulatedRollout:
+    """One attempt. Its tokens are made by `engine` in its decode steps `start_step` .. `start_step + length - 1`.
+
+    The weights that made the first and the last of them are the engine's updates number `first_update`, `last_update`.
+    """
+
+    __slots__ = ("engine", "first_update", "group", "last_update", "length", "start_step", "used", "wait_s")
+
+    def __init__(self, group: SimulatedGroup, length: int, used: bool, engine: SimulatedEngine, wait_s: float = 0.0) -> None:
+        self.group = group
+        self.wait_s = wait_s
+        self.length = length
+        self.used = used
+        self.engine = engine
+        self.start_step = self.first_update = self.last_update = 0
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of its first token."""
+        return self.engine.update_versions[self.first_update]
+
+
+class Publication(NamedTuple):
+    """Weights that the trainer offers from `time_s` on."""
+
+    time_s: float
+    version: int
+
+
+class Segment(NamedTuple):
+    """`steps` decode steps of `step_s` from the boundary at `begin_s` on, after a pause and the prefill."""
+
+    begin_s: float
+    pause_s: float
+    prefill_s: float
+    step_s: float
+    steps: int
+
+    @property
+    def first_s(self) -> float:
+        return self.pause_s + self.prefill_s
+
+    def boundary_s(self, steps: int) -> float:
+        """When so many of the steps are done."""
+        return self.begin_s + self.first_s + steps * self.step_s
+
+    def steps_until(self, time_s: float, *, later: bool = False) -> int:
+        """After how many steps, at least one, is the first token boundary at `time_s` or, if `later`, after it?"""
+        steps = (time_s - self.begin_s - self.first_s) / self.step_s
+        return max(1, math.floor(steps) + 1 if later else math.ceil(steps))
+
+
+class SimulatedEngine:
+    """H slots and the queue before them. `segment` is what it is doing now; None: nothing, it has no open rollout.
+
+    With no sequence in progress and rollouts that wait for their rewards, the segment is the time until the next reward.
+    """
+
+    def __init__(self, index: int, scenario: Scenario, publications: list[Publication]) -> None:
+        self.index = index
+        self.slots = scenario.slots
+        self.version = publications[0].version
+        self.active = 0
+        self.steps_done = 0
+        self.tokens = 0
+        self.busy_s = self.decode_s = self.slot_s = 0.0
+        self.starved_s = 0.0
+        self.in_progress = 0
+        """Rollouts of groups that are not in the stream yet."""
+        self.finished: deque[SimulatedGroup] = deque()
+        self.segment: Segment | None = None
+        self.denied_since_s: float | None = None
+        """Since when it has had room and not been allowed to start more; None: it has no room."""
+        self.turn = 0
+        """Counts what it was told to do next: an event of an earlier turn is void."""
+        self.update_steps = [0]
+        self.update_versions = [self.version]
+        self._costs = scenario.costs
+        self._schedule = scenario.schedule
+        in_rounds = scenario.schedule.trains_in_rounds()
+        self._most_open = None if in_rounds else scenario.max_open_rollouts or OPEN_ROLLOUTS_PER_SLOT * self.slots
+        self._publications = publications
+        self._seen = 1
+        self._waiting: deque[SimulatedRollout] = deque()
+        self._ends: list[int] = []
+        self._ending: dict[int, list[SimulatedRollout]] = {}
+        self._rewards: list[tuple[float, int, int, SimulatedRollout]] = []
+        """A heap of when the rollouts that wait get their rewards, each with what orders those of equal time."""
+        self._pause_s = 0.0
+
+    @property
+    def room(self) -> int:
+        """Free slots; none while as many rollouts are open as the actor allows."""
+        if self._most_open is not None and self.running + len(self._rewards) >= self._most_open:
+            return 0
+        return self.slots - self.running
+
+    @property
+    def running(self) -> int:
+        return self.active + len(self._waiting)
+
+    # ---------------------------------------------------------------------------------------- at a token boundary
+
+    def offered(self, now_s: float) -> int | None:
+        """The version of the newest weights there are at `now_s`, if it has not got them."""
+        newest = self._newest(now_s)
+        return self._publications[newest - 1].version if newest > self._seen else None
+
+    def take_weights(self, now_s: float) -> None:
+        """Take what was offered."""
+        self._take(self._newest(now_s))
+
+    def submit(self, group: SimulatedGroup) -> None:
+        work = group.work
+        triples = zip(work.lengths, work.used, work.waits_s or (0.0,) * len(work.lengths), strict=True)
+        group.rollouts = [SimulatedRollout(group, length, used, self, wait_s) for length, used, wait_s in triples]
+        self._waiting.extend(group.rollouts)
+        self.in_progress += len(group.rollouts)
+
+    def begin(self, now_s: float) -> None:
+        """Fill the slots and set off, until the next sequence ends or the next reward is there."""
+        prompts: set[int] = set()
+        entering = min(self.slots - self.active, len(self._waiting))
+        for _ in range(entering):
+            rollout = self._waiting.popleft()
+            rollout.start_step = self.steps_done
+            rollout.first_update = len(self.update_steps) - 1
+            prompts.add(rollout.group.index)
+            end = self.steps_done + rollout.length
+            if end not in self._ending:
+                self._ending[end] = []
+                heapq.heappush(self._ends, end)
+            self._ending[end].append(rollout)
+        self.active += entering
+        if self.active:
+            steps = self._ends[0] - self.steps_done
+            step_s, prefill_s = self._costs.decode_step_s[self.active], len(prompts) * self._costs.prompt_s
+            self.segment = Segment(now_s, self._pause_s, prefill_s, step_s, steps)
+            if self._rewards:
+                self.segment = self.segment._replace(steps=min(steps, self.segment.steps_until(self._rewards[0][0])))
+        elif self._rewards:
+            self.segment = Segment(now_s, 0.0, 0.0, self._rewards[0][0] - now_s, 1)
+        else:
+            self.segment = None
+        self._pause_s = 0.0
+
+    # ------------------------------------------------------------------------------------------- between boundaries
+
+    def end_s(self) -> float:
+        """When the segment will be over, should nothing come in between; the actor's work on what ends then included."""
+        segment = self.segment
+        assert segment is not None  # noqa: S101 - asked only of an engine at work
+        ending = len(self._ending[self._ends[0]]) if self._ends and self.steps_done + segment.steps == self._ends[0] else 0
+        return segment.boundary_s(segment.steps) + ending * self._costs.rollout_s
+
+    def catch_up(self, now_s: float) -> bool:
+        """Take the weights that came, at those boundaries within the segment and before `now_s` where it was allowed.
+
+        True if there were any.
+        """
+        took = False
+        while self.segment is not None and self.active and self._seen < len(self._publications):
+            steps = self.segment.steps_until(self._publications[self._seen].time_s)
+            boundary_s = self.segment.boundary_s(steps)
+            # From `now_s` on, newer weights may come before the boundary.
+            if steps >= self.segment.steps or boundary_s >= now_s:
+                break
+            # Of all that others have in progress, nothing is known here; its own alone can forbid it.
+            if not self._schedule.may_take_weights(self.running).allowed:
+                break
+            took = True
+            rest = self.segment.steps - steps
+            self._account(self.segment, steps)
+            self._take(self._newest(boundary_s))
+            self.segment = Segment(boundary_s, self._pause_s, 0.0, self.segment.step_s, rest)
+            self._pause_s = 0.0
+        return took
+
+    def stop_at_boundary(self, now_s: float, *, later: bool) -> bool:
+        """Cut the segment at the first boundary at `now_s` or, if `later`, after it. False if it ends there anyway."""
+        segment = self.segment
+        assert segment is not None  # noqa: S101 - asked only of an engine at work
+        if not self.active:  # it decodes nothing: it can stop now
+            self.segment = Segment(now_s, 0.0, 0.0, 0.0, 1)
+            return True
+        steps = segment.steps_until(now_s, later=later)
+        if steps >= segment.steps:
+            return False
+        self.segment = segment._replace(steps=steps)
+        return True
+
+    def finish_segment(self) -> None:
+        """The segment is over: what ended with it leaves its slot. Whole groups go to `finished`, oldest first."""
+        if self.segment is None:
+            return
+        now_s = self.end_s()
+        self._account(self.segment, self.segment.steps)
+        self.segment = None
+        ended: list[SimulatedRollout] = []
+        if self._ends and self._ends[0] == self.steps_done:
+            ended = self._ending.pop(heapq.heappop(self._ends))
+        for number, rollout in enumerate(ended):
+            rollout.last_update = len(self.update_steps) - 1
+            self.active -= 1
+            if rollout.wait_s > 0:
+                heapq.heappush(self._rewards, (now_s + rollout.wait_s, self.steps_done, number, rollout))
+        rewarded = [rollout for rollout in ended if rollout.wait_s <= 0]
+        while self._rewards and self._rewards[0][0] <= now_s:
+            rewarded.append(heapq.heappop(self._rewards)[-1])
+        complete = []
+        for rollout in rewarded:
+            rollout.group.open -= 1
+            if rollout.group.open == 0:
+                complete.append(rollout.group)
+        self.finished.extend(sorted(complete, key=lambda group: group.index))
+
+    def interrupt(self, now_s: float) -> None:
+        """The run is over at `now_s`: count what was done by then."""
+        if self.segment is not None and self.active:
+            done_s = now_s - self.segment.begin_s - self.segment.first_s
+            steps = min(self.segment.steps, max(0, math.floor(done_s / self.segment.step_s)))
+            self._account(self.segment, steps)
+        self.segment = None
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _account(self, segment: Segment, steps: int) -> None:
+        """So many of the segment's steps are done. Without a sequence in progress they are no decode steps."""
+        if not self.active:
+            return
+        decode_s = steps * segment.step_s
+        self.steps_done += steps
+        self.tokens += steps * self.active
+        self.decode_s += decode_s
+        self.busy_s += segment.prefill_s + decode_s
+        self.slot_s += decode_s * self.active
+
+    def _newest(self, time_s: float) -> int:
+        """How many publications there are at `time_s`."""
+        if self._seen == len(self._publications):
+            return self._seen
+        return bisect_right(self._publications, time_s, lo=self._seen, key=lambda publication: publication.time_s)
+
+    def _take(self, newest: int) -> None:
+        """Hold publication number `newest - 1` from the next decode step on."""
+        self._seen, step = newest, self.steps_done
+        self.version = self._publications[newest - 1].version
+        self._pause_s = self._costs.update_pause_s
+        if self.update_steps[-1] == step:
+            self.update_versions[-1] = self.version
+        else:
+            self.update_steps.append(step)
+            self.update_versions.append(self.version)

@@ -1,0 +1,160 @@
+"""The simulated stream and trainer: groups in order, batches of B, one optimizer step after another."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pipelinerl.actor.outstanding import Outstanding
+from pipelinerl.experiments.planner.simulation.engine import Publication, SimulatedGroup, SimulatedRollout
+from pipelinerl.experiments.planner.simulation.lag import LagStatistics
+from pipelinerl.experiments.planner.simulation.scenario import Scenario
+
+
+@dataclass
+class Steps:
+    """What there is to say of each optimizer step, one entry a step."""
+
+    end_s: list[float] = field(default_factory=list)
+    wait_s: list[float] = field(default_factory=list)
+    queued: list[int] = field(default_factory=list)
+    sampled_tokens: list[int] = field(default_factory=list)
+
+
+class SimulatedTrainer:
+    """Takes groups from the stream only as it needs them, like the real one, and publishes what the schedule says."""
+
+    def __init__(self, scenario: Scenario, outstanding: Outstanding, publications: list[Publication]) -> None:
+        self.version = 0
+        self.trained = 0
+        self.busy_s = 0.0
+        self.dropped: dict[str, int] = {}
+        self.steps = Steps()
+        self.lag = LagStatistics()
+        self.finish_s: float | None = None
+        """When the step that is being computed will be done; None: there is none."""
+        self._scenario = scenario
+        self._outstanding = outstanding
+        self._publications = publications
+        self._stream: deque[SimulatedGroup] = deque()
+        self._queue: deque[SimulatedRollout] = deque()
+        self._batch: list[SimulatedRollout] = []
+        self._free_s = 0.0
+        self._counted_busy_s = 0.0
+
+    @property
+    def queued(self) -> int:
+        """Rollouts that wait in the stream or at the trainer."""
+        return sum(len(group.rollouts) for group in self._stream) + len(self._queue)
+
+    @property
+    def rollouts_dropped(self) -> int:
+        return sum(self.dropped.values())
+
+    @property
+    def in_step(self) -> int:
+        return len(self._batch)
+
+    @property
+    def goal_reached(self) -> bool:
+        return self.version >= self._scenario.steps
+
+    def try_write(self, group: SimulatedGroup) -> bool:
+        """Put a group, all of which has ended, into the stream. False if it is full and set to block."""
+        if len(self._stream) >= self._scenario.capacity:
+            if self._scenario.when_full == "block":
+                return False
+            oldest = self._stream.popleft()
+            dropped, oldest.rollouts = len(oldest.rollouts), []
+            self._count_dropped(dropped, "stream_full")
+            self._outstanding.drop(dropped)
+        self._stream.append(group)
+        self._outstanding.hand_over(group.started_version, started=len(group.rollouts), rollouts=len(group.rollouts))
+        return True
+
+    def pump(self, now_s: float) -> bool:
+        """Begin the next step if there is none and the schedule allows it. Were groups taken from the stream for it?"""
+        took = False
+        while self.finish_s is None and not self.goal_reached:
+            pulled = False
+            allowed = self._scenario.schedule.may_train(self.version, len(self._queue)).allowed
+            while not allowed and self._stream:
+                self._pull(now_s)
+                pulled = took = True
+                allowed = self._scenario.schedule.may_train(self.version, len(self._queue)).allowed
+            if allowed:
+                self._take_batch()
+                self._begin(now_s)
+            elif not pulled:
+                break
+        return took
+
+    def finish(self) -> None:
+        """The step is done: its weights are version + 1."""
+        assert self.finish_s is not None  # noqa: S101 - called at that time
+        now_s = self.finish_s
+        self.lag.add([rollout for rollout in self._batch if rollout.used], self.version)
+        self.version += 1
+        self.trained += len(self._batch)
+        self._settle(len(self._batch))
+        self._drop_too_old()
+        if self._scenario.schedule.publishes(self.version) or self.goal_reached:
+            self._publications.append(Publication(now_s, self.version))
+        self._record(now_s)
+        self._batch = []
+        self.finish_s = None
+
+    def _pull(self, now_s: float) -> None:
+        group = self._stream.popleft()
+        dropped = group.work.dropped
+        kept = (
+            [rollout for rollout, out in zip(group.rollouts, dropped, strict=True) if not out] if dropped else group.rollouts
+        )
+        if len(kept) < len(group.rollouts):
+            self._count_dropped(len(group.rollouts) - len(kept), "preprocess")
+            self._settle(len(group.rollouts) - len(kept))
+        self._queue.extend(kept)
+        self._drop_too_old()
+        group.rollouts = []  # a circle of references would keep all groups there ever were
+        prepare_s = len(group.work.lengths) * self._scenario.costs.prepare_s
+        self._free_s = max(self._free_s, now_s) + prepare_s
+        self.busy_s += prepare_s
+
+    def _drop_too_old(self) -> None:
+        schedule = self._scenario.schedule
+        oldest = schedule.oldest_trained(self.version)
+        kept = [rollout for rollout in self._queue if rollout.oldest_version >= oldest] if oldest > 0 else self._queue
+        too_old = len(self._queue) - len(kept)
+        if too_old:
+            self._queue = deque(kept)
+            self._count_dropped(too_old, schedule.too_old_reason)
+            self._settle(too_old)
+
+    def _take_batch(self) -> None:
+        """B rollouts of the queue, in the real one's order."""
+        if self._scenario.schedule.trains_in_rounds():
+            self._queue = deque(sorted(self._queue, key=lambda rollout: rollout.group.index))
+        self._batch = [self._queue.popleft() for _ in range(self._scenario.batch_size)]
+
+    def _begin(self, now_s: float) -> None:
+        costs, used = self._scenario.costs, [rollout.length for rollout in self._batch if rollout.used]
+        tokens = sum(used) + len(used) * self._scenario.workload.prompt_tokens
+        step_s = costs.train_step_s + tokens * costs.train_token_s
+        self._free_s = self.finish_s = max(self._free_s, now_s) + step_s
+        self.busy_s += step_s
+
+    def _record(self, now_s: float) -> None:
+        before_s = self.steps.end_s[-1] if self.steps.end_s else 0.0
+        wait_s = now_s - before_s - (self.busy_s - self._counted_busy_s)
+        self._counted_busy_s = self.busy_s
+        self.steps.end_s.append(now_s)
+        self.steps.wait_s.append(max(0.0, wait_s))
+        self.steps.queued.append(len(self._queue))
+        self.steps.sampled_tokens.append(sum(rollout.length for rollout in self._batch))
+
+    def _count_dropped(self, rollouts: int, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + rollouts
+
+    def _settle(self, rollouts: int) -> None:
+        """So many more are trained, or dropped here."""
+        self._outstanding.settle(self._outstanding.settled + rollouts)

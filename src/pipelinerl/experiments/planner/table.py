@@ -1,0 +1,179 @@
+"""A plan, and a calibration, as people read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.experiments.planner.analytic import Pipeline
+from pipelinerl.experiments.planner.calibration import Calibration
+from pipelinerl.experiments.planner.plan import Plan, tabulated
+from pipelinerl.report.drawing import png_of
+from pipelinerl.report.files import write_file
+
+BUSY = 0.5
+"""Load per core, before measuring, above which other programs were in the way."""
+
+
+def plan_text(plan: Plan, config: RunConfig | None = None) -> str:
+    """What it rests on, the best of both methods, throughput by lag, and what to set in the run file, if there is one."""
+    parts: list[RenderableType] = [_facts(plan), _best(plan), _curve(plan)]
+    if plan.chosen.pipeline:
+        parts.append(_advice(plan, plan.chosen.pipeline, config))
+    return _rendered(*parts)
+
+
+def _facts(plan: Plan) -> Table:
+    table = _table("What this plan rests on", "", "", "from")
+    for name, value, source in plan.question.facts:
+        table.add_row(name, value, Text(source, "dim"))
+    return table
+
+
+def _best(plan: Plan) -> Table:
+    unit = _unit(plan)
+    table = _table(f"The best of each at a lag of at most {plan.chosen.max_lag}", "", "PipelineRL", "conventional RL")
+    pipeline, conventional = plan.chosen.pipeline, plan.chosen.conventional
+    accelerators, baseline = plan.question.workload.accelerators, plan.question.baseline
+    if pipeline is None:
+        return table
+    everyone = f"all {accelerators}" if baseline is None else "the whole machine"
+    table.add_row(
+        "configuration",
+        f"H = {pipeline.slots} slots; {pipeline.generating} generate, {accelerators - pipeline.generating} train",
+        f"G = {conventional.steps_per_round} steps a round; {everyone} to generate, then to train",
+    )
+    table.add_row("g_max", f"{pipeline.max_lag}", f"{conventional.max_lag}")
+    table.add_row(f"generation, tokens/{unit}", _short(pipeline.generation_rate), _short(conventional.generation_rate))
+    table.add_row(f"training, tokens/{unit}", _short(pipeline.training_rate), _short(conventional.training_rate))
+    table.add_row(f"throughput, tokens/{unit}", _short(pipeline.rate), _short(conventional.rate), style="bold")
+    scale, length = plan.question.tokens_per_s, plan.question.workload.lengths.mean
+    if scale != 1:
+        table.add_row("tokens/s", _short(pipeline.rate * scale), _short(conventional.rate * scale))
+    table.add_row("rollouts/s", *(_short(rate * scale / length) for rate in (pipeline.rate, conventional.rate)))
+    table.add_row("speed-up", f"{plan.chosen.speed_up:.2f}x", "1", style="bold")
+    return table
+
+
+def _curve(plan: Plan) -> Table:
+    table = _table(
+        f"Throughput by lag, tokens/{_unit(plan)}", "g_max", "PipelineRL", "H", "I", "conventional", "G", "speed-up"
+    )
+    for comparison in tabulated(plan):
+        pipeline, conventional = comparison.pipeline, comparison.conventional
+        cells = (_short(pipeline.rate), f"{pipeline.slots}", f"{pipeline.generating}") if pipeline else ("-", "-", "-")
+        table.add_row(
+            f"{comparison.max_lag}",
+            *cells,
+            _short(conventional.rate),
+            f"{conventional.steps_per_round}",
+            f"{comparison.speed_up:.2f}x" if comparison.speed_up is not None else "-",
+            style="bold" if comparison.max_lag == plan.chosen.max_lag else "",
+        )
+    return table
+
+
+def _advice(plan: Plan, pipeline: Pipeline, config: RunConfig | None) -> Text:
+    workload = plan.question.workload
+    slower = "generation" if pipeline.generation_rate < pipeline.training_rate else "training"
+    text = Text()
+    text.append("To run it: ", "bold")
+    text.append(
+        f"schedule.kind pipeline, engine.slots {pipeline.slots}, engine.processes {pipeline.generating} (of "
+        f"{workload.accelerators} accelerators, or cores). {slower.capitalize()} is the slower side.\n"
+    )
+    if config is not None and config.engine.slots != pipeline.slots:
+        text.append(f"The run file has engine.slots {config.engine.slots}.\n")
+    if (most := int(workload.utilisation.largest)) <= pipeline.slots:
+        text.append(
+            f"U is known for up to {most} slots: with more it may be faster still; calibrate with a larger engine.slots.\n"
+        )
+    return text
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """What was measured, with a warning if the machine was busy with something else."""
+    generation, training, machine = calibration.generation, calibration.training, calibration.machine
+    table = _table(f"{machine.processor}, {machine.cores} cores, model {calibration.model}", "", "")
+    for cost in generation.decode:
+        spread = f"{1e3 * cost.step_s_p25:.3g} to {1e3 * cost.step_s_p75:.3g}"
+        rate = f"{cost.active / cost.step_s:.0f} tokens/s"
+        table.add_row(f"decode step, {cost.active} sequences", f"{1e3 * cost.step_s:.3g} ms ({spread}), {rate}")
+    table.add_row("prefill", f"{1e3 * generation.prefill_s:.3g} ms + {1e6 * generation.prefill_s_per_token:.3g} us a token")
+    table.add_row("rollout, beyond its tokens", f"{1e3 * generation.rollout_overhead_s:.3g} ms")
+    table.add_row("weight update", f"{1e3 * generation.update_pause_s:.3g} ms")
+    table.add_row("generation, all slots in use", f"{generation.tokens_per_s:.0f} tokens/s")
+    table.add_row("optimizer step", f"{1e3 * training.step_s:.3g} ms + {1e6 * training.token_s:.3g} us a token")
+    lengths = calibration.length_distribution()
+    table.add_row("tokens that have a gradient", f"{training.used_share:.0%}, untrained")
+    table.add_row("lengths, untrained", f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens")
+    together = "at the same time, as in a run" if calibration.side_by_side else "one after the other, as in a run"
+    table.add_row("measured", f"generation ({generation.threads} threads) and training ({training.threads}) {together}")
+    text = _rendered(table)
+    if machine.load_average is not None and machine.load_average > BUSY * machine.cores:
+        text += f"the machine was busy (load average {machine.load_average:g}): measure again when it is not\n"
+    return text
+
+
+def _unit(plan: Plan) -> str:
+    return plan.question.workload.utilisation.unit
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=Text(title, "bold"), title_justify="left", border_style="dim", show_header=any(columns))
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _rendered(*parts: RenderableType) -> str:
+    """As text, with colours if it goes to a terminal."""
+    console = Console()
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return capture.get()
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# Throughput against lag, both methods at their best: the paper's Figure 9, for any workload.
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Draw a PNG at `path`. Raises RunDirectoryError if it can't be written."""
+    write_file(path, png_of(_draw(plan)))
+
+
+def _draw(plan: Plan) -> Figure:
+    figure = Figure(figsize=(7.5, 4.6), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    workload, chosen = plan.question.workload, plan.chosen
+    pipelines = [(c.max_lag, c.pipeline.rate) for c in plan.curve if c.pipeline]
+    lags, rates = [c.max_lag for c in plan.curve], [c.conventional.rate for c in plan.curve]
+    (line,) = axes.plot(*zip(*pipelines, strict=True), label="PipelineRL, best (H, I)", linewidth=1.8)
+    (other,) = axes.plot(lags, rates, label="conventional RL, best G", linewidth=1.8)
+    if chosen.pipeline:
+        label = f"H = {chosen.pipeline.slots}, I = {chosen.pipeline.generating}: {chosen.pipeline.rate:.3g}"
+        axes.plot(chosen.max_lag, chosen.pipeline.rate, "o", color=line.get_color(), label=label)
+    label = f"G = {chosen.conventional.steps_per_round}: {chosen.conventional.rate:.3g}"
+    axes.plot(chosen.max_lag, chosen.conventional.rate, "o", color=other.get_color(), label=label)
+    unit = "second" if workload.utilisation.unit == "s" else "flash"
+    axes.set_title(
+        f"N = {workload.accelerators}, B = {workload.batch_size}, lengths up to {workload.lengths.longest}", fontsize=11
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("largest lag $g_{max}$, optimizer steps")
+    axes.set_ylabel(f"sampled tokens per {unit}")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(edgecolor="none", framealpha=0.8, fontsize=9)
+    return figure

@@ -1,0 +1,208 @@
+"""The stale-KV study: how far is data from the policy being trained, if weights change while it is generated?
+
+From a checkpoint C, for the policy pi = C+g to be trained:
+
+    mixed policy, stale KV       C, C+1, ... C+g-2 sample one sequence in turn; the cache keeps what older weights computed
+    mixed policy, recomputed KV  the same, and at each switch all keys and values are computed by the new weights
+    lag k = 0, 1, ..., g         conventional RL: C+g-k samples the whole sequence
+
+All are given the same problems and random numbers, so that two policies sample the same tokens until they disagree about
+one. Source: PipelineRL, arXiv 2509.19128, section 5.1 and Figure 7.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.environments.registry import make_environment
+from pipelinerl.errors import UserError
+from pipelinerl.experiments.study.bootstrap import Interval, Ints, difference_interval, draw_counts, mean_interval
+from pipelinerl.experiments.study.divergence import TokenDivergences, equivalent_lag
+from pipelinerl.experiments.study.prompts import Prompt, make_prompts, read_history
+from pipelinerl.experiments.study.replay import Replay
+from pipelinerl.experiments.study.result import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
+from pipelinerl.experiments.study.sampling import KV, MixedSampler, Stretch, interval_edges, lagged_policy, mixed_policy
+from pipelinerl.experiments.study.saved_weights import SavedWeights, choose_starts
+from pipelinerl.models.loading import load_tokenizer, model_max_length, stop_token_ids
+
+RESAMPLES = 2000
+LEVEL = 0.95
+LENGTH_QUANTILE = 0.9
+_KV: tuple[KV, ...] = ("keep", "recompute")
+
+Kind = Literal["stale", "recomputed", "lagged"]
+
+
+class StudyOptions(NamedTuple):
+    """What the user chooses; `max_tokens` None is the length that 90% of the run's completions do not exceed."""
+
+    lag: int
+    starts: Sequence[str]
+    problems: int
+    attempts: int
+    max_tokens: int | None
+    seed: int
+
+
+def study_kv_cache(
+    run_dir: Path, config: RunConfig, options: StudyOptions, on_progress: Callable[[str], object] = lambda _: None
+) -> StudyRecord:
+    """Run the study on the checkpoints of `run_dir`, whose configuration is `config`.
+
+    Raises UserError (or one of its kinds) if the run does not hold what the study needs. `on_progress` gets lines of text.
+    """
+    weights = SavedWeights(run_dir, config.model)
+    starts = choose_starts(options.starts, weights.starts(options.lag), options.lag)
+    history = read_history(run_dir)
+    length = options.max_tokens or history.length_quantile(LENGTH_QUANTILE)
+    if length < options.lag:
+        raise UserError(
+            f"{length} tokens can't be divided among {options.lag} steps; choose a --lag of at most {length}, or a larger "
+            "--max-tokens"
+        )
+    settings = StudySettings(
+        lag=options.lag,
+        max_tokens=length,
+        switches=tuple(stretch.start for stretch in mixed_policy(0, options.lag, length)[1:]),
+        problems=options.problems,
+        attempts=options.attempts,
+        first_problem=history.next_index,
+        temperature=config.actor.temperature,
+        seed=options.seed,
+        resamples=RESAMPLES,
+        level=LEVEL,
+    )
+    laboratory = _Laboratory(config, weights, settings)
+    return StudyRecord(
+        model=Path(config.model.path).name,
+        environment=Path(config.environment.kind).name,
+        run_seed=config.seed,
+        settings=settings,
+        starts=tuple(laboratory.study(name, version, on_progress) for name, version in starts.items()),
+    )
+
+
+class _Laboratory:
+    """The prompts, the models and the resamples that all measurements share."""
+
+    def __init__(self, config: RunConfig, weights: SavedWeights, settings: StudySettings) -> None:
+        if config.engine.threads is not None:
+            torch.set_num_threads(config.engine.threads)
+        self._weights = weights
+        self._settings = settings
+        models = [weights.new_model(0, config.engine.device) for _ in range(4)]
+        self._prompts = _prompts(config, settings, models[0])
+        prompt_tokens = max(len(prompt.request.prompt_ids) for prompt in self._prompts)
+        longest = prompt_tokens + settings.max_tokens
+        limit = config.engine.max_length or model_max_length(models[0])
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"prompt and completion of {longest} tokens do not fit into {limit}; choose a smaller --max-tokens"
+            )
+        slots = min(config.engine.slots, len(self._prompts))
+        self._samplers = {
+            kv: MixedSampler(
+                model, weights.tensors, slots=slots, prompt_tokens=prompt_tokens, max_tokens=settings.max_tokens, kv=kv
+            )
+            for kv, model in zip(_KV, models[:2], strict=True)
+        }
+        self._replay = Replay(*models[2:], slots=slots, max_length=longest, temperature=settings.temperature)
+        self._counts_RU = draw_counts(settings.problems, settings.resamples, settings.seed)
+
+    def study(self, name: str, version: int, on_progress: Callable[[str], object]) -> StartRecord:
+        lag, length = self._settings.lag, self._settings.max_tokens
+        target = version + lag
+        mixed = mixed_policy(version, lag, length)
+        where = f"{name}: " if name != str(version) else ""
+        on_progress(f"{where}weights {version} to {target}, mixed policy with stale and with recomputed KV")
+        stale, stale_tokens = self._measure("stale", mixed, target, kv="keep")
+        recomputed, recomputed_tokens = self._measure("recomputed", mixed, target, kv="recompute")
+        lagged = []
+        oldest_tokens = stale_tokens
+        for behind in range(lag + 1):
+            on_progress(f"{where}weights {version} to {target}, conventional lag {behind} of {lag}")
+            record, oldest_tokens = self._measure("lagged", lagged_policy(target - behind, length), target, kv="keep")
+            lagged.append(record)
+        by_lag = [record.kl.mean for record in lagged]
+        return StartRecord(
+            name=name,
+            version=version,
+            target=target,
+            stale=stale,
+            recomputed=recomputed,
+            lagged=tuple(lagged),
+            stale_minus_recomputed=self._difference(stale_tokens, recomputed_tokens),
+            stale_minus_oldest=self._difference(stale_tokens, oldest_tokens),
+            equivalent_lag_stale=equivalent_lag(stale.kl.mean, by_lag),
+            equivalent_lag_recomputed=equivalent_lag(recomputed.kl.mean, by_lag),
+        )
+
+    def _difference(self, one: TokenDivergences, other: TokenDivergences) -> Interval:
+        problems = self._settings.problems
+        sums = (one.sums(one.exact_N, problems), other.sums(other.exact_N, problems))
+        return _there(difference_interval(*sums, self._counts_RU, LEVEL))
+
+    def _measure(
+        self, kind: Kind, stretches: Sequence[Stretch], target: int, *, kv: KV
+    ) -> tuple[PolicyRecord, TokenDivergences]:
+        """Sample from a behaviour policy, and compare it with the weights of version `target`."""
+        problems = self._settings.problems
+        samples = self._samplers[kv].sample(self._prompts, stretches)
+        tokens, gap = self._replay.run(samples, stretches, target, self._weights.tensors, kv=kv)
+        kl, kl_k1, kl_k3 = (
+            _there(mean_interval(*tokens.sums(values_N, problems), self._counts_RU, LEVEL))
+            for values_N in (tokens.exact_N, tokens.k1_N, tokens.k3_N)
+        )
+        record = PolicyRecord(
+            kind=kind,
+            lag=target - stretches[0].version if kind == "lagged" else None,
+            tokens=len(tokens.position_N),
+            lag_mean=float((target - tokens.version_N).mean()),
+            kl=kl,
+            kl_k1=kl_k1,
+            kl_k3=kl_k3,
+            engine_gap=gap,
+            by_position=_by_position(tokens, self._settings, self._counts_RU),
+        )
+        return record, tokens
+
+
+def _prompts(config: RunConfig, settings: StudySettings, model: object) -> list[Prompt]:
+    tokenizer = load_tokenizer(config.model)
+    environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
+    return asyncio.run(
+        make_prompts(
+            environment,
+            tokenizer,
+            config.actor,
+            first_index=settings.first_problem,
+            problems=settings.problems,
+            attempts=settings.attempts,
+            max_tokens=settings.max_tokens,
+            stop_token_ids=stop_token_ids(model, tokenizer),
+            seed=settings.seed,
+        )
+    )
+
+
+def _by_position(tokens: TokenDivergences, settings: StudySettings, counts_RU: Ints) -> tuple[PositionRecord, ...]:
+    """KL by position, an optimizer step's worth of tokens at a time: within one, a mixed policy's weights are the same."""
+    records = []
+    for start, end in pairwise(interval_edges(settings.lag, settings.max_tokens)):
+        sums_U, tokens_U = tokens.sums(tokens.exact_N, settings.problems, start, end)
+        kl = mean_interval(sums_U, tokens_U, counts_RU, LEVEL)
+        records.append(PositionRecord(start=start, end=end, tokens=int(tokens_U.sum()), kl=kl))
+    return tuple(records)
+
+
+def _there(interval: Interval | None) -> Interval:
+    if interval is None:  # every completion has a token: its end, if nothing else
+        raise RuntimeError("a policy sampled no tokens")
+    return interval

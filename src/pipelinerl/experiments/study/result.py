@@ -1,0 +1,89 @@
+"""What the stale-KV study found, as it is written to JSON. KL is KL(mu || pi) in nats per token."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipelinerl.experiments.study.bootstrap import Interval
+
+FORMAT = 1
+
+
+class PositionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens at positions `start <= t < end`. `kl` (exact) is None where no completion is that long."""
+
+    start: int
+    end: int
+    tokens: int
+    kl: Interval | None
+
+
+class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One behaviour policy against the on-policy one.
+
+    kind           `stale` or `recomputed`: a mixed policy whose KV entries were kept or recomputed at each switch;
+                   `lagged`: one version for all tokens, `lag` steps behind
+    lag_mean       of the sampled tokens
+    kl             exact at each position over the vocabulary, averaged over the prefixes that were sampled
+    kl_k1, kl_k3   the same from the sampled tokens' log-probabilities alone
+    engine_gap     largest difference between the engine's log-probabilities and those of the replay that `kl` is from
+    """
+
+    kind: Literal["stale", "recomputed", "lagged"]
+    lag: int | None
+    tokens: int
+    lag_mean: float
+    kl: Interval
+    kl_k1: Interval
+    kl_k3: Interval
+    engine_gap: float
+    by_position: tuple[PositionRecord, ...]
+
+
+class StartRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The study from one checkpoint C = `version`; the on-policy policy is `target` = C + g.
+
+    `lagged` holds lags 0 (the target itself: what numerics alone come to), 1, ..., g. Differences of mean KL, among them
+    stale minus lag g, are paired by problem. `equivalent_lag_*`: the lag at which conventional RL is as far off-policy,
+    interpolated; None if it never is.
+    """
+
+    name: str
+    version: int
+    target: int
+    stale: PolicyRecord
+    recomputed: PolicyRecord
+    lagged: tuple[PolicyRecord, ...]
+    stale_minus_recomputed: Interval
+    stale_minus_oldest: Interval
+    equivalent_lag_stale: float | None
+    equivalent_lag_recomputed: float | None
+
+
+class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`lag` is g_max, `max_tokens` L; `switches` are the first tokens by C+1, C+2, ..."""
+
+    lag: int
+    max_tokens: int
+    switches: tuple[int, ...]
+    problems: int
+    attempts: int
+    first_problem: int
+    temperature: float
+    seed: int
+    resamples: int
+    level: float
+
+
+class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole study."""
+
+    model: str
+    environment: str
+    run_seed: int
+    settings: StudySettings
+    starts: tuple[StartRecord, ...]
+    study: Literal["kv-cache"] = "kv-cache"
+    format: int = FORMAT

@@ -1,0 +1,179 @@
+"""The whole run in one process and one thread of control: deterministic, for debugging, teaching and tests.
+
+The same objects as with processes, over a stream, a board and a weight channel in memory. After each of the actor's
+iterations (one engine step) the trainer gets a turn; so a step never overlaps with generation, and the order of
+everything is a function of the run file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import torch
+
+from pipelinerl.errors import PipelineRLError, StalledError, StreamError
+from pipelinerl.interfaces import StreamReader, StreamWriter
+from pipelinerl.launch.hosts.interrupts import Interrupts, counted_interrupts
+from pipelinerl.launch.hosts.resources import LOG_FORMAT, peak_memory_bytes, plan_threads, usable_cores
+from pipelinerl.launch.outcome import Outcome, interruption, last_statuses
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.generation import DropRelay, build_generation, generate
+from pipelinerl.launch.stages.preprocessing import preparing
+from pipelinerl.launch.stages.streams import FileStore, group_reader, group_writer, stream_capacity
+from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
+from pipelinerl.status.board import MemoryBoard
+from pipelinerl.status.view import View
+from pipelinerl.status.watchdog import Watchdog
+from pipelinerl.stream import memory_stream
+from pipelinerl.trainer import Trainer
+from pipelinerl.types import Group, StageStatus
+from pipelinerl.weights.memory import MemoryChannel
+
+LOOK_EVERY_S = 0.5
+
+
+def run_embedded(session: Session, view: View) -> Outcome:
+    """Run to the end, whatever it is. Errors of the run are in the outcome, not raised."""
+    begin_s = time.monotonic()
+    threads = plan_threads(session.config, session.schedule, usable_cores()).training
+    board = _GuardedBoard(2 * session.config.launch.watchdog_s)
+    drops = DropRelay()
+    error: PipelineRLError | None = None
+    waiting: dict[int, int] = {}
+    with ExitStack() as around:
+        around.enter_context(_logging_to(session.run))
+        around.enter_context(_torch_threads(threads))
+        around.enter_context(closing(board))
+        interrupts = around.enter_context(counted_interrupts(raising=True))
+        writer, reader = _stream(session, drops)
+        around.enter_context(closing(reader))
+        around.enter_context(closing(writer))
+        try:
+            goal_reached = _run(session, view, interrupts=interrupts, board=board, writer=writer, reader=reader, drops=drops)
+            error = None if goal_reached else interruption(session)
+        except PipelineRLError as raised:
+            error = raised
+        try:
+            waiting = {group.index: len(group.rollouts) for _, group in reader.read(sys.maxsize)}
+        except StreamError as raised:
+            error = error or raised
+    statuses = last_statuses(board)
+    view.update(statuses, time.monotonic())
+    return Outcome(
+        statuses=statuses,
+        error=error,
+        wall_s=time.monotonic() - begin_s,
+        stream_rollouts=session.plan.rollouts_left(waiting),
+        peak_memory_bytes={"embedded": peak_memory_bytes()},
+    )
+
+
+def _run(
+    session: Session,
+    view: View,
+    *,
+    interrupts: Interrupts,
+    board: MemoryBoard,
+    writer: StreamWriter[Group],
+    reader: StreamReader[Group],
+    drops: DropRelay,
+) -> bool:
+    """Both sides in turn, to the end. Was the goal reached?"""
+    channel = MemoryChannel()
+    side = build_generation(session, board, writer, drops, channel.receiver)
+    policy = load_policy(session, board)
+    with open_logs(session) as logs:
+        prepared = preparing(session.config, reader, policy.lora)
+        trainer = build_trainer(session, board, policy, reader=prepared, sender=channel.sender, logs=logs)
+        with failures_on_board(trainer):
+            trainer.start()
+            turn = _Turn(trainer, board, view, session.config.launch.watchdog_s)
+            asyncio.run(generate(side, stop=lambda: interrupts.count > 0, between=turn))
+            trainer.finish()
+        return trainer.goal_reached
+
+
+class _Turn:
+    """What happens between two iterations of the actor: the trainer's turn and, now and then, a look at everything."""
+
+    def __init__(self, trainer: Trainer, board: MemoryBoard, view: View, watchdog_s: float) -> None:
+        self._trainer = trainer
+        self._board = board
+        self._view = view
+        self._watchdog = Watchdog(watchdog_s)
+        self._looked_s = 0.0
+
+    def __call__(self) -> None:
+        self._trainer.pump()
+        now = time.monotonic()
+        if now - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = now
+        statuses = last_statuses(self._board)
+        self._view.update(statuses, now)
+        stall = self._watchdog.observe(statuses, now)
+        if stall is not None:
+            raise StalledError(stall.message)
+
+
+class _GuardedBoard(MemoryBoard):
+    """Ends the process, with the stack that says where it hangs, when no stage has said anything for `patience_s`.
+
+    The watchdog looks between two turns; this is for code that holds the only thread and never gives it back.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        super().__init__()
+        self._patience_s = patience_s
+
+    def publish(self, status: StageStatus) -> None:
+        super().publish(status)
+        if status.state != "starting":  # loading a model takes as long as it takes
+            faulthandler.dump_traceback_later(self._patience_s, exit=True, file=sys.__stderr__ or 2)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _stream(session: Session, drops: DropRelay) -> tuple[StreamWriter[Group], StreamReader[Group]]:
+    config = session.config
+    if config.stream.kind == "memory":
+        return memory_stream(capacity=stream_capacity(config), when_full=config.stream.when_full, on_drop=drops)
+    store = FileStore(session.run)
+    return group_writer(store, config, drops), group_reader(store)
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _logging_to(run: RunDirectory) -> Iterator[None]:
+    """What this package logs goes to a file while inside, as it does with processes: the terminal is the view's."""
+    logger = logging.getLogger("pipelinerl")
+    handler = logging.FileHandler(run.log("embedded"))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        handler.close()

@@ -1,0 +1,55 @@
+"""What the processes of a run are called: in messages, in the names of their logs, and on their command lines."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.interfaces import Board
+from pipelinerl.status.reporter import generation_stages
+from pipelinerl.types import StageStatus
+
+TRAINING = "training"
+PREPROCESSING = "preprocessing"
+PREPROCESSOR_STAGE = "preprocessor"
+TRAINER_STAGE = "trainer"
+"""What the stages of these processes are called on the board."""
+
+
+def generation_roles(config: RunConfig) -> list[str]:
+    """By process: numbered only if there are several."""
+    processes = config.engine.processes
+    return ["generation"] if processes == 1 else [f"generation-{index}" for index in range(processes)]
+
+
+def server_roles(config: RunConfig) -> list[str]:
+    """The engine servers that the run starts itself."""
+    if config.engine.kind == "local" or config.engine.urls:
+        return []
+    return [f"server-{index}" for index in range(config.engine.servers)]
+
+
+def worker_roles(config: RunConfig) -> list[str]:
+    """The processes of a run that do its work, each with stages on the board."""
+    preprocessing = [PREPROCESSING] if config.launch.preprocessor == "process" else []
+    return [*generation_roles(config), *preprocessing, TRAINING]
+
+
+def worker_stages(config: RunConfig) -> list[str]:
+    """The stages of these processes, as they are called on the board."""
+    preprocessor = [PREPROCESSOR_STAGE] if config.launch.preprocessor == "process" else []
+    generation = [stage for stages in generation_stages(config.engine.processes) for stage in stages]
+    return [*generation, *preprocessor, TRAINER_STAGE]
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What stages say of themselves before they are there to say it.
+
+
+def starting(board: Board, stages: Iterable[str], detail: str) -> None:
+    """Publish that these stages, all of this process, are starting, and what they are at."""
+    now = time.monotonic()
+    for stage in stages:
+        board.publish(StageStatus(stage=stage, pid=os.getpid(), state="starting", detail=detail, since_s=now, written_s=now))

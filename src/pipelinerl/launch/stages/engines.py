@@ -1,0 +1,141 @@
+"""The engine of a generation process: in that process, or servers behind HTTP, which alone have the model then."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from pipelinerl.config.schema import EngineConfig
+from pipelinerl.errors import StalledError, UserError
+from pipelinerl.interfaces import Engine, Tokenizer
+from pipelinerl.launch.hosts.roles import server_roles
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.weights import SenderAddress
+
+if TYPE_CHECKING:
+    from pipelinerl.serving.client.adapter import EngineServer
+    from pipelinerl.serving.vllm.server_info import ModelFacts
+
+LOOK_EVERY_S = 0.05
+START_SHARE = 0.8
+"""Of `launch.startup_timeout_s`: who waits for servers should say which, before the launcher loses its patience."""
+
+
+class Listening(msgspec.Struct, frozen=True):
+    """What an engine server that the run has started leaves in its ready file (among other things)."""
+
+    url: str
+
+
+class EngineHandle(NamedTuple):
+    """An engine that is ready. `slots` is its H, that of all servers together; `close` lets go of what it holds."""
+
+    engine: Engine
+    slots: int
+    stop_token_ids: Sequence[int]
+    close: Callable[[], None]
+
+
+def waits_for(config: EngineConfig) -> str:
+    """What it takes until `make_engine` returns, in words."""
+    if config.kind == "local":
+        return "loads the model"
+    return f"waits for the engine servers {', '.join(config.urls)}".rstrip()
+
+
+def make_engine(session: Session, name: str, tokenizer: Tokenizer, sender: SenderAddress | None = None) -> EngineHandle:
+    """The engine that the run file asks for. `sender`: whose broadcast its servers are to join, if there are any.
+
+    Raises ModelLoadError and UnsupportedModelError, and for servers StalledError, UserError and what `RemoteEngine` raises.
+    """
+    if session.config.engine.kind == "local":
+        return _local(session, name, tokenizer)
+    return _remote(session, name, sender)
+
+
+def _local(session: Session, name: str, tokenizer: Tokenizer) -> EngineHandle:
+    from pipelinerl.engine import LocalEngine  # noqa: PLC0415 - only the process that computes needs it
+    from pipelinerl.models.loading import load_model, slot_length, stop_token_ids  # noqa: PLC0415 - as above
+
+    config = session.config
+    model = load_model(config.model, config.engine.device)
+    engine = LocalEngine(
+        model,
+        slots=config.engine.slots,
+        max_length=slot_length(model, config.engine.max_length),
+        prefill_tokens=config.engine.prefill_tokens,
+        kv_on_update=config.engine.kv_on_update,
+        name=name,
+    )
+    return EngineHandle(engine, config.engine.slots, stop_token_ids(model, tokenizer), lambda: None)
+
+
+def _remote(session: Session, name: str, sender: SenderAddress | None) -> EngineHandle:
+    from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - as above
+    from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - needs httpx2, an extra
+    from pipelinerl.serving.client.weights_file import SHARED_MEMORY  # noqa: PLC0415 - as above
+    from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
+
+    config = session.config
+    key = _api_key(config.engine)
+    deadline_s = time.monotonic() + START_SHARE * config.launch.startup_timeout_s
+    facts = model_facts(config.model.path)
+    urls = config.engine.urls or _started(session.run, server_roles(config), deadline_s - time.monotonic())
+    shared = config.engine.weights_dir
+    directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
+    left_s = max(1.0, deadline_s - time.monotonic())
+    bounds = Bounds(startup_s=left_s, join_s=left_s)
+    servers = server_clients(config.engine.kind, urls, facts, key)
+    engine = RemoteEngine(servers, name=name, weight_dirs=directories, bounds=bounds)
+    try:
+        _refuse_newer(engine.newest_version, session.plan.version)
+        if sender is not None:
+            engine.join_broadcast(*sender)
+    except BaseException:
+        engine.close()
+        raise
+    return EngineHandle(engine, engine.slots, facts.stop_token_ids, engine.close)
+
+
+def _refuse_newer(held: int, first: int) -> None:
+    """Versions only rise. Raises UserError if a server holds a newer one than the run begins with."""
+    if held > first:
+        raise UserError(
+            f"engine.urls: a server holds weights of version {held}, of another run or of steps that were lost, and this "
+            f"run begins with version {first}; start the servers again"
+        )
+
+
+def server_clients(kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None) -> list[EngineServer]:
+    """One for each address; `kind` is `http` or `vllm`, and `facts` are those of the model that they serve."""
+    from pipelinerl.serving.client.server_client import PipelineServer  # noqa: PLC0415 - needs httpx2, an extra
+    from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
+
+    if kind == "http":
+        return [PipelineServer(url, api_key=api_key) for url in urls]
+    return [VllmServer(url, facts=facts, api_key=api_key) for url in urls]
+
+
+def _started(run: RunDirectory, roles: Sequence[str], timeout_s: float) -> list[str]:
+    """The addresses of the servers that the launcher has started, once all have said theirs."""
+    deadline_s = time.monotonic() + timeout_s
+    while absent := [role for role in roles if not run.ready_file(role).exists()]:
+        if time.monotonic() > deadline_s:
+            raise StalledError(f"{' and '.join(absent)} not ready after {timeout_s:.0f} s; look at {run.log(absent[0])}")
+        time.sleep(LOOK_EVERY_S)
+    return [msgspec.json.decode(run.ready_file(role).read_bytes(), type=Listening).url for role in roles]
+
+
+def _api_key(config: EngineConfig) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise UserError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
+    return key

@@ -1,0 +1,56 @@
+"""The preprocessor of a run: in the trainer's process, or in one of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.interfaces import Board, StreamReader, StreamWriter
+from pipelinerl.launch.hosts.roles import PREPROCESSOR_STAGE, starting
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.streams import group_reader, prepared_reader
+from pipelinerl.preprocess import Prepared, PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
+from pipelinerl.types import Group
+
+if TYPE_CHECKING:
+    from pipelinerl.models.lora import LoraModel
+
+
+def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
+    """The groups of `reader`, prepared as they are read.
+
+    If there is a KL penalty, its reference model is what lies under the adapters of `lora`, or else is loaded.
+    """
+    return PreparingReader(reader, Preprocessor(config.preprocess, _reference(config, lora)))
+
+
+def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Prepared]:
+    """What the trainer, whose model has the adapters of `lora`, reads. As `preparing`, if that is done in this process."""
+    store = session.streams()
+    if session.config.launch.preprocessor == "process":
+        return prepared_reader(store)
+    return preparing(session.config, group_reader(store), lora)
+
+
+def build_preprocessor(
+    session: Session, board: Board, reader: StreamReader[Group], writer: StreamWriter[Prepared]
+) -> PreprocessorStage:
+    """The preprocessor as a stage of its own, between two streams."""
+    starting(board, [PREPROCESSOR_STAGE], "loads the reference model, if there is one")
+    return PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR_STAGE)
+
+
+def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | None:
+    """The initial model, if a KL penalty to it is asked for."""
+    if config.trainer.kl_coefficient == 0:
+        return None
+    from pipelinerl.models.loading import load_model  # noqa: PLC0415 - with torch, which nothing else here needs
+    from pipelinerl.trainer import FrozenModelScorer  # noqa: PLC0415 - as above
+
+    return FrozenModelScorer(
+        lora.model if lora else load_model(config.model, config.trainer.device),
+        temperature=config.actor.temperature,
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        pack=pack,
+        lora=lora,
+    )

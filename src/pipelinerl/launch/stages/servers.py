@@ -1,0 +1,105 @@
+"""An engine server that a run starts itself: the process of role `server-N`.
+
+It listens on a free port of this machine, says which in its ready file, and ends when its lifeline closes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.errors import MissingDependencyError
+from pipelinerl.files import write_atomically
+from pipelinerl.launch.hosts.resources import plan_threads, usable_cores
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.engines import Listening
+from pipelinerl.ports import free_port
+
+if TYPE_CHECKING:
+    from pipelinerl.serving.vllm.start import VllmSettings
+
+HOST = "127.0.0.1"
+DRAIN_S = 5.0
+"""For requests in progress once the server is told to stop: those who sent them have ended before."""
+
+
+def serve_engine(session: Session, role: str) -> None:
+    """Our own server, until it is told to stop. Raises MissingDependencyError, and what loading the model raises."""
+    from pipelinerl.serving.server.options import SHARED_MEMORY, Address, ServeOptions  # noqa: PLC0415 - only servers need it
+
+    try:
+        from pipelinerl.serving.server.run import serve  # noqa: PLC0415 - needs an extra
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"engine servers need {error.name}, which is not installed: pip install 'pipelinerl[serve]'"
+        ) from error
+    config, engine = session.config, session.config.engine
+    serve(
+        ServeOptions(
+            model=config.model,
+            name=role,
+            listen=Address(HOST, 0),
+            slots=engine.slots,
+            max_length=engine.max_length,
+            max_queue=engine.slots,
+            prefill_tokens=engine.prefill_tokens,
+            kv_on_update=engine.kv_on_update,
+            device=engine.device,
+            threads=_threads(session),
+            weight_directories=(SHARED_MEMORY, session.run.control),
+            drain_s=DRAIN_S,
+            ready_file=session.run.ready_file(role),
+        )
+    )
+
+
+def become_vllm(session: Session, role: str, lifeline_fd: int) -> None:
+    """Replace this process by vLLM and its guard. Raises ModelLoadError; does not return."""
+    from pipelinerl.serving.vllm.start import command_line, environment  # noqa: PLC0415 - as above
+
+    settings = _vllm_settings(session)
+    port = free_port()
+    write_atomically(session.run.ready_file(role), msgspec.json.encode(Listening(f"http://{HOST}:{port}")))
+    os.dup2(lifeline_fd, 0)  # the guard ends vLLM when its standard input closes
+    command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port)]
+    os.execve(sys.executable, command, environment(settings, os.environ))  # noqa: S606 - our own module
+
+
+def _vllm_settings(session: Session) -> VllmSettings:
+    from pipelinerl.models.loading import resolve_path  # noqa: PLC0415 - with torch
+    from pipelinerl.serving.vllm.server_info import kv_cache_bytes  # noqa: PLC0415 - as above
+    from pipelinerl.serving.vllm.start import VllmSettings  # noqa: PLC0415 - as above
+
+    model, engine = session.config.model, session.config.engine
+    max_length = engine.max_length or _max_length(model)
+    item_bytes = 4 if model.dtype == "float32" else 2
+    return VllmSettings(
+        python=engine.python or sys.executable,
+        model=resolve_path(model.path),
+        slots=engine.slots,
+        max_length=max_length,
+        dtype=model.dtype,
+        kv_cache_bytes=kv_cache_bytes(model.path, slots=engine.slots, max_length=max_length, item_bytes=item_bytes)
+        if engine.device == "cpu"
+        else None,
+        device=engine.device,
+        threads=_threads(session),
+    )
+
+
+def _max_length(model: ModelConfig) -> int:
+    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
+
+    from pipelinerl.models.loading import resolve_path, slot_length  # noqa: PLC0415 - with torch
+
+    config = AutoConfig.from_pretrained(resolve_path(model.path), trust_remote_code=model.trust_remote_code)
+    return slot_length(SimpleNamespace(config=config), None)
+
+
+def _threads(session: Session) -> int:
+    return plan_threads(session.config, session.schedule, usable_cores()).generation

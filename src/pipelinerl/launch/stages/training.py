@@ -1,0 +1,120 @@
+"""The training side of a run: the trainer, over prepared groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.checkpoint import Checkpoint, load_checkpoint
+from pipelinerl.files import JsonLines
+from pipelinerl.interfaces import Board, StreamReader, WeightSender
+from pipelinerl.launch.hosts.roles import starting
+from pipelinerl.launch.session import Session
+from pipelinerl.metrics.sinks import Sink, make_sink
+from pipelinerl.models.loading import load_model, load_tokenizer
+from pipelinerl.models.lora import LoraModel, refuse_adapter
+from pipelinerl.preprocess import Prepared, pack
+from pipelinerl.status.reporter import generation_stages
+from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
+from pipelinerl.trainer.records import TRAINED_FILE
+
+
+@dataclass(frozen=True)
+class TrainingLogs:
+    """Where the trainer writes what it did."""
+
+    metrics: Sink
+    trained: JsonLines
+
+
+@contextmanager
+def open_logs(session: Session) -> Iterator[TrainingLogs]:
+    metrics = make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard)
+    with closing(metrics), JsonLines(session.run.rollouts / TRAINED_FILE) as trained:
+        yield TrainingLogs(metrics, trained)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model to be trained, and what it was loaded from. With `model.lora` it has the adapters of `lora`."""
+
+    model: Any
+    lora: LoraModel | None
+    tokenizer: Any
+    checkpoint: Checkpoint | None
+
+
+def load_policy(session: Session, board: Board) -> Policy:
+    """Load the model, or the checkpoint that the plan names. With adapters it is the model that the run started from, and
+    the checkpoint's adapters."""
+    config, plan = session.config, session.plan
+    starting(board, ["trainer"], "loads the model")
+    checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint else None
+    merged = msgspec.structs.replace(config.model, path=str(checkpoint.path)) if checkpoint else config.model
+    if config.model.lora is None:
+        if checkpoint:
+            refuse_adapter(checkpoint.path)
+        return Policy(load_model(merged, config.trainer.device), None, load_tokenizer(merged), checkpoint)
+    lora = LoraModel(load_model(config.model, config.trainer.device), config.model.lora, seed=config.seed)
+    if checkpoint:
+        lora.load_adapter(checkpoint.path)
+    return Policy(lora.model, lora, load_tokenizer(merged), checkpoint)
+
+
+def build_trainer(
+    session: Session,
+    board: Board,
+    policy: Policy,
+    *,
+    reader: StreamReader[Prepared],
+    sender: WeightSender,
+    logs: TrainingLogs,
+) -> Trainer:
+    """Make the trainer of `policy`, and take it to where its checkpoint was. Nothing is sent or trained yet."""
+    config = session.config
+    learner = Learner(
+        policy.model,
+        config.trainer,
+        temperature=config.actor.temperature,
+        pack=pack,
+        correction=config.correction,
+        skip_zero_advantage=config.preprocess.zero_advantage == "skip",
+        lora=policy.lora,
+    )
+    state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
+    queue = SampleQueue(
+        reader,
+        by_index=session.schedule.trains_in_rounds(),
+        position=state.position,
+        counts=state.counters.queue,
+    )
+    return Trainer(
+        config.trainer,
+        learner,
+        queue,
+        session.schedule,
+        sender,
+        board=board,
+        sink=logs.metrics,
+        trained_log=logs.trained,
+        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer),
+        state=state,
+        engines=[stages.engine for stages in generation_stages(config.engine.processes)],
+        actors=[stages.actor for stages in generation_stages(config.engine.processes)],
+        started_s=session.records_from_s,
+    )
+
+
+@contextmanager
+def failures_on_board(trainer: Trainer) -> Iterator[None]:
+    """Whatever ends training inside is said on the board, with the last counts of the rollouts, and raised."""
+    try:
+        yield
+    except BaseException as error:
+        trainer.fail(type(error).__name__)
+        raise

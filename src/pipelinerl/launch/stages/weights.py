@@ -1,0 +1,129 @@
+"""How weights get from the trainer to engines. The launcher makes what both ends need: one file descriptor.
+
+shared                         ─▶ generation processes
+collective, engine.kind local  ─▶ generation processes
+collective, http and vllm      ─▶ engine servers; the generation process says when they take what they received
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import UserError
+from pipelinerl.interfaces import WeightReceiver, WeightSender
+from pipelinerl.weights.broadcast.control import listen
+from pipelinerl.weights.shared_file import create_shared_file
+
+LOOPBACK = "127.0.0.1"
+MAX_RECEIVERS = 64
+"""Of a broadcast (`weights.collective_sender`)."""
+
+
+class SenderAddress(NamedTuple):
+    """Where engine servers find the sender of a broadcast."""
+
+    host: str
+    port: int
+
+
+def make_channel(config: RunConfig) -> int:
+    """A shared file, or the socket at which the sender of a collective listens. The caller closes it. Needs no torch.
+
+    Raises UserError if the engine servers are too many, or there is no way to one of them.
+    """
+    if config.weights.kind == "shared":
+        return create_shared_file()
+    if (count := _receivers(config)) > MAX_RECEIVERS:
+        raise UserError(
+            f"weights.kind: {count} engine servers, and weights are broadcast to {MAX_RECEIVERS}; set it to shared"
+        )
+    return listen(_host(config)).detach()
+
+
+def make_sender(config: RunConfig, fd: int, give_up: Callable[[], bool]) -> WeightSender:
+    """The trainer's end. `fd` stays the caller's."""
+    if config.weights.kind == "shared":
+        from pipelinerl.weights.shared import SharedWeightSender  # noqa: PLC0415 - with torch
+
+        return SharedWeightSender(fd, config.engine.processes, give_up=give_up)
+    import torch  # noqa: PLC0415 - as above
+
+    from pipelinerl.weights.broadcast import CollectiveWeightSender  # noqa: PLC0415 - as above
+
+    return CollectiveWeightSender(
+        socket.socket(fileno=os.dup(fd)),
+        _receivers(config),
+        join_timeout_s=config.launch.startup_timeout_s,
+        device=torch.device(config.trainer.device),
+        coordinated=_servers_receive(config),
+        give_up=give_up,
+    )
+
+
+def make_receiver(config: RunConfig, fd: int, index: int, engine: str) -> WeightReceiver:
+    """The end of generation process number `index`. `fd` stays the caller's."""
+    if config.weights.kind == "shared":
+        from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - with torch
+
+        return SharedWeightReceiver(fd, index)
+    import torch  # noqa: PLC0415 - as above
+
+    from pipelinerl.weights.broadcast import CollectiveWeightCoordinator, CollectiveWeightReceiver  # noqa: PLC0415
+
+    host, port = _address(fd)
+    count, join_s = _receivers(config), config.launch.startup_timeout_s
+    if _servers_receive(config):
+        return CollectiveWeightCoordinator(host, port, engine=engine, receivers=count, join_timeout_s=join_s)
+    device = torch.device(config.engine.device)
+    return CollectiveWeightReceiver(host, port, index, engine=engine, receivers=count, join_timeout_s=join_s, device=device)
+
+
+def sender_address(config: RunConfig, fd: int) -> SenderAddress | None:
+    """Where engine servers have to join the trainer's broadcast, or None if weights reach them another way."""
+    return _address(fd) if _servers_receive(config) else None
+
+
+def remove_weights_of(pid: int) -> None:
+    """Remove the files of weights for engine servers that a generation process has left, if it was killed."""
+    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `remote.weights_file`
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _servers_receive(config: RunConfig) -> bool:
+    return config.weights.kind == "collective" and config.engine.kind != "local"
+
+
+def _receivers(config: RunConfig) -> int:
+    """Of a broadcast: engine servers, or generation processes that compute themselves."""
+    engine = config.engine
+    return engine.processes if engine.kind == "local" else len(engine.urls) or engine.servers
+
+
+def _address(fd: int) -> SenderAddress:
+    with socket.socket(fileno=os.dup(fd)) as listening:
+        return SenderAddress(*listening.getsockname()[:2])
+
+
+def _host(config: RunConfig) -> str:
+    """This machine's address that all engine servers reach: the loopback one, or where packets to another machine leave."""
+    return next(filter(lambda host: host != LOOPBACK, map(_way_to, config.engine.urls)), LOOPBACK)
+
+
+def _way_to(url: str) -> str:
+    """This machine's address on the way to the server. Raises UserError if there is no way."""
+    host = urlsplit(url).hostname
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # Of a datagram's socket: nothing is sent.
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise UserError(f"engine.urls: there is no way to {url}: {error.strerror or error}") from error
+    return LOOPBACK if found == "::1" else found

@@ -1,0 +1,135 @@
+"""An OpenAI-compatible API on the loopback interface with an address for each rollout, in a thread of its own.
+
+    /rollouts/<secret>/v1/chat/completions, /completions, /models
+
+The thread reads and writes HTTP; a call itself runs in the rollout's own loop, between two engine steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pipelinerl.environments.chat.conversation import Answer
+from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
+from pipelinerl.serving.agents.answers import MODEL, chunks, whole
+from pipelinerl.serving.agents.session import ChatRequest, Session, TextRequest, over
+from pipelinerl.serving.server.http import RefusedError, answer, answer_bug, answer_error, body_of, error_answer, unless_gone
+from pipelinerl.serving.server.openai.bodies import read_body
+from pipelinerl.serving.server.run import uvicorn_config
+
+HOST = "127.0.0.1"
+CLOSE_S = 5.0
+
+RequestT = TypeVar("RequestT", ChatRequest, TextRequest)
+
+
+class Gateway:
+    """Listens from the first `serving` on, until it is closed. For any number of loops in any threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of the two below
+        self._server: uvicorn.Server | None = None
+        self._url = ""
+        self._thread: threading.Thread | None = None
+        self._sessions: dict[str, Session] = {}
+
+    @contextmanager
+    def serving(self, session: Session) -> Iterator[str]:
+        """The session's base URL, which is answered while inside; the session is closed then."""
+        self._start()
+        secret = secrets.token_urlsafe(16)
+        self._sessions[secret] = session
+        try:
+            yield f"{self._url}/rollouts/{secret}/v1"
+        finally:
+            del self._sessions[secret]
+            session.close()
+
+    def close(self) -> None:
+        """Stop listening. Twice is fine."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(CLOSE_S)
+
+    # ---------------------------------------------------------------------------------------------- the gateway's thread
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._server is not None:
+                return
+            try:
+                listening = socket.create_server((HOST, 0), backlog=1024)
+            except OSError as error:
+                raise EnvironmentSetupError(f"can't listen on {HOST} for agents: {error}") from error
+            self._url = f"http://{HOST}:{listening.getsockname()[1]}"
+            self._server = uvicorn.Server(uvicorn_config(self._app(), close_s=1))
+            # A daemon: whatever agents do, it does not keep the process from ending.
+            self._thread = threading.Thread(
+                target=self._server.run, args=([listening],), name="agents' gateway", daemon=True
+            )
+            self._thread.start()
+
+    def _app(self) -> Starlette:
+        base = "/rollouts/{secret}/v1"
+        routes = [
+            Route(f"{base}/chat/completions", self._chat, methods=["POST"]),
+            Route(f"{base}/completions", self._completions, methods=["POST"]),
+            Route(f"{base}/models", self._models),
+        ]
+        handlers = {
+            PipelineRLError: answer_error,
+            HTTPException: _not_here,
+            ClientDisconnect: _nobody,
+            Exception: answer_bug,
+        }
+        return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._respond(request, ChatRequest)
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._respond(request, TextRequest)
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pipelinerl"}
+        return answer({"object": "list", "data": [model]})
+
+    async def _respond(self, request: Request, kind: type[RequestT]) -> Response:
+        session = self._session(request)
+        asked = read_body(await body_of(request), kind)
+        try:
+            call = asyncio.run_coroutine_threadsafe(session.answer(asked), session.loop)
+        except RuntimeError:  # its loop is closed
+            raise over() from None
+        said: Answer = await unless_gone(request, asyncio.wrap_future(call))
+        if asked.stream:
+            return Response(b"".join(chunks(asked, said)), media_type="text/event-stream")
+        return answer(whole(asked, said))
+
+    def _session(self, request: Request) -> Session:
+        session = self._sessions.get(request.path_params["secret"])
+        if session is None:
+            raise over()
+        return session
+
+
+def _not_here(request: Request, error: HTTPException) -> Response:
+    return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {error.detail}"))
+
+
+def _nobody(_: Request, __: ClientDisconnect) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,99 @@
+"""Running the code of agents: each attempt in a thread of its own, so that none holds up the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pipelinerl.environments.user.code import describe
+
+
+class AgentThreads:
+    """Calls `function`, plain or `async def`, in up to `limit` threads at once; what is beyond waits.
+
+    Threads can't be ended from outside: an agent that never returns keeps its thread, and its place, until the process ends.
+    (They are daemons, so it does end.) One that is `async def` has an event loop to itself, and is cancelled.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: str, limit: int) -> None:
+        """`spec` is the function's name, for messages."""
+        self._function = function
+        self._spec = spec
+        self._limit = limit
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def call(self, *arguments: Any) -> Any:
+        """What the function returns. Raises RuntimeError with one line for what it raised.
+
+        Cancelled, it leaves a plain function running (its calls of the model are refused), and cancels an async one.
+        """
+        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
+        await places.acquire()
+        run = _Run(self._function, arguments, places)
+        try:
+            return await run.result
+        except asyncio.CancelledError:
+            run.cancel()
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{self._spec}: {describe(error, self._spec)}") from error
+
+
+class _Run:
+    """One call, under way. `places` gets its place back when the thread ends."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], places: asyncio.Semaphore) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._places = places
+        self._loop = asyncio.get_running_loop()
+        self._inner: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._cancelled = False
+        self.result: asyncio.Future[Any] = self._loop.create_future()
+        threading.Thread(target=self._run, name="agent", daemon=True).start()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._inner is not None:
+            loop, task = self._inner
+            with suppress(RuntimeError):  # its loop has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)
+
+    # ---------------------------------------------------------------------------------------------- the agent's thread
+
+    def _run(self) -> None:
+        value: Any = None
+        error: Exception | None = None
+        try:
+            is_async = inspect.iscoroutinefunction(self._function)
+            value = asyncio.run(self._main()) if is_async else self._function(*self._arguments)
+        except Exception as raised:  # noqa: BLE001 - code that isn't ours: raised where it is awaited
+            error = raised
+        except BaseException as raised:  # noqa: BLE001 - the same; `sys.exit` must not end more than this
+            error = RuntimeError(f"it raised {type(raised).__name__}")
+        with suppress(RuntimeError):  # the loop has ended: nobody waits
+            self._loop.call_soon_threadsafe(self._end, value, error)
+
+    async def _main(self) -> Any:
+        task = asyncio.current_task()
+        if task is not None:
+            self._inner = (asyncio.get_running_loop(), task)
+        if self._cancelled:  # before there was anything to cancel
+            raise asyncio.CancelledError
+        return await self._function(*self._arguments)
+
+    def _end(self, value: Any, error: Exception | None) -> None:
+        self._places.release()
+        if self.result.done():
+            return
+        if error is None:
+            self.result.set_result(value)
+        elif isinstance(error, StopIteration):  # a future can't hold one
+            self.result.set_exception(RuntimeError("it raised StopIteration"))
+        else:
+            self.result.set_exception(error)

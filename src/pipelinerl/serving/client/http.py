@@ -1,0 +1,200 @@
+"""JSON over HTTP to one server, with every way in which that fails told apart. The only module that knows the library."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from pipelinerl.errors import MissingDependencyError, UserError
+from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.serving.wire import ErrorBody
+
+if TYPE_CHECKING:
+    import httpx2
+
+T = TypeVar("T")
+
+MAX_ANSWER_BYTES = 64 << 20
+"""No answer, and no line of one, may be longer."""
+_KEEP_ALIVE_S = 4.0
+"""Shorter than servers keep idle connections (often 5 s): a request should not meet a connection that is being closed."""
+_LONGEST_MESSAGE = 500
+
+
+class RefusedError(ServerError):
+    """The server understood and said no (4xx, 501). `detail` is its message, `code` its `ErrorCode` if it gave one."""
+
+    def __init__(self, url: str, status: int, detail: str, code: str = "") -> None:
+        super().__init__(url, f"refused ({status}): {detail}")
+        self.status = status
+        self.detail = detail
+        self.code = code
+
+
+class HttpClient:
+    """Connections to one server. `api_key` is sent as a bearer token.
+
+    Raises UserError for what is no URL, MissingDependencyError without the HTTP library. All calls raise
+    ServerUnreachableError, ServerBusyError, RefusedError, and ServerError for an answer that is not what was asked for.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, connect_timeout_s: float = 5.0) -> None:
+        library = _library()
+        self.url = url.rstrip("/")
+        self._library = library
+        self._timeouts = {"connect": connect_timeout_s, "write": 30.0, "pool": None}
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        try:
+            parsed = library.URL(self.url)
+            if parsed.scheme not in ("http", "https") or not parsed.host:
+                raise ValueError("it needs the form http://HOST:PORT")
+            self._client = library.AsyncClient(
+                base_url=parsed,
+                headers=headers,
+                limits=library.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
+                trust_env=False,  # engines are reached directly, whatever proxies the environment names
+            )
+        except (library.InvalidURL, ValueError) as error:
+            raise UserError(f"{url!r} is not the URL of an engine server: {error}") from error
+
+    async def get(self, path: str, answer: type[T], *, timeout_s: float) -> T:
+        """GET, decoded as `answer`."""
+        async with self._open("GET", path, None, timeout_s) as response:
+            return self._decode(await self._read(response), answer)
+
+    async def post(
+        self, path: str, body: object, answer: type[T], *, timeout_s: float | None, params: dict[str, str] | None = None
+    ) -> T:
+        """POST `body` as JSON (None: nothing). `timeout_s`: without a byte of the answer; None: the caller bounds it."""
+        async with self._open("POST", path, body, timeout_s, params) as response:
+            return self._decode(await self._read(response), answer)
+
+    async def post_lines(self, path: str, body: object, *, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
+        """POST, and the lines of the answer as they come, without their ends. Empty ones are left out."""
+        async with self._open("POST", path, body, timeout_s) as response:
+            rest = b""
+            async for chunk in self._chunks(response):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.strip():
+                        yield line
+                if len(rest) > MAX_ANSWER_BYTES:
+                    raise self._too_long()
+            if rest.strip():
+                yield rest
+
+    def decode_error(self, status: int, body: bytes) -> ServerError:
+        """The error that an answer with this status, or a line like it, stands for."""
+        detail, code = _message(body)
+        if status in (401, 403):
+            return RefusedError(self.url, status, f"{detail} (is the API key right?)", code)
+        if status == 429 or (status >= 500 and status != 501):
+            return ServerBusyError(self.url, f"answered {status}: {detail}")
+        return RefusedError(self.url, status, detail, code)
+
+    def malformed(self, what: str, data: bytes) -> ServerError:
+        """An answer that is not what was agreed."""
+        shown = data[:200].decode(errors="replace")
+        return ServerError(self.url, f"gave a malformed answer ({what}): {shown!r}; is it an engine server?")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    @asynccontextmanager
+    async def _open(
+        self, method: str, path: str, body: object, timeout_s: float | None, params: dict[str, str] | None = None
+    ) -> AsyncIterator[httpx2.Response]:
+        """An answer with a status of success, not read yet."""
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"content-type": "application/json"}
+        timeout = self._library.Timeout(**self._timeouts, read=timeout_s)
+        try:
+            async with self._client.stream(
+                method, path, content=content, headers=headers, timeout=timeout, params=params
+            ) as response:
+                if not response.is_success:
+                    await self._raise_status(response)
+                yield response
+        except self._library.TransportError as error:
+            raise ServerUnreachableError(self.url, _why(error, timeout_s), refused=_is_refusal(error)) from error
+
+    async def _raise_status(self, response: httpx2.Response) -> None:
+        error = self.decode_error(response.status_code, await self._read(response))
+        if isinstance(error, ServerBusyError):
+            error.retry_after_s = _seconds(response.headers.get("retry-after"))
+        raise error
+
+    async def _read(self, response: httpx2.Response) -> bytes:
+        parts = []
+        size = 0
+        async for chunk in self._chunks(response):
+            size += len(chunk)
+            if size > MAX_ANSWER_BYTES:
+                raise self._too_long()
+            parts.append(chunk)
+        return b"".join(parts)
+
+    async def _chunks(self, response: httpx2.Response) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in response.aiter_bytes():
+                yield chunk
+        except self._library.DecodingError as error:
+            raise ServerError(self.url, f"gave an answer whose encoding is damaged: {error}") from error
+
+    def _decode(self, data: bytes, answer: type[T]) -> T:
+        try:
+            return msgspec.json.decode(data, type=answer)
+        except msgspec.DecodeError as error:
+            raise self.malformed(str(error), data) from error
+
+    def _too_long(self) -> ServerError:
+        return ServerError(self.url, f"gave an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+
+
+def _library() -> Any:
+    try:
+        import httpx2  # noqa: PLC0415 - an optional dependency
+    except ImportError as error:
+        raise MissingDependencyError("engines over HTTP need httpx2; pip install 'pipelinerl[http]'") from error
+    return httpx2
+
+
+def _message(body: bytes) -> tuple[str, str]:
+    """Message and code of an error, whatever the server says it in."""
+    try:
+        error = msgspec.json.decode(body, type=ErrorBody).error
+    except msgspec.DecodeError:
+        return " ".join(body[:_LONGEST_MESSAGE].decode(errors="replace").split()) or "no explanation", ""
+    return error.message[:_LONGEST_MESSAGE], error.code
+
+
+def _seconds(header: str | None) -> float | None:
+    """Retry-After in seconds; its other form, a date, is not used between engines."""
+    try:
+        seconds = float(header) if header is not None else None
+    except ValueError:
+        return None
+    return seconds if seconds is not None and 0 <= seconds < float("inf") else None
+
+
+def _why(error: Exception, timeout_s: float | None) -> str:
+    name = type(error).__name__
+    if "Timeout" in name:
+        return f"gave no answer in time ({name}, {timeout_s:g} s)" if timeout_s is not None else f"timed out ({name})"
+    return f"can't be reached ({str(error) or name})"
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether nothing listens at the address: the library wraps the system's error, several layers deep."""
+    for _ in range(8):
+        if error is None or isinstance(error, ConnectionRefusedError):
+            break
+        inner = error.__cause__ or error.__context__
+        if isinstance(inner, BaseExceptionGroup):
+            return any(_is_refusal(part) for part in inner.exceptions)
+        error = inner
+    return isinstance(error, ConnectionRefusedError)

@@ -1,0 +1,155 @@
+"""Weights on their way to engine servers: a safetensors file in a private directory, cleaned up whatever happens."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.serving.client.adapter import SavedWeights
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory that the servers of this machine see too
+_PREFIX = "pipelinerl-weights-"
+_LOCK = "lock"
+_COPIES = 2
+"""The update before stays until the new one is acknowledged; its file is then written over: half the cost of a new one."""
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class WeightFiles:
+    """Writes updates into a directory of its own, made at the first one.
+
+    `parents` are where it may be, best first: the first in which two copies of the weights fit is taken. Its directory is
+    locked for as long as this process lives; what a killed process left in the same place is removed.
+    """
+
+    def __init__(self, *parents: Path) -> None:
+        self._parents = parents
+        self._directory: Path | None = None
+        self._lock_fd = -1
+        self._spare: Path | None = None
+
+    def write(self, update: WeightUpdate) -> SavedWeights:
+        """A file with all tensors of the update. Raises WeightUpdateError if it can't be written."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in update.tensors.values())
+        try:
+            if self._directory is None:
+                self._directory = self._make_directory(self._choose(size))
+            path = self._directory / f"v{update.version}-{secrets.token_hex(4)}.safetensors"
+            if self._spare is not None:
+                self._spare.rename(path)
+                self._spare = None
+            try:
+                write_safetensors(path, update.tensors)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            where = self._directory or ", ".join(map(str, self._parents))
+            raise WeightUpdateError(
+                f"can't write {size / 1e6:.0f} MB of weights for the engine servers to {where}: "
+                f"{error.strerror or error}; make room there, or name another directory"
+            ) from error
+        return SavedWeights(update.version, update.checksum, path)
+
+    def remove(self, saved: SavedWeights) -> None:
+        """The file is not needed any more: the next update may be written over it."""
+        if self._spare is not None:
+            self._spare.unlink(missing_ok=True)
+        self._spare = saved.path
+
+    def close(self) -> None:
+        """Remove the directory with all that is in it."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(self._lock_fd)
+            self._directory = None
+
+    def _choose(self, size: int) -> Path:
+        for parent in self._parents:
+            if parent.is_dir() and shutil.disk_usage(parent).free > _COPIES * size:
+                return parent
+        raise OSError(f"two copies fit into none of: {', '.join(map(str, self._parents))}")
+
+    def _make_directory(self, parent: Path) -> Path:
+        for left in parent.glob(f"{_PREFIX}*"):
+            _remove_if_abandoned(left)
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        unlocked = parent / f".{name}"  # under a name that others do not look at
+        unlocked.mkdir(mode=0o700)
+        self._lock_fd = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return unlocked.rename(parent / name)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Every tensor under its name, tied ones under each of theirs; a file that is there is written over.
+
+    Nothing is copied but into the file. Raises OSError.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _type_of(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _write(fd, len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            if tensor.numel():
+                flat_U8 = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                _write(fd, flat_U8.numpy().data)
+        os.ftruncate(fd, 8 + len(encoded) + end)
+    finally:
+        os.close(fd)
+
+
+def _type_of(name: str, tensor: Tensor) -> str:
+    try:
+        return _TYPES[tensor.dtype]
+    except KeyError:
+        raise WeightUpdateError(f"tensor {name} is of type {tensor.dtype}, which is not sent to engine servers") from None
+
+
+def _write(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _remove_if_abandoned(directory: Path) -> None:
+    """Remove a directory whose owner is dead: then its lock is free. Whatever can't be opened is left alone."""
+    try:
+        fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(fd)

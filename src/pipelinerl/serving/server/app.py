@@ -1,0 +1,189 @@
+"""The addresses of a server, and who may use them."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import time
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.serving.server.http import RefusedError, answer_bug, answer_error, error_answer
+from pipelinerl.serving.server.native import Native
+from pipelinerl.serving.server.openai.endpoints import OpenAI
+from pipelinerl.serving.server.service import Front
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What Prometheus scrapes: the engine's counts as they are now, and how requests were answered.
+
+
+_SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """A registry of its own, of which nothing is global."""
+
+    def __init__(self, front: Front) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(front))
+        self._requests = Counter(
+            "pipelinerl_http_requests", "Requests answered.", ("path", "status"), registry=self._registry
+        )
+        self._seconds = Histogram(
+            "pipelinerl_http_request_seconds",
+            "From a request's arrival to the last byte of its answer.",
+            ("path",),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
+    async def endpoint(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
+
+    def note(self, path: str, status: int, seconds: float) -> None:
+        """`status` 499: whoever asked was gone before there was an answer."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+
+class Counted:
+    """Notes every request of `app`; those to unknown paths as one."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, started_s = 499, time.perf_counter()
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.note(path, status, time.perf_counter() - started_s)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    def collect(self) -> Iterable[Metric]:
+        try:
+            service = self._front.service
+        except RefusedError:
+            yield GaugeMetricFamily("pipelinerl_ready", "1 while requests are taken.", 0)
+            return
+        progress, info = service.engine.progress(), service.info()
+        yield GaugeMetricFamily("pipelinerl_ready", "1 while requests are taken.", service.engine.refusing is None)
+        yield GaugeMetricFamily("pipelinerl_slots", "Sequences that may be in progress at once.", info.slots)
+        yield GaugeMetricFamily("pipelinerl_requests_in_progress", "Requests in a slot.", info.in_progress)
+        yield GaugeMetricFamily("pipelinerl_requests_waiting", "Requests without a slot.", info.queued)
+        yield GaugeMetricFamily("pipelinerl_weight_version", "Optimizer steps behind the weights.", info.version)
+        yield CounterMetricFamily("pipelinerl_tokens_generated", "Tokens sampled.", progress.tokens_generated)
+        yield CounterMetricFamily("pipelinerl_engine_steps", "Forwards of the model.", progress.decode_steps)
+        yield CounterMetricFamily("pipelinerl_engine_busy_seconds", "Time in steps and updates.", progress.busy_s)
+        yield CounterMetricFamily("pipelinerl_weight_updates", "Weight updates taken.", progress.weight_updates)
+        yield CounterMetricFamily(
+            "pipelinerl_weight_update_pause_seconds",
+            "Time in which updates made sequences wait.",
+            service.updates.paused_s,
+        )
+
+
+_OPEN_PATHS = frozenset({"/health"})
+"""For whoever looks whether the server lives: they need no key."""
+
+
+def make_apps(front: Front, *, api_key: str | None, apart: bool) -> tuple[ASGIApp, ASGIApp]:
+    """The application for everyone, and that for the trainer. With `apart`, weights are updated through the second alone."""
+    metrics, openai, native = Metrics(front), OpenAI(front), Native(front)
+    state = [
+        Route("/health", native.health),
+        Route("/info", native.info),
+        Route("/metrics", metrics.endpoint),
+    ]
+    updates = [
+        Route("/request_weight_update", native.request_weight_update, methods=["POST"]),
+        Route("/init_process_group", native.init_process_group, methods=["POST"]),
+    ]
+    generation = [
+        Route("/v1/models", openai.models),
+        Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+        Route("/v1/completions", openai.completions, methods=["POST"]),
+        Route("/generate", native.generate, methods=["POST"]),
+        Route("/cancel", native.cancel, methods=["POST"]),
+    ]
+    public = [*state, *generation] if apart else [*state, *generation, *updates]
+    return _app(public, metrics, api_key), _app([*state, *updates], metrics, api_key)
+
+
+def _app(routes: list[Route], metrics: Metrics, api_key: str | None) -> ASGIApp:
+    handlers = {
+        PipelineRLError: answer_error,
+        ClientDisconnect: _nobody,
+        HTTPException: _not_here,
+        Exception: answer_bug,
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    return Counted(Guard(app, api_key), metrics, frozenset(route.path for route in routes))
+
+
+class Guard:
+    """Lets in who has the key. Without one the server is for this machine's programs alone: not for pages in a browser."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._key = None if api_key is None else b"Bearer " + api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and (reason := self._objection(scope)):
+            await error_answer(RefusedError("unauthorized", reason))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _objection(self, scope: Scope) -> str | None:
+        headers = dict(scope["headers"])
+        if self._key is not None:
+            right = hmac.compare_digest(headers.get(b"authorization", b""), self._key)
+            return None if right else "send this server's key: `Authorization: Bearer KEY`"
+        origin = headers.get(b"origin")
+        if origin is not None and not _is_local(origin.decode("latin-1")):
+            return "a server without a key does not answer web pages: start it with --api-key-env"
+        return None
+
+
+def _is_local(origin: str) -> bool:
+    try:
+        host = urlsplit(origin).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _not_here(request: Request, error: HTTPException) -> Response:
+    return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {error.detail}"))
+
+
+def _nobody(_: Request, __: ClientDisconnect) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,205 @@
+"""HTTP as the endpoints see it: bodies within bounds, errors in one shape, streams that say when their reader has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, WeightUpdateError
+from pipelinerl.serving.wire import ErrorBody, ErrorCode, ErrorDetail
+from pipelinerl.types import GenerationRequest, SamplingParams
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What a request from outside may ask for, beyond what the engine itself checks.
+#
+# The engine serves many requests at once in one computation, so a number that it can't compute with would end them all.
+
+
+MAX_BODY_BYTES = 8 << 20
+MAX_ID_LENGTH = 256
+MAX_STOPS = 64
+MAX_STOP_STRING = 256
+_TEMPERATURES = (0.01, 100.0)
+_MAX_INTEGER = 2**31 - 1
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raises RequestError."""
+    if not 0 < len(request.id) <= MAX_ID_LENGTH:
+        raise RequestError(f"a request id has 1 to {MAX_ID_LENGTH} characters, not {len(request.id)}")
+    check_sampling(request.sampling)
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises RequestError that names the parameter and what it may be."""
+    lowest, highest = _TEMPERATURES
+    if sampling.temperature != 0 and not lowest <= sampling.temperature <= highest:
+        raise RequestError(f"temperature {sampling.temperature:g}: give 0 (greedy), or {lowest:g} to {highest:g}")
+    if not 0 < sampling.top_p <= 1:
+        raise RequestError(f"top_p {sampling.top_p:g}: give a number above 0 and at most 1")
+    if not 0 <= sampling.top_k <= _MAX_INTEGER:
+        raise RequestError(f"top_k {sampling.top_k}: give 0 (off), or how many of the likeliest tokens to keep")
+    if sampling.max_tokens < 1:
+        raise RequestError(f"max_tokens {sampling.max_tokens}: ask for at least 1")
+    stops = sampling.stop_token_ids
+    if len(stops) > MAX_STOPS or any(not 0 <= stop <= _MAX_INTEGER for stop in stops):
+        raise RequestError(f"stop_token_ids: give at most {MAX_STOPS} token ids")
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What a server answers instead of what it was asked for.
+
+
+class RefusedError(PipelineRLError):
+    """One request is turned down, with one of the wire's codes; `retry_after_s` says when to ask again, if ever."""
+
+    def __init__(self, code: ErrorCode, message: str, *, retry_after_s: int | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.param = param
+
+
+def unavailable(reason: str) -> RefusedError:
+    """Not now: the server starts, stops or has failed."""
+    return RefusedError("unavailable", reason, retry_after_s=5)
+
+
+T = TypeVar("T")
+
+STATUS: dict[ErrorCode, int] = {
+    "bad_request": 400,
+    "prompt_too_long": 400,
+    "unauthorized": 401,
+    "not_found": 404,
+    "stale_version": 409,
+    "bad_weights": 422,
+    "overloaded": 429,
+    "not_supported": 501,
+    "unavailable": 503,
+}
+
+_log = logging.getLogger(__name__)
+
+
+async def body_of(request: Request) -> bytes:
+    """Raises RequestError for one that is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def decoded(data: bytes, kind: type[T]) -> T:
+    """Raises RequestError that says what is wrong where."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not as it should be: {error}") from error
+
+
+def answer(message: object) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")
+
+
+def error_body(error: PipelineRLError) -> ErrorBody:
+    code = _code(error)
+    kind = "invalid_request_error" if STATUS[code] < 429 else "server_error"
+    param = error.param if isinstance(error, RefusedError) else None
+    return ErrorBody(error=ErrorDetail(message=str(error), type=kind, code=code, param=param))
+
+
+def error_answer(error: PipelineRLError) -> Response:
+    retry_after_s = error.retry_after_s if isinstance(error, RefusedError) else None
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    body = error_body(error)
+    status = STATUS[body.error.code]
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def _code(error: PipelineRLError) -> ErrorCode:
+    if isinstance(error, RefusedError):
+        return error.code
+    if isinstance(error, PromptTooLongError):
+        return "prompt_too_long"
+    if isinstance(error, WeightUpdateError):
+        return "bad_weights"
+    return "bad_request" if isinstance(error, RequestError) else "unavailable"
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, or ClientDisconnect as soon as whoever asked has closed the connection."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+Frame = Callable[[object], bytes]
+"""A message as one unit of a stream."""
+
+
+def json_line(message: object) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def server_sent_event(message: object) -> bytes:
+    return b"data: " + msgspec.json.encode(message) + b"\n\n"
+
+
+class Stream(StreamingResponse):
+    """Chunks as they come. `following` is held until the last is sent, or the reader has gone; then both are closed.
+
+    An error in their midst is the last chunk.
+    """
+
+    def __init__(
+        self, chunks: AsyncGenerator[bytes], following: AbstractContextManager[object], frame: Frame, media_type: str
+    ) -> None:
+        super().__init__(_with_last_words(chunks, frame), media_type=media_type)
+        self._following = following
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._following:
+            async with aclosing(self._chunks):
+                await super().__call__(scope, receive, send)
+
+
+async def _with_last_words(chunks: AsyncGenerator[bytes], frame: Frame) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except PipelineRLError as error:
+        yield frame(error_body(error))
+
+
+def answer_bug(_: Request, error: Exception) -> Response:
+    """For what should not happen: a log entry, and an error in the usual shape."""
+    _log.error("a request failed", exc_info=error)
+    detail = ErrorDetail(message=f"internal error: {type(error).__name__}", type="server_error", code="unavailable")
+    return Response(msgspec.json.encode(ErrorBody(error=detail)), 500, media_type="application/json")
+
+
+def answer_error(_: Request, error: Any) -> Response:
+    return error_answer(error)

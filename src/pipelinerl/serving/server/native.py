@@ -1,0 +1,77 @@
+"""Our own endpoints, in the messages of `wire`: generation without loss, and weight updates."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pipelinerl.serving.server.exchange import Generation
+from pipelinerl.serving.server.http import (
+    Stream,
+    answer,
+    body_of,
+    check_request,
+    decoded,
+    json_line,
+    unavailable,
+    unless_gone,
+)
+from pipelinerl.serving.server.service import Front
+from pipelinerl.serving.wire import CancelRequest, CompletionLine, ProcessGroupRequest, TokenLine, WeightUpdateRequest
+from pipelinerl.types import GenerationRequest
+
+RETRY_GRACE_S = 5.0
+"""How long a generation goes on after its connection broke: whoever lost it may be about to ask for it again."""
+
+
+class Native:
+    """The endpoints, over the service behind `front`."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def info(self, _: Request) -> Response:
+        return answer(self._front.service.info())
+
+    async def health(self, _: Request) -> Response:
+        """200 while requests are taken, else 503 with the reason."""
+        service = self._front.service
+        if service.engine.refusing is not None:
+            raise unavailable(service.engine.refusing)
+        return answer({"status": "ready", "version": service.engine.holding.version})
+
+    async def generate(self, request: Request) -> Response:
+        service = self._front.service
+        wanted = decoded(await body_of(request), GenerationRequest)
+        check_request(wanted)
+        with ExitStack() as stack:
+            generation = await service.once.generation(wanted)
+            stack.enter_context(service.exchange.following(generation, RETRY_GRACE_S))
+            if not wanted.stream:
+                return answer(await unless_gone(request, generation.completion()))
+            await unless_gone(request, generation.begun())  # what is refused has a status of its own
+            return Stream(_lines(generation), stack.pop_all(), json_line, "application/x-ndjson")
+
+    async def cancel(self, request: Request) -> Response:
+        wanted = decoded(await body_of(request), CancelRequest)
+        self._front.service.exchange.cancel(wanted.request_id)
+        return answer({})
+
+    async def request_weight_update(self, request: Request) -> Response:
+        wanted = decoded(await body_of(request), WeightUpdateRequest)
+        return answer(await self._front.service.updates.take(wanted))
+
+    async def init_process_group(self, request: Request) -> Response:
+        """Answers once the trainer and all its receivers are a group."""
+        wanted = decoded(await body_of(request), ProcessGroupRequest)
+        await self._front.service.updates.join(wanted)
+        return answer({})
+
+
+async def _lines(generation: Generation) -> AsyncGenerator[bytes]:
+    async for batch in generation.batches():
+        yield b"".join(json_line(TokenLine(token=event)) for event in batch)
+    yield json_line(CompletionLine(completion=await generation.completion()))

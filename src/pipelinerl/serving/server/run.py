@@ -1,0 +1,204 @@
+"""A server process, from its options to its end.
+
+listen ─▶ load the model (requests get 503 meanwhile) ─▶ serve ─▶ told to stop ─▶ finish what is in progress ─▶ exit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+
+from pipelinerl.errors import UserError
+from pipelinerl.files import write_atomically
+from pipelinerl.serving.server.app import make_apps
+from pipelinerl.serving.server.options import Address, ServeOptions
+from pipelinerl.serving.server.service import Front, Loaded, Service, load, make_service
+
+# ------------------------------------------------------------------------------------------------------------------------
+# How our HTTP servers listen.
+
+
+def uvicorn_config(app: ASGIApp, *, close_s: int) -> uvicorn.Config:
+    """Quiet, without what we don't use. `close_s`: how long requests in progress may take once the server is to end."""
+    return uvicorn.Config(
+        app,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        # Longer than clients keep idle connections: else one is closed here at the moment at which it is used there.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=close_s,
+    )
+
+
+CLOSE_S = 5
+"""For connections to end once their requests have."""
+LOOK_EVERY_S = 0.02
+YOUNG_OBJECTS = 50_000
+"""Requests come and go by their reference counts; at the usual 700 they alone set off collections all the time."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ready file says. `update_url` is where weights are updated."""
+
+    url: str
+    pid: int
+    update_url: str
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve until told to stop by SIGTERM, Ctrl-C or the lifeline; returns the exit status.
+
+    Raises UserError for an address that can't be had or a model that can't be served.
+    """
+    options.check()
+    with contextlib.ExitStack() as stack:
+        addresses = [options.listen] if options.updates is None else [options.listen, options.updates]
+        sockets = [stack.enter_context(contextlib.closing(_listen(address))) for address in addresses]
+        loading = _load_aside(options)
+        asyncio.run(_Process(options, sockets, loading).run())
+    sys.stderr.flush()
+    if not loading.done():
+        os._exit(0)  # told to stop while it loads: a thread in the midst of that can't be ended
+    return 0
+
+
+class _Process:
+    def __init__(self, options: ServeOptions, sockets: list[socket.socket], loading: Future[Loaded]) -> None:
+        self._options = options
+        self._sockets = sockets
+        self._loading = loading
+        self._stop = asyncio.Event()
+        self._hurry = False
+
+    async def run(self) -> None:
+        front = Front()
+        apps = make_apps(front, api_key=self._options.api_key, apart=self._options.updates is not None)
+        servers = [_Server(uvicorn_config(app, close_s=CLOSE_S)) for app in apps[: len(self._sockets)]]
+        self._heed()
+        serving = [
+            asyncio.create_task(server.serve([listening])) for server, listening in zip(servers, self._sockets, strict=True)
+        ]
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            loading = asyncio.wrap_future(self._loading)
+            first: list[asyncio.Future[Any]] = [loading, stopping, *serving]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                service = make_service(loading.result(), self._options)
+                self._begin(front, service)
+                await asyncio.wait(first[1:], return_when=asyncio.FIRST_COMPLETED)
+                await self._wind_down(service)
+        finally:
+            stopping.cancel()
+            for server in servers:
+                server.should_exit = True
+            await asyncio.gather(*serving)
+
+    def _heed(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._told_to_stop)
+        if (fd := self._options.lifeline_fd) is not None:
+            threading.Thread(target=self._watch_lifeline, args=(loop, fd), daemon=True).start()
+
+    def _told_to_stop(self) -> None:
+        """The first time: finish what is in progress. The second: now."""
+        self._hurry = self._stop.is_set()
+        self._stop.set()
+
+    def _watch_lifeline(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
+        """Wait for the other end to close: there is nobody left to finish anything for."""
+        os.read(fd, 1)
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            for _ in range(2):
+                loop.call_soon_threadsafe(self._told_to_stop)
+        time.sleep(2 * CLOSE_S)
+        os._exit(1)
+
+    def _begin(self, front: Front, service: Service) -> None:
+        # What is loaded stays: without this every collection walks over the model's and the libraries' objects again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS)
+        front.open(service)
+        urls = [_url(listening) for listening in self._sockets]
+        ready = Ready(url=urls[0], pid=os.getpid(), update_url=urls[-1])
+        slots = f"{self._options.slots} slots of {service.loaded.max_length} tokens"
+        print(f"{service.name} is served at {ready.url}, {slots}", file=sys.stderr, flush=True)
+        if (path := self._options.ready_file) is not None:
+            try:
+                write_atomically(path, msgspec.json.encode(ready))
+            except OSError as error:
+                raise UserError(f"can't write --ready-file {path}: {error}") from error
+
+    async def _wind_down(self, service: Service) -> None:
+        """Take nothing more, finish what is in progress within the bound, cancel the rest."""
+        engine = service.engine
+        engine.refuse("the server stops")
+        until_s = time.monotonic() + self._options.drain_s
+        while engine.open_requests and time.monotonic() < until_s and not self._hurry:
+            await asyncio.sleep(LOOK_EVERY_S)
+        engine.cancel_all()
+        until_s = time.monotonic() + CLOSE_S
+        while engine.open_requests and time.monotonic() < until_s:
+            await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.to_thread(engine.close, CLOSE_S)
+        await service.updates.close()
+
+
+class _Server(uvicorn.Server):
+    """One of several in a process: signals are for the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def _listen(address: Address) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(found[4][:2], family=found[0], backlog=1024)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UserError(f"can't listen on {address.host}:{address.port}: {reason}; choose another port") from error
+
+
+def _url(listening: socket.socket) -> str:
+    """Where clients on this machine reach it."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - any address: the loopback one is among them
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _load_aside(options: ServeOptions) -> Future[Loaded]:
+    """Load in a thread that does not keep the process from ending."""
+    future: Future[Loaded] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(load(options))
+        except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return future

@@ -1,0 +1,224 @@
+"""Inside vLLM: a weight-transfer backend that takes all weights from a file or the trainer's broadcast, on CPU and GPUs.
+
+vLLM's own backends need CUDA; its registry is open. vLLM finds `register` through the entry point `vllm.general_plugins`
+of this package, in each of its processes. Its API then calls, in this order (vLLM's own RL routes):
+
+    init_transfer_engine     once: the directory that files may come from, or whose broadcast to join
+    start_weight_update      nothing: the model is not touched before the weights are known to be good
+    update_weights           read the file and verify it, or take what has arrived; load, check that nothing was left out
+    finish_weight_update     nothing
+
+A broadcast comes bucket by bucket, beside the generation of tokens, into a buffer of the size of the weights, on the GPU
+with nccl; when vLLM is told to update its weights they are there, verified, and only loading them is left to do.
+
+An update that is refused before loading leaves the model as it was, and its error begins with `REFUSED`. Any other error
+may leave it half loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import new_class
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.models.state import checksum, not_finite
+from pipelinerl.serving.vllm.messages import BACKEND, REFUSED, BroadcastInfo, InitInfo, UpdateInfo
+from pipelinerl.weights.broadcast import CollectiveWeightReceiver
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def register() -> None:
+    """Make the backend known to vLLM. vLLM may call this more than once in a process."""
+    from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+        WeightTransferEngine,
+    )
+    from vllm.distributed.weight_transfer.factory import (  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+        WeightTransferEngineFactory,
+    )
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        engine = new_class("PipelineRLWeightTransferEngine", (WeightTransfer, WeightTransferEngine))
+        WeightTransferEngineFactory.register_engine(BACKEND, engine)
+
+
+class WeightTransfer:
+    """The backend, as a mix-in of vLLM's `WeightTransferEngine`, which sets the first of these and calls the rest."""
+
+    model: nn.Module
+    model_config: Any
+    parallel_config: Any
+    device: torch.device
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    _directory: Path | None = None
+    _group: CollectiveWeightReceiver | None = None
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        info: InitInfo = msgspec.convert(init_dict, InitInfo)
+        return info
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        if isinstance(init_info, BroadcastInfo):
+            self._join(init_info)
+            return
+        directory = Path(init_info.directory)
+        if not directory.is_dir():
+            raise WeightUpdateError(f"{REFUSED} {directory} is not a directory here; share it with vLLM's machine")
+        self._directory = directory.resolve()
+
+    def _join(self, info: BroadcastInfo) -> None:
+        """Become one of the receivers of the trainer's broadcasts; a group that was joined before is left."""
+        if (workers := self.parallel_config.world_size) > 1:
+            raise WeightUpdateError(
+                f"{REFUSED} a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
+            )
+        self._leave()
+        group = CollectiveWeightReceiver(
+            info.host,
+            info.port,
+            info.index,
+            engine=info.name,
+            receivers=info.receivers,
+            join_timeout_s=info.timeout_s,
+            device=self.device,
+        )
+        try:
+            group.wait_joined(info.timeout_s)
+        except WeightUpdateError as error:
+            group.close()
+            raise WeightUpdateError(f"{REFUSED} {error}") from error
+        self._group = group
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def start_weight_update(self) -> None:
+        """Nothing: see above."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take the weights, all of them. Raises WeightUpdateError; see the module for what then holds."""
+        try:
+            info = msgspec.convert(update_info, UpdateInfo)
+        except msgspec.ValidationError as error:
+            raise WeightUpdateError(f"{REFUSED} {error}") from error
+        if info.path is None:
+            tensors = arrived_weights(info, self._group)
+        else:
+            tensors = read_weights(Path(info.path), info, self._directory)
+        refuse_layout(checkpoint_shapes(str(self.model_config.model)), tensors)
+        if broken := not_finite(tensors):
+            raise WeightUpdateError(f"{REFUSED} {len(broken)} weights are not finite, among them {broken[0]}")
+        self.receive_weights(tensors)
+        if self.device.type != "cpu":  # The next broadcast writes into the buffer that is being copied from.
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Mapping[str, Tensor]) -> None:
+        """Load the tensors through vLLM's layer-wise reload, which keeps every parameter where its kernels expect it."""
+        from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        initialize_layerwise_reload(self.model)
+        load: Any = self.model.load_weights
+        loaded: set[str] | None = load(update_info.items())
+        finalize_layerwise_reload(self.model, self.model_config)
+        if loaded is not None and (left := {name for name, _ in self.model.named_parameters()} - loaded):
+            raise WeightUpdateError(f"vLLM left {len(left)} parameters as they were, among them {min(left)}")
+        refresh_heads(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Nothing: see above."""
+
+    def shutdown(self) -> None:
+        self._directory = None
+        self._leave()
+
+
+def arrived_weights(info: UpdateInfo, group: CollectiveWeightReceiver | None) -> Mapping[str, Tensor]:
+    """The tensors of the broadcast that came last, which was verified when it came. Raises WeightUpdateError."""
+    if group is None:
+        raise WeightUpdateError(f"{REFUSED} no broadcast was joined yet; POST /init_weight_transfer_engine first")
+    try:
+        update = group.poll()
+    except WeightUpdateError as error:
+        raise WeightUpdateError(f"{REFUSED} {error}") from error
+    if update is None:
+        raise WeightUpdateError(f"{REFUSED} version {info.version} has not been broadcast")
+    if (update.version, update.checksum) != (info.version, info.checksum):
+        raise WeightUpdateError(
+            f"{REFUSED} version {update.version} (checksum {update.checksum}) was broadcast, not {info.version} "
+            f"({info.checksum})"
+        )
+    return update.tensors
+
+
+def read_weights(path: Path, info: UpdateInfo, directory: Path | None) -> Mapping[str, Tensor]:
+    """The tensors of the file, mapped, once their checksum is verified. Raises WeightUpdateError."""
+    if directory is None:
+        raise WeightUpdateError(f"{REFUSED} no directory was named yet; POST /init_weight_transfer_engine first")
+    path = path.resolve()
+    if not path.is_relative_to(directory):
+        raise WeightUpdateError(f"{REFUSED} {path} is not below {directory}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
+    except (OSError, SafetensorError) as error:
+        raise WeightUpdateError(f"{REFUSED} {path} can't be read: {error}") from error
+    found = checksum(tensors)
+    if found != info.checksum:
+        raise WeightUpdateError(f"{REFUSED} {path} has checksum {found}, version {info.version} has {info.checksum}")
+    return tensors
+
+
+def checkpoint_shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights in the model's folder; none if `model` is not a folder with safetensors files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(Path(model).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def refuse_layout(expected: Shapes, tensors: Mapping[str, Tensor]) -> None:
+    """Raise WeightUpdateError if something of the checkpoint that vLLM was started with is missing, or has another shape.
+
+    Names beyond these are left to vLLM: a tied head has two names in a trainer, and one in a checkpoint.
+    """
+    missing = sorted(expected.keys() - tensors.keys())
+    differing = sorted(name for name, shape in expected.items() if name in tensors and tensors[name].shape != shape)
+    if missing or differing:
+        first = (missing + differing)[0]
+        raise WeightUpdateError(
+            f"{REFUSED} {len(missing)} weights are missing and {len(differing)} of another shape, among them {first}; "
+            "start vLLM with the model that is trained"
+        )
+
+
+def refresh_heads(model: nn.Module) -> None:
+    """Have tied output heads prepare their weights again.
+
+    On CPU a head computes with a packed copy. A head that is tied to the embedding has no weights of its own to load, so
+    the reload passes it by, and it would go on with the old copy while everything reports success.
+    """
+    for name, module in heads(model.named_modules()):
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            raise WeightUpdateError(f"vLLM's head {name} has no way to prepare its weights; this version is not supported")
+        method.process_weights_after_loading(module)
+
+
+def heads(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """vLLM's output heads among `modules`, recognised by their class, whatever the model calls them."""
+    return [(name, module) for name, module in modules if any(c.__name__ == "ParallelLMHead" for c in type(module).__mro__)]

@@ -1,0 +1,143 @@
+"""What vLLM says of itself, and whether it is set up as an engine has to be. Pure."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import msgspec
+
+from pipelinerl.config.schema import ModelConfig
+
+
+class WeightLabel(msgspec.Struct, frozen=True):
+    """GET /weight_info."""
+
+    weight_version: str
+
+
+class PauseState(msgspec.Struct, frozen=True):
+    """GET /is_paused."""
+
+    is_paused: bool
+
+
+class ModelSection(msgspec.Struct, frozen=True):
+    model: str
+    max_model_len: int
+    logprobs_mode: str
+
+
+class CacheSection(msgspec.Struct, frozen=True):
+    enable_prefix_caching: bool | None = None
+
+
+class SchedulerSection(msgspec.Struct, frozen=True):
+    max_num_seqs: int
+
+
+class WeightTransferSection(msgspec.Struct, frozen=True):
+    backend: str
+
+
+class ServerConfig(NamedTuple):
+    """The settings that matter here."""
+
+    instance: str
+    model: str
+    max_length: int
+    slots: int
+    logprobs_mode: str
+    prefix_caching: bool
+    weight_backend: str
+
+
+class VllmConfig(msgspec.Struct, frozen=True):
+    """The part of vLLM's configuration that is looked at."""
+
+    instance_id: str
+    model_config: ModelSection
+    cache_config: CacheSection
+    scheduler_config: SchedulerSection
+    weight_transfer_config: WeightTransferSection | None = None
+
+    @property
+    def settings(self) -> ServerConfig:
+        transfer = self.weight_transfer_config
+        return ServerConfig(
+            instance=self.instance_id,
+            model=self.model_config.model,
+            max_length=self.model_config.max_model_len,
+            slots=self.scheduler_config.max_num_seqs,
+            logprobs_mode=self.model_config.logprobs_mode,
+            prefix_caching=bool(self.cache_config.enable_prefix_caching),
+            weight_backend=transfer.backend if transfer else "",
+        )
+
+
+class ServerDescription(msgspec.Struct, frozen=True):
+    """GET /server_info?config_format=json."""
+
+    vllm_config: VllmConfig
+
+
+def problems(config: ServerConfig, backend: str) -> list[str]:
+    """What must be changed before the server can be used, each with the flag that does it."""
+    found = []
+    if config.logprobs_mode != "processed_logprobs":
+        found.append("its log-probs are not of the distribution sampled from (--logprobs-mode processed_logprobs)")
+    if config.prefix_caching:
+        found.append("it would give prompts KV entries of older weights (--no-enable-prefix-caching)")
+    if config.weight_backend != backend:
+        found.append(f'it takes weights another way (--weight-transfer-config \'{{"backend":"{backend}"}}\')')
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What a model's folder says that vLLM does not tell over HTTP.
+
+
+BLOCK = 128
+"""Tokens in a block of vLLM's KV cache on CPU, the largest there is."""
+SPARE_BLOCKS = 4
+
+
+class ModelFacts(NamedTuple):
+    """`vocabulary`: how many tokens it has. `stop_token_ids`: those that end a completion, by its own configuration."""
+
+    vocabulary: int
+    stop_token_ids: tuple[int, ...]
+
+
+def model_facts(path: str) -> ModelFacts:
+    """Read them, without the weights. Raises ModelLoadError if there is no model or tokenizer at `path`."""
+    from transformers import AutoConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
+
+    from pipelinerl.errors import ModelLoadError  # noqa: PLC0415
+    from pipelinerl.models.loading import load_tokenizer, resolve_path, stop_token_ids  # noqa: PLC0415 - as above
+
+    folder = resolve_path(path)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"can't read the configuration of {path!r}: {error}") from error
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:
+        generation = None
+    tokenizer = load_tokenizer(ModelConfig(path=path))
+    model = SimpleNamespace(config=config, generation_config=generation)
+    return ModelFacts(int(config.get_text_config().vocab_size), stop_token_ids(model, tokenizer))
+
+
+def kv_cache_bytes(path: str, *, slots: int, max_length: int, item_bytes: int) -> int:
+    """Memory for the keys and values of all slots at full length, so that vLLM never has to drop any and recompute them."""
+    from transformers import AutoConfig  # noqa: PLC0415 - as above
+
+    from pipelinerl.models.loading import resolve_path  # noqa: PLC0415 - as above
+
+    config = AutoConfig.from_pretrained(resolve_path(path)).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    block_bytes = 2 * config.num_hidden_layers * heads * head_dim * item_bytes * BLOCK
+    return int(block_bytes * (slots * -(-max_length // BLOCK) + SPARE_BLOCKS))

@@ -1,0 +1,308 @@
+"""What a terminal shows of a run: pure functions from stage statuses to rich renderables and to one line of text."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
+from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+
+# ------------------------------------------------------------------------------------------------------------------------
+# How fast counters move. No clock here: whoever looks says what time it is.
+
+
+class Rate:
+    """Units per second of one growing counter, over a sliding window.
+
+    The clock starts with the first movement seen, so that time before there was anything to do (start-up, the evaluation
+    before training) doesn't count as slowness. A counter that goes back (a restarted stage) starts afresh.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._points: deque[tuple[float, float]] = deque()
+        self._moving = False
+
+    def observe(self, now: float, count: float) -> None:
+        points = self._points
+        if points and count < points[-1][1]:
+            points.clear()
+            self._moving = False
+        if not self._moving:
+            self._moving = bool(points) and count > points[-1][1]
+            points.clear()
+        points.append((now, count))
+        # One point at or before the window's edge stays, so that a counter slower than the window still has a rate.
+        while len(points) > 2 and points[1][0] <= now - self._window_s:
+            points.popleft()
+
+    @property
+    def per_s(self) -> float | None:
+        """None until there is something to measure."""
+        if len(self._points) < 2:
+            return None
+        (start, first), (end, last) = self._points[0], self._points[-1]
+        return (last - first) / (end - start) if end > start else None
+
+
+SILENT_S = 15.0
+"""A stage that hasn't reported for longer than this is shown to be silent."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MARKS = {
+    "starting": ("◌", "cyan"),
+    "working": ("●", "green"),
+    "waiting": ("◦", "yellow"),
+    "done": ("✓", "blue"),
+    "failed": ("✗", "bold red"),
+}
+
+
+class Trends:
+    """What one status can't show: how fast counters move, and how the reward has gone.
+
+    Throughputs are over the last 30 s; the time left is judged by the last half hour of optimizer steps.
+    """
+
+    def __init__(self) -> None:
+        self.generated = Rate(30.0)
+        self.generated_by: dict[str, Rate] = {}
+        self.trained_tokens = Rate(30.0)
+        self.samples = Rate(30.0)
+        self.steps = Rate(1800.0)
+        self.rewards: deque[float] = deque(maxlen=400)
+        self._rewards_version = 0
+
+    def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+        engine, trainer = engine_total(statuses), trainer_progress(statuses)
+        if engine is not None:
+            self.generated.observe(now, engine.tokens_generated)
+        for stage, status in statuses.items():
+            if isinstance(status.progress, EngineProgress):
+                self.generated_by.setdefault(stage, Rate(30.0)).observe(now, status.progress.tokens_generated)
+        if trainer is not None:
+            self.trained_tokens.observe(now, trainer.tokens_trained)
+            self.samples.observe(now, trainer.trained)
+            self.steps.observe(now, trainer.version)
+            if trainer.version > self._rewards_version and "reward_mean" in trainer.latest:
+                self._rewards_version = trainer.version
+                self.rewards.append(trainer.latest["reward_mean"])
+
+    def remaining_s(self, steps_left: int) -> float | None:
+        rate = self.steps.per_s
+        return steps_left / rate if rate else None
+
+
+def render(
+    statuses: Mapping[str, StageStatus],
+    now: float,
+    target: int,
+    *,
+    trends: Trends | None = None,
+    elapsed_s: float | None = None,
+    title: str = "pipelinerl",
+) -> RenderableType:
+    """The whole view at `now` (`time.monotonic`) of a run towards `target` optimizer steps. Stages may be missing."""
+    trends = trends or Trends()
+    trainer = trainer_progress(statuses) or TrainerProgress()
+    body = Group(
+        _progress_line(trainer.version, target, trends, elapsed_s),
+        Text(),
+        _learning_line(statuses, trends),
+        Text(),
+        _stages(statuses, trends, now),
+        Text(),
+        _facts(statuses),
+    )
+    return Panel(body, title=escape(title), title_align="left", border_style="dim", padding=(0, 1))
+
+
+def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:
+    """The same in one line, for logs."""
+    trainer = trainer_progress(statuses) or TrainerProgress()
+    latest = trainer.latest
+    parts = [f"[{duration(elapsed_s):>7}]", f"step {trainer.version}/{target}"]
+    parts += [f"{name} {shown}" for name, shown in _headline(latest) if shown != "-"]
+    parts += [per_second(trends.generated, "tok"), per_second(trends.samples, "samples")]
+    parts.append(f"queued {trainer.queued}")
+    dropped = dropped_by_reason(statuses)
+    if dropped:
+        parts.append(f"dropped {dropped.total()} ({_reasons(dropped)})")
+    left_s = trends.remaining_s(max(0, target - trainer.version))
+    parts.append(f"left {duration(left_s)}")
+    return "  ".join(parts)
+
+
+def waiting_lines(statuses: Mapping[str, StageStatus], now: float, longer_than_s: float) -> list[str]:
+    """A line for each stage that has not been working for longer than this, or has not reported."""
+    lines = []
+    for status in statuses.values():
+        since_s = now - status.since_s
+        if status.state in ("waiting", "starting", "failed") and since_s > longer_than_s:
+            lines.append(f"{status.stage} {status.state} for {duration(since_s)}: {status.detail}")
+        elif status.state == "working" and now - status.written_s > max(SILENT_S, longer_than_s):
+            lines.append(f"{status.stage} has not reported for {duration(now - status.written_s)}: {status.detail}")
+    return lines
+
+
+def dropped_by_reason(statuses: Mapping[str, StageStatus]) -> Counter[str]:
+    actor, trainer = actor_total(statuses), trainer_progress(statuses)
+    dropped = Counter(actor.rollouts_dropped if actor else {})
+    dropped.update(trainer.dropped if trainer else {})
+    return +dropped
+
+
+def duration(seconds: float | None) -> str:
+    """`42s`, `3:07`, `2:05:00`; `-` when not known."""
+    if seconds is None:
+        return "-"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def short(value: float) -> str:
+    """Three digits are enough to compare by eye: 7.81k, 52.0, 1.20M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def pause(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def per_second(rate: Rate, unit: str) -> str:
+    value = rate.per_s
+    return f"{'-' if value is None else short(value)} {unit}/s"
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """The last values as bars between their own extremes, averaged down to `width` when there are more."""
+    points = list(values)
+    count = min(width, len(points))
+    edges = [len(points) * i // count for i in range(count + 1)] if count else []
+    means = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
+    if not means:
+        return ""
+    low, spread = min(means), max(means) - min(means)
+    return "".join(_BARS[int((mean - low) / spread * (len(_BARS) - 1) + 0.5) if spread else 0] for mean in means)
+
+
+def _progress_line(version: int, target: int, trends: Trends, elapsed_s: float | None) -> RenderableType:
+    line = Table.grid(padding=(0, 2), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    share = version / target if target else 0.0
+    left = trends.remaining_s(max(0, target - version))
+    times = f"{share:4.0%}   {duration(elapsed_s)} gone, {duration(left)} left"
+    line.add_row(Text(f"step {version}/{target}", "bold"), ProgressBar(max(1, target), version), times)
+    return line
+
+
+def _headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
+    def shown(name: str, pattern: str) -> str:
+        return format(latest[name], pattern) if name in latest else "-"
+
+    lag = f"{shown('lag_mean', '.1f')} (max {shown('lag_max', '.0f')})" if "lag_mean" in latest else "-"
+    return [
+        ("reward", shown("reward_mean", ".3f")),
+        ("ess", shown("ess", ".3f")),
+        ("lag", lag),
+        ("entropy", shown("entropy_mean", ".2f")),
+        ("length", shown("completion_length_mean", ".0f")),
+    ]
+
+
+def _learning_line(statuses: Mapping[str, StageStatus], trends: Trends) -> RenderableType:
+    actor = actor_total(statuses) or ActorProgress()
+    trainer = trainer_progress(statuses) or TrainerProgress()
+    known = [(name, shown) for name, shown in _headline(trainer.latest) if shown != "-"]
+    line = Text() if known else Text("no optimizer step yet   ", "dim")
+    for name, shown in known:
+        line.append(f"{name} ", "dim").append(shown, "bold")
+        if name == "reward" and len(trends.rewards) > 1:
+            line.append(f" {sparkline(trends.rewards, 16)}", "green")
+        line.append("   ")
+    for when, reward in actor.evaluations.items():
+        line.append(f"held-out {when} ", "dim").append(f"{reward:.3f}   ", "bold")
+    return line
+
+
+def _stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), expand=True, header_style="dim")
+    for name in ("stage", "state"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("for", no_wrap=True, justify="right")
+    table.add_column("doing, or waiting for", ratio=1)
+    table.add_column("busy", no_wrap=True, justify="right")
+    table.add_column("throughput", no_wrap=True)
+    for status in statuses.values():
+        mark, style = _MARKS[status.state]
+        silent_s = now - status.written_s
+        detail = Text(status.detail, "" if status.state == "working" else style)
+        if status.state in ("working", "waiting") and silent_s > SILENT_S:
+            detail = Text(f"no report for {duration(silent_s)}; {status.detail}", "bold red")
+        since = duration(now - status.since_s)
+        busy, throughput = _throughput(status, trends)
+        table.add_row(status.stage, Text(f"{mark} {status.state}", style), since, detail, busy, throughput)
+    if not statuses:
+        table.add_row("-", Text("◌ starting", "cyan"), "", "no stage has reported yet", "", "")
+    return table
+
+
+def _throughput(status: StageStatus, trends: Trends) -> tuple[str, str]:
+    progress = status.progress
+    if isinstance(progress, EngineProgress):
+        generated = trends.generated_by.get(status.stage, Rate(30.0))
+        return _share(progress.busy_s, progress.ready_s), per_second(generated, "tok")
+    if isinstance(progress, TrainerProgress):
+        rates = f"{per_second(trends.samples, 'samples')}, {per_second(trends.trained_tokens, 'tok')}"
+        return _share(progress.busy_s, progress.ready_s), rates
+    return "", ""
+
+
+def _share(busy_s: float, ready_s: float) -> str:
+    return f"{busy_s / ready_s:.0%}" if ready_s > 0 else "-"
+
+
+def _facts(statuses: Mapping[str, StageStatus]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    engine, actor, trainer = (
+        engine_total(statuses),
+        actor_total(statuses),
+        trainer_progress(statuses) or TrainerProgress(),
+    )
+    if engine is not None:
+        last = f", the last paused it {pause(engine.pauses_s[-1])}" if engine.pauses_s else ""
+        published = f"trainer at version {trainer.version}, engine at {engine.version}"
+        table.add_row("weights", f"{published}; {engine.weight_updates} updates taken{last}")
+        table.add_row("engine", f"{engine.in_progress} of {engine.slots} slots in progress, {engine.queued} queued")
+    if actor is not None:
+        counts = (
+            f"{actor.rollouts_started} started, {trainer.trained} trained, {trainer.queued} queued, "
+            f"{actor.rollouts_in_progress} in progress"
+        )
+        dropped = dropped_by_reason(statuses)
+        text = Text(f"{counts}, ").append(f"{dropped.total()} dropped", "bold yellow" if dropped else "")
+        table.add_row("rollouts", text.append(f" ({_reasons(dropped)})" if dropped else ""))
+    return table
+
+
+def _reasons(dropped: Counter[str]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in dropped.most_common())

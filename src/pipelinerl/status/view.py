@@ -1,0 +1,157 @@
+"""The terminal view of a run: live in a terminal, plain lines elsewhere. `screen.py` says what is shown, this when.
+
+A view is fed with the board's statuses as often as one likes and keeps itself to two drawings a second, without a thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal, Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+
+from pipelinerl.metrics.totals import trainer_progress
+from pipelinerl.status.screen import Trends, plain_line, render, waiting_lines
+from pipelinerl.types import StageStatus
+
+REDRAW_S = 0.5
+PLAIN_EVERY_S = 10.0
+LONG_WAIT_S = 10.0
+
+
+class View(Protocol):
+    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+        """What every stage says at `now` (`time.monotonic`)."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A message that stays on the screen: a warning, the last words of a process."""
+        ...
+
+    def close(self) -> None:
+        """Leave the last state on the screen and give the terminal back. May be called twice."""
+        ...
+
+
+class LiveView:
+    """Redrawn in place. The terminal is taken at the first update and given back by `close`."""
+
+    def __init__(self, console: Console, *, target: int, title: str = "pipelinerl") -> None:
+        self._target = target
+        self._title = title
+        self._trends = Trends()
+        self._first_s: float | None = None
+        self._drawn_s: float | None = None
+        self._last: tuple[Mapping[str, StageStatus], float] | None = None
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+
+    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+        if self._first_s is None:
+            self._first_s = now
+            self._live.start()
+        self._last = (dict(statuses), now)
+        if self._drawn_s is None or now - self._drawn_s >= REDRAW_S:
+            self._draw()
+
+    def say(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        if self._live.is_started:
+            self._draw()
+            self._live.stop()
+
+    def _draw(self) -> None:
+        if self._last is None or self._first_s is None:
+            return
+        statuses, now = self._last
+        self._drawn_s = now
+        self._trends.observe(statuses, now)
+        elapsed_s = now - self._first_s
+        screen = render(statuses, now, self._target, trends=self._trends, elapsed_s=elapsed_s, title=self._title)
+        self._live.update(screen, refresh=True)
+
+
+class PlainView:
+    """One line every `every_steps` optimizer steps, and at least one every 10 s while nothing moves or steps are slow.
+
+    Below it, a line for each stage that has been waiting, starting or silent for more than 10 s.
+    """
+
+    def __init__(self, stream: TextIO, *, target: int, every_steps: int | None = None) -> None:
+        self._stream = stream
+        self._target = target
+        self._every_steps = every_steps or max(1, target // 20)
+        self._trends = Trends()
+        self._first_s: float | None = None
+        self._observed_s = 0.0
+        self._printed: tuple[int, float] = (0, 0.0)
+        self._last: tuple[Mapping[str, StageStatus], float] | None = None
+
+    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+        if self._first_s is None:
+            self._first_s, self._printed = now, (_version(statuses), now)
+        elif now - self._observed_s < REDRAW_S:
+            return
+        self._observed_s = now
+        self._trends.observe(statuses, now)
+        self._last = (dict(statuses), now)
+        version, printed_s = self._printed
+        if _version(statuses) >= version + self._every_steps or now - printed_s >= PLAIN_EVERY_S:
+            self._print()
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._last is not None and self._printed != (_version(self._last[0]), self._last[1]):
+            self._print()
+
+    def _print(self) -> None:
+        if self._last is None or self._first_s is None:
+            return
+        statuses, now = self._last
+        self._printed = (_version(statuses), now)
+        self.say(plain_line(statuses, self._target, self._trends, now - self._first_s))
+        for line in waiting_lines(statuses, now, LONG_WAIT_S):
+            self.say(f"            {line}")
+
+
+class SilentView:
+    """Shows nothing but what is said outright."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+        """Nothing to show."""
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def make_view(
+    kind: Literal["auto", "live", "plain", "none"],
+    stream: TextIO,
+    *,
+    target: int,
+    title: str = "pipelinerl",
+) -> View:
+    """The view that a run file asks for; `auto` is live on a terminal that can move its cursor, and plain elsewhere."""
+    if kind == "none":
+        return SilentView(stream)
+    if kind == "auto":
+        kind = "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+    if kind == "live":
+        return LiveView(Console(file=stream, force_terminal=True), target=target, title=title)
+    return PlainView(stream, target=target)
+
+
+def _version(statuses: Mapping[str, StageStatus]) -> int:
+    trainer = trainer_progress(statuses)
+    return trainer.version if trainer else 0

@@ -1,0 +1,152 @@
+"""The metrics line of one optimizer step, out of what the step, the queue and the engine say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import correlation, fmean, pstdev
+
+import msgspec
+
+from pipelinerl.metrics.records import EngineRecord, StepRecord, mean_metrics
+from pipelinerl.trainer.queue import SampleQueue
+from pipelinerl.trainer.step import StepResult
+from pipelinerl.types import ActorProgress, EngineProgress, TrainingSample
+
+
+def step_record(
+    samples: Sequence[TrainingSample],
+    result: StepResult,
+    queue: SampleQueue,
+    *,
+    version: int,
+    time_s: float,
+    train_s: float,
+    wait_s: float,
+    saving_s: float,
+    ess_guard_trips: int,
+    engine: EngineRecord | None,
+    actor: ActorProgress | None,
+) -> StepRecord:
+    """`version` is that of the weights after the step; the standard deviation of rewards is the population's."""
+    metrics = result.metrics
+    rewards = [sample.reward for sample in samples]
+    lengths = [sample.sampled_count for sample in samples]
+    averaged = mean_metrics(sample.metrics for sample in samples)
+    record = StepRecord(
+        version=version,
+        time_s=time_s,
+        samples=result.samples,
+        samples_skipped=result.samples_skipped,
+        tokens_trained=result.tokens_trained,
+        tokens_context=result.tokens_context,
+        loss=result.loss,
+        reward_mean=fmean(rewards),
+        reward_std=pstdev(rewards),
+        versions_in_batch=len({version for sample in samples for version in sample.versions}),
+        completion_length_mean=fmean(lengths),
+        completion_length_max=max(lengths),
+        sampled_length_mean=queue.sampled_length_mean,
+        started_length_mean=actor.started_length_mean if actor else None,
+        length_lag_correlation=length_lag_correlation(samples, version - 1),
+        grad_norm=result.grad_norm,
+        learning_rate=result.learning_rate,
+        train_s=train_s,
+        wait_s=wait_s,
+        saving_s=saving_s,
+        micro_batches=result.micro_batches,
+        packing_efficiency=result.padding_free,
+        queued=queue.queued,
+        dropped=queue.dropped,
+        ess_guard_trips=ess_guard_trips,
+        actor_dropped=dict(actor.rollouts_dropped) if actor else {},
+        actor_dropped_tokens=dict(actor.dropped_tokens) if actor else {},
+        engine=engine,
+        metrics=averaged.means,
+        metric_counts=averaged.counts,
+    )
+    if metrics is None:
+        return record
+    measured = asdict(metrics)
+    del measured["tokens"]  # counted above
+    return msgspec.structs.replace(record, **measured)
+
+
+def length_lag_correlation(samples: Sequence[TrainingSample], version: int) -> float | None:
+    """Pearson correlation, over rollouts trained by the weights of `version`, of sampled tokens and the oldest token's lag.
+
+    None if all lengths or all lags are equal.
+    """
+    lengths = [sample.sampled_count for sample in samples]
+    lags = [version - min(sample.versions) for sample in samples]
+    return correlation(lengths, lags) if len(set(lengths)) > 1 and len(set(lags)) > 1 else None
+
+
+class EngineWatch:
+    """Remembers the engine's counters of the last step, for its rate since."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, int] | None = None
+
+    def record(self, progress: EngineProgress, time_s: float) -> EngineRecord:
+        rate = None
+        if self._last is not None and time_s > self._last[0] and progress.tokens_generated >= self._last[1]:
+            rate = (progress.tokens_generated - self._last[1]) / (time_s - self._last[0])
+        self._last = (time_s, progress.tokens_generated)
+        return EngineRecord.of(progress, rate)
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# What was trained on, step by step: a line per optimizer step in `rollouts/trained.jsonl`, to be checked afterwards.
+
+
+TRAINED_FILE = "trained.jsonl"
+
+
+class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of a step: its sampled tokens, and the smallest and largest lag among them."""
+
+    id: str
+    group_index: int
+    tokens: int
+    lag_min: int
+    lag_max: int
+
+
+class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step. `version` is that of the weights after it.
+
+    `dropped_lengths`: the sampled tokens of each rollout that the trainer dropped since the record before, by reason;
+    `dropped_ids`: which ones these were. A resumed run repeats the steps after its checkpoint: of equal versions the last
+    line counts.
+    """
+
+    version: int
+    samples: tuple[TrainedSample, ...]
+    dropped_lengths: dict[str, list[int]] = {}
+    dropped_ids: dict[str, list[str]] = {}
+
+
+def trained_record(
+    samples: Sequence[TrainingSample],
+    *,
+    version: int,
+    dropped_lengths: Mapping[str, list[int]],
+    dropped_ids: Mapping[str, list[str]],
+) -> TrainedRecord:
+    """The record of the step from the weights of `version` to those of `version + 1`."""
+    return TrainedRecord(
+        version=version + 1,
+        samples=tuple(
+            TrainedSample(
+                id=sample.id,
+                group_index=sample.group_index,
+                tokens=sample.sampled_count,
+                lag_min=version - max(sample.versions),
+                lag_max=version - min(sample.versions),
+            )
+            for sample in samples
+        ),
+        dropped_lengths=dict(dropped_lengths),
+        dropped_ids=dict(dropped_ids),
+    )
