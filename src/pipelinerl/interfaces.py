@@ -226,10 +226,14 @@ class Board(Protocol):
 
 
 class Verdict(NamedTuple):
-    """A schedule's answer: whether a stage may go on and, if not, what it waits for, in words for people."""
+    """A schedule's answer: whether a stage may go on and, if not, what it waits for.
+
+    `waiting_for` is for people, `waits_for` names the stages that can end the wait (as in `StageStatus`).
+    """
 
     allowed: bool
     waiting_for: str = ""
+    waits_for: tuple[str, ...] = ()
 
 
 class PipelineState(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import PipelineState, Schedule, Verdict
+from pipelinerl.types import ACTOR, TRAINER
 
 ALLOWED = Verdict(True)
 
@@ -40,7 +41,9 @@ class PipelineSchedule:
         if state.outstanding < self.batch_size:
             return ALLOWED
         if self.stock is not None and state.handed_over >= self.stock:
-            return Verdict(False, f"the trainer (version {state.trainer_version}): {state.handed_over} rollouts are ready")
+            return Verdict(
+                False, f"the trainer (version {state.trainer_version}): {state.handed_over} rollouts are ready", (TRAINER,)
+            )
         if self.max_lag is None:
             return ALLOWED
         steps_ahead = -(-(state.outstanding + rollouts) // self.batch_size) - 1
@@ -51,6 +54,7 @@ class PipelineSchedule:
             False,
             f"the trainer (version {state.trainer_version}): {state.outstanding} rollouts are outstanding, and with one "
             f"more group the oldest in progress could reach lag {worst_lag} > max_lag {self.max_lag}",
+            (TRAINER,),
         )
 
     def may_take_weights(self, in_progress: int) -> Verdict:
@@ -88,11 +92,13 @@ class ConventionalSchedule:
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         round_start = self.oldest_trained(state.trainer_version)
         if state.engine_version < round_start:
-            return Verdict(False, f"the round's weights (version {round_start}); the engine has {state.engine_version}")
+            return Verdict(
+                False, f"the round's weights (version {round_start}); the engine has {state.engine_version}", (TRAINER,)
+            )
         # What the rest of the round still needs: exactly the outstanding rollouts, unless some were dropped.
         needed = self.batch_size * (round_start + self.steps_per_round - state.trainer_version)
         if state.outstanding >= needed:
-            return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})")
+            return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
         return _within_share(state, self.batch_size * self.steps_per_round)
 
     def may_take_weights(self, in_progress: int) -> Verdict:
@@ -129,11 +135,13 @@ class AsyncSchedule:
 
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         if state.engine_version < state.newest_version:
-            return Verdict(False, f"the round's weights (version {state.newest_version}); it has {state.engine_version}")
+            return Verdict(
+                False, f"the round's weights (version {state.newest_version}); it has {state.engine_version}", (TRAINER,)
+            )
         # With the weights of round r in the engine, the rollouts of round r (being trained on) and r + 1 may be outstanding.
         rounds_end = (state.engine_version // self.steps_per_round + 2) * self.steps_per_round
         if state.outstanding >= self.batch_size * (rounds_end - state.trainer_version):
-            return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})")
+            return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
         return _within_share(state, self.batch_size * self.steps_per_round)
 
     def may_take_weights(self, in_progress: int) -> Verdict:
@@ -153,14 +161,16 @@ class AsyncSchedule:
 
 
 def _enough(queued: int, needed: int) -> Verdict:
-    return ALLOWED if queued >= needed else Verdict(False, f"samples from the actor: {queued} of {needed} are here")
+    return (
+        ALLOWED if queued >= needed else Verdict(False, f"samples from the actor: {queued} of {needed} are here", (ACTOR,))
+    )
 
 
 def _within_share(state: PipelineState, round_size: int) -> Verdict:
     """Of several engines, none has more than its share of a round in progress: else the first takes all, and others idle."""
     if state.processes == 1 or state.own < -(-round_size // state.processes):
         return ALLOWED
-    return Verdict(False, "the other engines to start the rest of the round")
+    return Verdict(False, "the other engines to start the rest of the round", (ACTOR,))
 
 
 def _drained(in_progress: int) -> Verdict:

@@ -199,6 +199,9 @@ class UpdateReceipt(msgspec.Struct, frozen=True, kw_only=True):
 
 StageState = Literal["starting", "working", "waiting", "done", "failed"]
 
+ENGINE, ACTOR, PREPROCESSOR, TRAINER = "engine", "actor", "preprocessor", "trainer"
+"""Names of stages. With several generation processes, engines and actors are numbered: `actor-0`, `actor-1`, ..."""
+
 
 class ProbeReading(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine computed for the trainer's fixed prompt with the weights of `version`: one token's log-prob."""
@@ -274,7 +277,11 @@ Progress = EngineProgress | ActorProgress | TrainerProgress
 
 
 class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage says of itself: what it does, what it waits for and since when (seconds of `time.monotonic`)."""
+    """The state of one stage: what it does or waits for, and since when (seconds of `time.monotonic`).
+
+    `waits_for` names the stages that can end its wait; `actor` stands for all of `actor-0`, `actor-1`, ...
+    `detail` says the same for people.
+    """
 
     stage: str
     pid: int
@@ -282,4 +289,5 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     since_s: float
     written_s: float
+    waits_for: tuple[str, ...] = ()
     progress: Progress | None = None

@@ -96,7 +96,7 @@ def test_nobody_starts_before_the_first_evaluation_is_over(tmp_path: Path) -> No
     make_record(tmp_path / "admission")
     one, other = (Admission(tmp_path / "admission", PipelineSchedule(8), MemoryBoard(), processes=2) for _ in range(2))
     assert not other.opened
-    assert other.claim(0, 0, K) == (None, Verdict(False, "the evaluation before training"))
+    assert other.claim(0, 0, K) == (None, Verdict(False, "the evaluation before training", ("actor",)))
     one.open()
     assert other.opened
     assert other.claim(0, 0, K).group == 0
@@ -179,7 +179,7 @@ def test_weights_change_when_nothing_of_the_round_is_in_progress_anywhere(schedu
     one.claim(0, 0, K)
     other.claim(0, 0, K)
     hand_over(one, 0)
-    assert one.may_take(1) == (False, f"the round's last {K} rollouts to finish")
+    assert one.may_take(1) == Verdict(False, f"the round's last {K} rollouts to finish")
     hand_over(other, 0)
     trainer(board, version=1, trained=2 * K)
     assert one.may_take(1).allowed

@@ -19,7 +19,6 @@ from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progres
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.status.screen import Trends, plain_line
-from pipelinerl.status.watchdog import find_circle, waits_on
 from pipelinerl.stream import memory_stream
 from pipelinerl.types import (
     ActorProgress,
@@ -163,19 +162,6 @@ def test_the_view_shows_the_rate_of_all_and_of_each() -> None:
     assert trends.generated.per_s == 50
     assert {stage: rate.per_s for stage, rate in trends.generated_by.items()} == {"engine-0": 30, "engine-1": 20}
     assert "50 tok/s" in plain_line(grown, 9, trends, 3.0)
-
-
-def test_the_watchdog_understands_numbered_stages() -> None:
-    found = {
-        "actor-0": status("actor-0", ACTORS[0], "the trainer (version 3): 8 are outstanding", "waiting"),
-        "actor-1": status("actor-1", ACTORS[1], "its next iteration", "waiting"),
-        "engine-1": status("engine-1", ENGINES[1], "requests from the actor-1", "waiting"),
-        "trainer": status("trainer", TRAINER, "samples from the actor: 3 of 64 are here", "waiting"),
-    }
-    assert waits_on(found["engine-1"], found) == ("actor-1",)
-    assert waits_on(found["trainer"], found) == ("actor-0", "actor-1")
-    assert waits_on(found["actor-1"], found) == ()
-    assert find_circle(found) == ("actor-0", "trainer")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.interfaces import PipelineState, Schedule
 from pipelinerl.launch.hosts import supervisor
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.watchdog import Stall, Watchdog, find_circle, waits_on
 from pipelinerl.types import ActorProgress, EngineProgress, StageState, StageStatus, TrainerProgress
 
@@ -19,13 +21,13 @@ Statuses = dict[str, StageStatus]
 
 def stuck(now: float) -> Statuses:
     """A run in which everyone reports and nobody moves."""
-    return {
-        "engine": status(
-            "engine", "waiting", "a prompt from the actor", EngineProgress(tokens_generated=9, busy_s=now), now
-        ),
-        "actor": status("actor", "waiting", "the trainer (version 3): 64 rollouts are outstanding", ActorProgress(), now),
-        "trainer": status("trainer", "waiting", "samples from the actor: 3 of 64 are here", TrainerProgress(version=3), now),
-    }
+    engine, trainer = EngineProgress(tokens_generated=9, busy_s=now), TrainerProgress(version=3)
+    statuses = (
+        status("engine", "waiting", "a prompt", engine, now, waits_for=("actor",)),
+        status("actor", "waiting", "64 rollouts are outstanding", ActorProgress(), now, waits_for=("trainer",)),
+        status("trainer", "waiting", "3 of 64 samples are here", trainer, now, waits_for=("actor",)),
+    )
+    return {one.stage: one for one in statuses}
 
 
 def status(
@@ -34,8 +36,19 @@ def status(
     detail: str,
     progress: EngineProgress | ActorProgress | TrainerProgress | None = None,
     written_s: float = 0.0,
+    *,
+    waits_for: tuple[str, ...] = (),
 ) -> StageStatus:
-    return StageStatus(stage=stage, pid=7, state=state, detail=detail, since_s=5.0, written_s=written_s, progress=progress)
+    return StageStatus(
+        stage=stage,
+        pid=7,
+        state=state,
+        detail=detail,
+        since_s=5.0,
+        written_s=written_s,
+        waits_for=waits_for,
+        progress=progress,
+    )
 
 
 def watch(watchdog: Watchdog, statuses: Callable[[float], Statuses], seconds: range) -> tuple[float, Stall] | None:
@@ -55,8 +68,8 @@ def test_nothing_moves_for_the_timeout() -> None:
     assert stall.suspects == ()
     lines = stall.message.splitlines()
     assert lines[0] == "nothing has moved for 30 s (launch.watchdog_s is 30):"
-    assert lines[1] == "  engine (pid 7): waiting for 25 s: a prompt from the actor [waits on: actor]"
-    assert lines[3] == "  trainer (pid 7): waiting for 25 s: samples from the actor: 3 of 64 are here [waits on: actor]"
+    assert lines[1] == "  engine (pid 7): waiting for 25 s: a prompt [waits on: actor]"
+    assert lines[3] == "  trainer (pid 7): waiting for 25 s: 3 of 64 samples are here [waits on: actor]"
     assert lines[4] == "  a circle: actor waits on trainer waits on actor"
 
 
@@ -174,20 +187,60 @@ def test_a_stall_is_exactly_a_timeout_without_movement(looks: list[tuple[float, 
             assert (seen is not None) == (quiet_s > timeout_s)
 
 
-def test_waits_on_reads_only_what_a_waiting_stage_says_of_others() -> None:
+def test_only_a_waiting_stage_waits_on_others_and_never_on_itself() -> None:
     stages = {"engine": 0, "actor": 0, "trainer": 0}
-    waiting = status("trainer", "waiting", "Actor and trainer, not the factory")
+    waiting = status("trainer", "waiting", "the engine", waits_for=("actor", "trainer", "nobody"))
     assert waits_on(waiting, stages) == ("actor",)
     assert waits_on(msgspec.structs.replace(waiting, state="working"), stages) == ()
 
 
+def test_a_kind_of_stage_stands_for_all_that_are_numbered() -> None:
+    stages = {"actor-0": 0, "actor-1": 0, "actor-10": 0, "engine-1": 0}
+    assert waits_on(status("trainer", "waiting", "", waits_for=("actor",)), stages) == ("actor-0", "actor-1", "actor-10")
+    assert waits_on(status("engine-1", "waiting", "", waits_for=("actor-1",)), stages) == ("actor-1",)
+
+
 def test_find_circle() -> None:
-    assert (
-        find_circle({"a": status("a", "waiting", "b"), "b": status("b", "waiting", "c"), "c": status("c", "working", "a")})
-        == ()
+    def waits(stage: str, on: str) -> StageStatus:
+        return status(stage, "waiting", "", waits_for=(on,))
+
+    a, b, c = waits("a", "b"), waits("b", "c"), waits("c", "b")
+    assert find_circle({"a": a, "b": b, "c": msgspec.structs.replace(c, state="working")}) == ()
+    assert find_circle({"a": a, "b": b, "c": c}) == ("b", "c")
+
+
+SCHEDULES = [
+    PipelineSchedule(4, max_lag=1),
+    PipelineSchedule(4, stock=4),
+    ConventionalSchedule(4, 2),
+    AsyncSchedule(4, 1),
+]
+
+
+@given(
+    schedule=st.sampled_from(SCHEDULES),
+    trainer=st.integers(0, 6),
+    behind=st.integers(0, 3),
+    outstanding=st.integers(0, 40),
+    processes=st.integers(1, 2),
+)
+def test_every_wait_of_a_schedule_names_the_stage_that_can_end_it(
+    schedule: Schedule, trainer: int, behind: int, outstanding: int, processes: int
+) -> None:
+    version = max(0, trainer - behind)
+    state = PipelineState(
+        engine_version=version,
+        trainer_version=trainer,
+        oldest_in_progress=version,
+        outstanding=outstanding,
+        handed_over=outstanding // 2,
+        newest_version=version,
+        own=outstanding // 2,
+        processes=processes,
     )
-    chain = {"a": status("a", "waiting", "b"), "b": status("b", "waiting", "c"), "c": status("c", "waiting", "b")}
-    assert find_circle(chain) == ("b", "c")
+    admission, training = schedule.may_start(state, 2), schedule.may_train(trainer, outstanding)
+    assert admission.allowed or admission.waits_for in {("trainer",), ("actor",)}
+    assert training.allowed or training.waits_for == ("actor",)
 
 
 def test_after_a_stall_what_hangs_is_killed_soon_and_the_others_may_finish(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,18 @@ from pipelinerl.actor.rollouts import FailureLog, TimeLimits
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.interfaces import Board, Engine, Environment, StreamWriter, Tokenizer, Verdict, WeightReceiver
 from pipelinerl.metrics.timeline import TimelineWriter
+from pipelinerl.schedule import ALLOWED
 from pipelinerl.status.reporter import ALONE, GenerationStages, StatusReporter
-from pipelinerl.types import ActorProgress, EngineProgress, Group, Problem, SamplingParams, StageState, TrainerProgress
+from pipelinerl.types import (
+    TRAINER,
+    ActorProgress,
+    EngineProgress,
+    Group,
+    Problem,
+    SamplingParams,
+    StageState,
+    TrainerProgress,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +199,7 @@ class Actor:
     def _probe_ids(self) -> Sequence[int]:
         """What the trainer wants to know the engine's answer to."""
         if not self._known_probe_ids:
-            trainer = self._board.read("trainer")
+            trainer = self._board.read(TRAINER)
             if trainer is not None and isinstance(trainer.progress, TrainerProgress):
                 self._known_probe_ids = trainer.progress.probe_ids
         return self._known_probe_ids
@@ -214,7 +224,7 @@ class Actor:
         if self._stopping:
             return Verdict(False, "nothing any more: it was told to stop")
         if self._groups.finished:
-            return Verdict(False, f"the trainer: the stream is full ({self._writer.stats().pending} groups)")
+            return Verdict(False, f"the trainer: the stream is full ({self._writer.stats().pending} groups)", (TRAINER,))
         if self._most_open is not None and self._groups.running >= self._most_open:
             return Verdict(False, f"the environment: {self._groups.running} rollouts are open and do not ask for tokens")
         return Verdict(True)
@@ -331,21 +341,25 @@ class Actor:
             evaluates = f"; {self._online.doing}" if self._online is not None and self._online.doing else ""
             self._publish(f"{self._groups.running} rollouts running{limit}{evaluates}")
         elif self._running:
-            self._publish("", f"the environment: {self._running} rollouts run code of their own")
+            self._publish("", Verdict(False, f"the environment: {self._running} rollouts run code of their own"))
         else:
-            self._publish("", admission.waiting_for or "its next iteration")
+            self._publish("", admission if admission.waiting_for else Verdict(False, "its next iteration"))
 
     def _publish_slow(self, doing: str) -> None:
         """Says on the board what holds this thread, from within it."""
         self._actor_status.report("working", doing, self._actor_progress)
-        self._engine_status.report("waiting", f"the {self._stages.actor}: {doing}", self._engine_progress)
+        actor = self._stages.actor
+        self._engine_status.report("waiting", f"the {actor}: {doing}", self._engine_progress, waits_for=(actor,))
 
-    def _publish(self, doing: str, waiting_for: str = "") -> None:
-        state: StageState = "waiting" if waiting_for else "working"
-        self._actor_status.report(state, waiting_for or doing, self._actor_progress)
-        in_progress = self._engine.in_progress
-        detail = f"{in_progress} sequences in progress" if in_progress else f"requests from the {self._stages.actor}"
-        self._engine_status.report(self._engine_state, detail, self._engine_progress)
+    def _publish(self, doing: str, wait: Verdict = ALLOWED) -> None:
+        """The statuses of the actor, which is `doing` something unless it has to `wait`, and of the engine."""
+        state: StageState = "working" if wait.allowed else "waiting"
+        self._actor_status.report(state, wait.waiting_for or doing, self._actor_progress, waits_for=wait.waits_for)
+        in_progress, actor = self._engine.in_progress, self._stages.actor
+        detail = f"{in_progress} sequences in progress" if in_progress else f"requests from the {actor}"
+        self._engine_status.report(
+            self._engine_state, detail, self._engine_progress, waits_for=() if in_progress else (actor,)
+        )
 
     @property
     def _running(self) -> int:

@@ -21,10 +21,9 @@ from pipelinerl.errors import StalledError
 from pipelinerl.files import FileLock, SharedRecord, map_file
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.types import StageStatus, TrainerProgress
+from pipelinerl.types import ACTOR, TRAINER, StageStatus, TrainerProgress
 
 RECORD_BYTES = 256 * 1024
-TRAINER_STAGE = "trainer"
 
 
 class Admitted(NamedTuple):
@@ -98,13 +97,13 @@ class Admission:
         `engine_version` is that of the asking engine's weights, `own` counts the rollouts that it has in progress.
         """
         asked = (engine_version, own, rollouts)
-        last, trainer = self._denial, self._board.read(TRAINER_STAGE)
+        last, trainer = self._denial, self._board.read(TRAINER)
         if last and last.asked == asked and last.trainer is trainer and last.record == self._record.sequence():
             return Admitted(None, last.verdict)
         with self._locked():
             state = self.read()
             # Within the lock: so nobody decides by older counts of the trainer than the record has seen.
-            trainer = self._board.read(TRAINER_STAGE)
+            trainer = self._board.read(TRAINER)
             progress = _progress(trainer, engine_version)
             state.settle(progress.trained + sum(progress.dropped.values()))
             verdict = self._verdict(state, progress, asked)
@@ -159,7 +158,7 @@ class Admission:
         if trainer.goal_reached:
             return Verdict(False, "the end of the run: the trainer has reached its goal")
         if not state.opened:
-            return Verdict(False, "the evaluation before training")
+            return Verdict(False, "the evaluation before training", (ACTOR,))
         oldest = state.oldest_in_progress
         seen = PipelineState(
             engine_version=engine_version,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pipelinerl.interfaces import Board, StreamReader, StreamStats, StreamWriter
 from pipelinerl.preprocess.preprocessor import Prepared, Preprocessor
 from pipelinerl.status.reporter import StatusReporter
-from pipelinerl.types import Group
+from pipelinerl.types import ACTOR, PREPROCESSOR, TRAINER, Group
 
 POLL_S = 0.002
 
@@ -55,7 +55,7 @@ class PreprocessorStage:
         writer: StreamWriter[Prepared],
         *,
         board: Board,
-        name: str = "preprocessor",
+        name: str = PREPROCESSOR,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._reader = reader
@@ -79,11 +79,12 @@ class PreprocessorStage:
         if self._in_hand is None:
             self._in_hand = next(iter(self._reader.read(1)), None)
         if self._in_hand is None:
-            self._status.report("waiting", "groups from the actor")
+            self._status.report("waiting", "groups from the actor", waits_for=(ACTOR,))
             return False
         offset, prepared = self._in_hand
         if not self._writer.try_write(prepared):
-            self._status.report("waiting", "the trainer to take what is prepared: the stream to it is full")
+            wait = "the trainer to take what is prepared: the stream to it is full"
+            self._status.report("waiting", wait, waits_for=(TRAINER,))
             return False
         self._reader.commit(offset + 1)
         self._in_hand = None

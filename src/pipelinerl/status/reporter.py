@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pipelinerl.interfaces import Board
-from pipelinerl.types import Progress, StageState, StageStatus
+from pipelinerl.types import ACTOR, ENGINE, Progress, StageState, StageStatus
 
 REFRESH_S = 0.2
 """While the state stays the same, the status is written again after this long."""
@@ -16,8 +16,8 @@ REFRESH_S = 0.2
 class GenerationStages(NamedTuple):
     """The stages of one generation process, as they are called on the board."""
 
-    engine: str = "engine"
-    actor: str = "actor"
+    engine: str = ENGINE
+    actor: str = ACTOR
 
 
 ALONE = GenerationStages()
@@ -27,7 +27,7 @@ def generation_stages(processes: int) -> list[GenerationStages]:
     """By process: numbered (`engine-0`, `actor-0`) only if there are several."""
     if processes == 1:
         return [ALONE]
-    return [GenerationStages(f"engine-{index}", f"actor-{index}") for index in range(processes)]
+    return [GenerationStages(f"{ENGINE}-{index}", f"{ACTOR}-{index}") for index in range(processes)]
 
 
 class StatusReporter:
@@ -46,7 +46,13 @@ class StatusReporter:
         return state != self._state or self._clock() - self._written_s >= REFRESH_S
 
     def report(
-        self, state: StageState, detail: str, progress: Callable[[], Progress | None] = lambda: None, *, now: bool = False
+        self,
+        state: StageState,
+        detail: str,
+        progress: Callable[[], Progress | None] = lambda: None,
+        *,
+        waits_for: tuple[str, ...] = (),
+        now: bool = False,
     ) -> None:
         """Publish if the state changed, the last time is long enough ago, or `now`; `progress` is asked for only then."""
         if not (now or self.due(state)):
@@ -61,6 +67,7 @@ class StatusReporter:
                 pid=os.getpid(),
                 state=state,
                 detail=detail,
+                waits_for=waits_for,
                 since_s=self._since_s,
                 written_s=time_s,
                 progress=progress(),

@@ -7,7 +7,6 @@ oldest groups never makes the actor wait).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -102,14 +101,10 @@ def describe(status: StageStatus, now: float) -> str:
 
 
 def waits_on(status: StageStatus, stages: Mapping[str, object]) -> tuple[str, ...]:
-    """The other stages that a waiting stage names in what it says it waits for, in the order it names them.
-
-    Of several stages of a kind (`actor-0`, `actor-1`), `the actor` names all.
-    """
+    """The other stages that a waiting stage waits for. Of several stages of a kind, `actor` stands for all."""
     if status.state != "waiting":
         return ()
-    words = dict.fromkeys(re.findall(r"\w+(?:-\d+)?", status.detail.lower()))
-    named = (stage for word in words for stage in stages if word in (stage, re.sub(r"-\d+$", "", stage)))
+    named = (stage for name in status.waits_for for stage in stages if stage == name or stage.startswith(f"{name}-"))
     return tuple(stage for stage in dict.fromkeys(named) if stage != status.stage)
 
 

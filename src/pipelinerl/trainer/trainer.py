@@ -32,7 +32,7 @@ from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.trainer.records import EngineWatch, step_record, trained_record
 from pipelinerl.trainer.step import Learner, StepResult
-from pipelinerl.types import EngineProgress, StageState, TrainerProgress, TrainingSample
+from pipelinerl.types import TRAINER, EngineProgress, StageState, TrainerProgress, TrainingSample
 
 POLL_S = 0.002
 
@@ -118,7 +118,7 @@ class Trainer:
         self._clock = clock
         self._ready_s = self._step_end_s = clock()
         self._started_s = self._ready_s if started_s is None else started_s
-        self._status = StatusReporter(board, "trainer", clock)
+        self._status = StatusReporter(board, TRAINER, clock)
         self._engines = engines
         self._actors = actors
         self._engine = EngineWatch()
@@ -175,7 +175,7 @@ class Trainer:
             self._train(self._queue.take(self._config.batch_size), begin_s)
         else:
             self._busy_s += self._clock() - begin_s if pulled else 0.0
-            self._report("waiting", verdict.waiting_for)
+            self._status.report("waiting", verdict.waiting_for, self._progress, waits_for=verdict.waits_for)
         return pulled or verdict.allowed
 
     def finish(self) -> None:

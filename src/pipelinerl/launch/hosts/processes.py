@@ -29,7 +29,6 @@ from pipelinerl.launch.hosts.resources import (
 )
 from pipelinerl.launch.hosts.roles import (
     PREPROCESSING,
-    TRAINER_STAGE,
     TRAINING,
     generation_roles,
     server_roles,
@@ -46,7 +45,7 @@ from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.types import StageStatus
+from pipelinerl.types import TRAINER, StageStatus
 
 LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
@@ -159,7 +158,7 @@ def _watch(
         now = time.monotonic()
         statuses = {stage: status for stage, status in last_statuses(board).items() if status.pid in pids}
         view.update(statuses, now)
-        if ended and not goal_reached(statuses.get(TRAINER_STAGE)):
+        if ended and not goal_reached(statuses.get(TRAINER)):
             return ended[0].desertion()
         if len(ended) == len(workers):
             return None

@@ -9,13 +9,10 @@ from collections.abc import Iterable
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Board
 from pipelinerl.status.reporter import generation_stages
-from pipelinerl.types import StageStatus
+from pipelinerl.types import PREPROCESSOR, TRAINER, StageStatus
 
 TRAINING = "training"
 PREPROCESSING = "preprocessing"
-PREPROCESSOR_STAGE = "preprocessor"
-TRAINER_STAGE = "trainer"
-"""What the stages of these processes are called on the board."""
 
 
 def generation_roles(config: RunConfig) -> list[str]:
@@ -39,9 +36,9 @@ def worker_roles(config: RunConfig) -> list[str]:
 
 def worker_stages(config: RunConfig) -> list[str]:
     """The stages of these processes, as they are called on the board."""
-    preprocessor = [PREPROCESSOR_STAGE] if config.launch.preprocessor == "process" else []
+    preprocessor = [PREPROCESSOR] if config.launch.preprocessor == "process" else []
     generation = [stage for stages in generation_stages(config.engine.processes) for stage in stages]
-    return [*generation, *preprocessor, TRAINER_STAGE]
+    return [*generation, *preprocessor, TRAINER]
 
 
 # ------------------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from pipelinerl.launch.stages.streams import group_reader, group_writer, prepare
 from pipelinerl.launch.stages.weights import make_receiver, make_sender, sender_address
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import generation_stages
+from pipelinerl.types import TRAINER
 
 YOUNG_OBJECTS = 50_000
 """More objects than the rollouts in progress have, and few enough to be walked over in milliseconds."""
@@ -138,7 +139,7 @@ def _preprocessing(session: Session) -> None:
     with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
         preprocessor = build_preprocessor(session, board, reader, writer)
         stop = _heed_sigterm(threading.Event())
-        preprocessor.run(lambda: stop() or goal_reached(board.read("trainer")))
+        preprocessor.run(lambda: stop() or goal_reached(board.read(TRAINER)))
 
 
 def _training(session: Session, weights_fd: int) -> None:

@@ -36,7 +36,7 @@ from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.status.reporter import GenerationStages, generation_stages
-from pipelinerl.types import Group, TrainerProgress
+from pipelinerl.types import TRAINER, Group, TrainerProgress
 
 # ------------------------------------------------------------------------------------------------------------------------
 # Between a stream, which is made first, and the actor, which wants to know what a full stream replaced.
@@ -320,7 +320,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool]
 
 
 def _trainer(side: Generation) -> TrainerProgress:
-    status = side.board.read("trainer")
+    status = side.board.read(TRAINER)
     if status is not None and isinstance(status.progress, TrainerProgress):
         return status.progress
     return TrainerProgress()

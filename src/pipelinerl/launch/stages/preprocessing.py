@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Board, StreamReader, StreamWriter
-from pipelinerl.launch.hosts.roles import PREPROCESSOR_STAGE, starting
+from pipelinerl.launch.hosts.roles import starting
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import group_reader, prepared_reader
 from pipelinerl.preprocess import Prepared, PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
-from pipelinerl.types import Group
+from pipelinerl.types import PREPROCESSOR, Group
 
 if TYPE_CHECKING:
     from pipelinerl.models.lora import LoraModel
@@ -36,8 +36,8 @@ def build_preprocessor(
     session: Session, board: Board, reader: StreamReader[Group], writer: StreamWriter[Prepared]
 ) -> PreprocessorStage:
     """The preprocessor as a stage of its own, between two streams."""
-    starting(board, [PREPROCESSOR_STAGE], "loads the reference model, if there is one")
-    return PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR_STAGE)
+    starting(board, [PREPROCESSOR], "loads the reference model, if there is one")
+    return PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR)
 
 
 def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | None:

@@ -22,6 +22,7 @@ from pipelinerl.preprocess import Prepared, pack
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
 from pipelinerl.trainer.records import TRAINED_FILE
+from pipelinerl.types import TRAINER
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def load_policy(session: Session, board: Board) -> Policy:
     """Load the model, or the checkpoint that the plan names. With adapters it is the model that the run started from, and
     the checkpoint's adapters."""
     config, plan = session.config, session.plan
-    starting(board, ["trainer"], "loads the model")
+    starting(board, [TRAINER], "loads the model")
     checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint else None
     merged = msgspec.structs.replace(config.model, path=str(checkpoint.path)) if checkpoint else config.model
     if config.model.lora is None:
