@@ -1,1 +1,1 @@
-"""Measurements of this machine, as ratios between systems that take turns in one process. See docs/benchmarks.md."""
+"""Measurements of this machine, as ratios between systems measured alternately in one process. See docs/benchmarks.md."""

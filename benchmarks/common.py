@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine, taking turns, workloads, and results on disk."""
+"""Shared parts of the benchmarks: machine description, alternating measurement, workloads, result files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 def machine() -> Record:
-    """Where and when a measurement was made; the load average tells whether the machine was quiet."""
+    """Where and when a measurement was made; the load average shows whether the machine was idle."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
@@ -47,9 +47,9 @@ def _cpu_model() -> str:
 def take_turns(
     systems: Mapping[str, Callable[[], Record]], repetitions: int, *, scenario: Record, warm_up: bool = True
 ) -> list[Record]:
-    """Measure the systems in turn, A B C A B C ..., so that what disturbs the machine disturbs all of them alike.
+    """Measure the systems alternately, A B C A B C ..., so that disturbances of the machine affect all of them equally.
 
-    Each call does the whole work once and returns what it measured. The first round, unless `warm_up` is off, is not kept.
+    Each call does the whole work once and returns its measurements. The first round is discarded unless `warm_up` is off.
     """
     records: list[Record] = []
     for repetition in range(-1 if warm_up else 0, repetitions):
@@ -77,7 +77,7 @@ def medians(records: Iterable[Record], quantity: str, **scenario: Any) -> dict[s
 def write_results(
     name: str, *, settings: Record, begun: Record, records: Sequence[Record], table: Sequence[Record], directory: Path
 ) -> None:
-    """Write `directory/name.json`: settings, the machine before and after, every repetition, and the table; print that."""
+    """Write `directory/name.json`: settings, the machine before and after, every repetition, and the table. Prints the table."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
     result = {
@@ -94,7 +94,7 @@ def write_results(
 
 
 def markdown(rows: Sequence[Record]) -> str:
-    """Rows as a Markdown table with the columns of all of them, in order of appearance."""
+    """Rows as a Markdown table with the union of their columns, in order of appearance."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
@@ -110,18 +110,18 @@ def _cell(value: object) -> str:
 
 
 def settings_of(options: argparse.Namespace) -> Record:
-    """Command-line options as they are written down."""
+    """Command-line options, in the form stored in results."""
     return {key: _shown(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
 
 
 def _shown(path: Path) -> str:
-    """Within this repository: from its root. Where that lies is nobody's business."""
+    """Relative to the repository root if inside it, so that results do not contain local paths."""
     root = RESULTS.parent.parent
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def fresh_model(path: str, *, device: str = "cpu", dtype: Literal["float32", "bfloat16"] = "float32") -> Any:
-    """A copy of the model for one system alone, with PyTorch's fused attention (`sdpa`)."""
+    """A separate copy of the model for one system, with PyTorch's fused attention (`sdpa`)."""
     model = load_model(ModelConfig(path=path, dtype=dtype), device)
     model.set_attn_implementation("sdpa")
     return model
@@ -133,7 +133,7 @@ def model_label(path: str) -> str:
 
 
 def equal_lengths(count: int, longest: int) -> list[int]:
-    """`count` completions of the mean length of `long_tailed_lengths`, so that both workloads have as many tokens."""
+    """`count` completions of the mean length of `long_tailed_lengths`, so that both workloads have equally many tokens."""
     mean = statistics.fmean(long_tailed_lengths(4096, longest, seed=0))
     return [round(mean)] * count
 
@@ -141,7 +141,7 @@ def equal_lengths(count: int, longest: int) -> list[int]:
 def long_tailed_lengths(count: int, longest: int, seed: int) -> list[int]:
     """Lengths of full answers to the demo's problems, scaled to at most `longest` tokens.
 
-    s = min(36, 1 + floor(Exp(mean 5))) steps of six tokens and three for the result: the median is an eighth of the maximum.
+    An answer has s = min(36, 1 + floor(Exp(mean 5))) steps of six tokens and three tokens for the result: the median is an eighth of the maximum.
     """
     rng = random.Random(f"lengths/{seed}")
     steps = [min(36, 1 + int(rng.expovariate(1 / 5))) for _ in range(count)]

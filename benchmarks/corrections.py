@@ -1,14 +1,14 @@
-"""How objectives and corrections cope with stale data: each recipe at reached lags of about 1, 4 and 16 optimizer steps.
+"""Objectives and corrections on stale data: each recipe at measured lags of about 1, 4 and 16 optimizer steps.
 
-python -m benchmarks.corrections --out FILE                 # all runs that FILE does not have yet, one core
-python -m benchmarks.corrections --out FILE --part 1/2      # half of them; the other half with 2/2, at the same time
-python -m benchmarks.corrections --out FILE --table         # what FILE has, as Markdown
+python -m benchmarks.corrections --out FILE                 # all runs missing from FILE, one core
+python -m benchmarks.corrections --out FILE --part 1/2      # half of them; run 2/2 at the same time for the rest
+python -m benchmarks.corrections --out FILE --table         # the results in FILE as Markdown
 
 A run trains the demo's model with the real pipeline in one process and one thread (`launch.kind: embedded`), which is
-deterministic. Lag is made as in the paper: with H sequences in progress and B rollouts a step, a rollout is in progress
-over some H / B steps, and its tokens are of as many versions. H is 64, 256 or 1024, and B is 64. The lag that was reached
-is in every record. All runs have the same problems, number of steps and learning rate; the learning rate is high, so that
-lag hurts. Two tasks: `gcd`, one long answer, and `gcd_turns`, one subtraction a turn (`benchmarks/gcd_turns.py`).
+deterministic. Lag is produced as in the paper: with H sequences in progress and B rollouts per step, a rollout is in progress
+over about H / B steps, and its tokens come from as many versions. H is 64, 256 or 1024, and B is 64. Every record contains the
+measured lag. All runs have the same problems, number of steps and learning rate. The learning rate is high, so that
+lag does harm. Two tasks: `gcd`, one long answer, and `gcd_turns`, one subtraction per turn (`benchmarks/gcd_turns.py`).
 
 `collapsed`: the run ended with an error of divergence, or its training reward over the last `WINDOW` steps is below half of
 its best over `WINDOW` steps, or its held-out reward is lower than before training.
@@ -76,7 +76,7 @@ RECIPES: dict[str, dict[str, str]] = {
 
 
 def measure(task: str, recipe: str, lag: int, seed: int) -> Record:
-    """One run from beginning to end, in this process; its files are not kept."""
+    """One complete run in this process. Its files are deleted."""
     settings = COMMON | TASKS[task] | {"engine.slots": SLOTS[lag]} | RECIPES[recipe] | {"seed": str(seed)}
     begun_s, cpu_s = time.monotonic(), time.process_time()
     summary, error = {}, None
@@ -105,7 +105,7 @@ def measure(task: str, recipe: str, lag: int, seed: int) -> Record:
 
 
 def of_steps(steps: Sequence[StepRecord]) -> Record:
-    """Training reward by window, and means (over steps with a gradient) of what says how stale the data were."""
+    """Training reward by window, and means of the staleness metrics over steps with a gradient."""
     rewards = [step.reward_mean or 0.0 for step in steps]
     stale = [step for step in steps if step.ess is not None]
     numbers = [step.numbers() for step in stale]
@@ -135,7 +135,7 @@ def collapsed(measured: Record) -> bool:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
-    """Every run that is asked for, seeds outermost: an unfinished table has all recipes."""
+    """All requested runs, with seeds in the outer loop, so that an unfinished table has all recipes."""
     for seed in range(options.seeds):
         for task in options.tasks:
             for lag in options.lags:
@@ -154,7 +154,7 @@ def table(records: Sequence[Record], task: str) -> list[Record]:
         row, collapses = {"recipe": recipe}, 0
         by_lag = {lag: [r for r in records if (r["task"], r["recipe"], r["lag"]) == (task, recipe, lag)] for lag in SLOTS}
         for lag, runs in by_lag.items():
-            after = [run["eval_after"] or 0.0 for run in runs] or [float("nan")]  # a run that diverged has none
+            after = [run["eval_after"] or 0.0 for run in runs] or [float("nan")]  # missing if the run diverged
             row[f"held-out, lag {lag}"] = f"{fmean(after):.2f} ({min(after):.2f} to {max(after):.2f})"
             collapses += sum(run["collapsed"] for run in runs)
         row["collapsed"] = f"{collapses} of {sum(map(len, by_lag.values()))}"
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--lags", nargs="+", type=int, choices=SLOTS, default=list(SLOTS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="do only every N-th run, from the I-th on")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="only every N-th run, starting with the I-th")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:

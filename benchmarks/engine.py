@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.engine --model demo --slots 8 32 64 128
 
-Every request asks for a given number of tokens; end-of-text tokens end nothing, for all systems alike. Only tokens that were
-asked for count: a static batch of `generate` runs until its longest member is done, and what it computes for the others
-meanwhile is of no use to anyone. Times are from the first request handed in to the last one finished, the drain included.
+Every request asks for a given number of tokens; all systems ignore end-of-text tokens. Only requested tokens count: a static
+batch of `generate` runs until its longest sequence is done, and the extra tokens of the others are useless.
+Times are from the first request submitted to the last one finished, including the drain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipelinerl.engine import LocalEngine
 
 
 def compare(options: argparse.Namespace, slots: int, lengths: str) -> list[Record]:
-    """All systems on one scenario, each with a model of its own, taking turns."""
+    """Measure all systems alternately on one scenario, each with its own copy of the model."""
     count = slots * (options.waves if lengths == "long_tailed" else options.equal_waves)
     if lengths == "long_tailed":
         wanted = common.long_tailed_lengths(count, options.longest, seed=slots)
@@ -48,9 +48,9 @@ def compare(options: argparse.Namespace, slots: int, lengths: str) -> list[Recor
 
 
 def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
-    """How much of a decode step is not spent computing, with all slots decoding and nothing arriving or leaving.
+    """The part of a decode step not spent computing, with all slots decoding and no requests starting or ending.
 
-    `share` counts all that is outside ModelRunner.forward and LocalEngine._draw.
+    `share` is the time outside ModelRunner.forward and LocalEngine._draw.
     """
     model = common.fresh_model(options.model, device=options.device, dtype=options.dtype)
     engine = LocalEngine(model, slots=slots, max_length=options.prompt_tokens + options.longest)
@@ -122,12 +122,12 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=219, help="tokens of the longest completion")
     parser.add_argument("--prompt-tokens", type=int, default=6)
     parser.add_argument("--waves", type=int, default=8, help="long-tailed requests per slot")
-    parser.add_argument("--equal-waves", type=int, default=4, help="requests per slot of equal length")
+    parser.add_argument("--equal-waves", type=int, default=4, help="requests per slot with equal lengths")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="torch device of all systems, such as cuda")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", help="of the results' file; default: engine-MODEL")
+    parser.add_argument("--name", help="name of the result file (default: engine-MODEL)")
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -138,7 +138,7 @@ def main() -> None:
         for lengths in options.lengths:
             records += compare(options, slots, lengths)
             print(common.markdown(table_of(records)[-1:]), flush=True)
-        if options.device == "cpu":  # a GPU computes while Python goes on: timing calls says nothing about shares there
+        if options.device == "cpu":  # GPU calls are asynchronous, so timing them shows no shares
             records += own_share(options, slots)
     common.write_results(
         options.name or f"engine-{common.model_label(options.model)}",

@@ -1,9 +1,9 @@
-"""The demo's task in several turns: one subtraction a turn, and the environment poses what is left.
+"""The demo's task in several turns: one subtraction per turn, then the environment poses the remaining problem.
 
     prompt `84,36:` -> `48,36;`    prompt `48,36:` -> `12,36;`    ...    prompt `12,12:` or `24,12:` -> `12,12>`
 
-Each prompt is a problem as the demo's model knows it, so the model can do a turn and mostly guesses instead: `>04`. A turn
-is six tokens at most. Every turn is a segment of its own, with its own prompt.
+Each prompt is a problem in the demo's format, so the model can do a turn, but mostly guesses instead: `>04`. A turn
+has at most six tokens. Every turn is a separate segment with its own prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_STEPS = 12
 
 
 class GcdTurns:
-    """Reward 1 if every turn is one right subtraction until both numbers are equal, or a guess (`>NN`) is right; else 0."""
+    """Reward 1 if every turn is one right subtraction until both numbers are equal, or if a guess (`>NN`) is right; else 0."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed

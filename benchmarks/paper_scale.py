@@ -1,16 +1,16 @@
-"""What the simulation says of the paper's scale: 128 H100 and a model of 7B, against conventional RL at equal lag.
+"""The simulation at the paper's scale: 128 H100 and a model of 7B, compared with conventional RL at equal lag.
 
 python -m benchmarks.paper_scale        # about 8 minutes on 2 cores; writes results/paper-scale/
 
 1. The paper's case study (its Figure 9), from the formulas of Appendix A and from the simulation of every rollout.
-2. What the formulas cannot say: how the speed-up depends on the lengths, on tools and judges that take time, and on the
-   pause of a weight update. For each of these cases every (H, I) below is simulated, and conventional RL at all G.
+2. Results beyond the formulas: how the speed-up depends on lengths, on slow tools and judges, and on the pause of a weight
+   update. For each of these cases every (H, I) below is simulated, and conventional RL at all G.
 
 Two systems are compared at equal lag: conventional RL at G, and the fastest pipeline whose lag (the 99th percentile over the
 tokens it trains on) is at most that of conventional RL, G - 1.
 
 Assumed, not measured: the decode step and `tau` are the planner's fit to the case study, prompts cost nothing, nothing
-fails, every rollout has a gradient, and conventional RL moves all accelerators from one phase to the other in no time.
+fails, every rollout has a gradient, and conventional RL switches all accelerators between phases instantly.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ ROUNDS = (8, 16, 32, 64)
 SLOTS = (24, 48, 64, 96, 128, 192, 256, 384)
 LONGEST_WAIT = 10
 PIPELINE_STEPS = 96
-"""Enough for lags up to some 50 steps to have reached their level. Larger ones are still rising: such a run is too short."""
+"""Enough for lags up to some 50 steps to become stationary. Larger lags are still rising: such a run is too short."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`lengths` all have the mean MEAN. Rewards take lognormal time (sigma 1), at most LONGEST_WAIT times the median, as a
-    timeout would have it. An engine that takes weights pauses.
+    """All `lengths` have the mean MEAN. Rewards take lognormal time (sigma 1), cut at LONGEST_WAIT times the median, like a
+    timeout. An engine pauses for `pause_s` when it applies weights.
     """
 
     lengths: str = "long-tailed"
@@ -82,7 +82,7 @@ CASES = (
 
 
 def lengths_of(kind: str) -> LengthDistribution:
-    """All with a mean of MEAN tokens: the longest has as many, twice as many, or four times as many."""
+    """Lengths with a mean of MEAN tokens; the longest is the mean, twice or four times the mean."""
     if kind == "equal":
         return LengthDistribution.of_lengths([MEAN])
     if kind == "uniform":
@@ -112,7 +112,7 @@ class Point:
 
 
 def run_point(point: Point) -> dict[str, Any]:
-    """Simulate it: samples/s after the first fifth of the steps, lag, and where time went."""
+    """Simulate one point: samples/s after the first fifth of the steps, lag, and shares of time."""
     case, G = point.case, point.steps_per_round
     costs = Costs(
         decode_step_s=tuple((CURVE.step_time(np.arange(point.slots + 1)) * FLASH_S).tolist()),
@@ -148,7 +148,7 @@ def _figures(found: Prediction) -> dict[str, Any]:
 
 
 def points(case: Case) -> list[Point]:
-    """Every G; every H with the I at which both sides are equally fast (rounded up), and with 8 more generating."""
+    """Every G; every H with the I at which both sides are equally fast (rounded up), and with 8 more generators."""
     found = [Point(case, N, BATCH * G // N, G) for G in ROUNDS]
     for slots in SLOTS:
         balanced = N / (1 + float(CURVE(slots)) * PAPER_TAU)
@@ -175,7 +175,7 @@ def speed_ups(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-# -------------------------------------------------------------------------------------------------- the case study
+# ---- the case study
 
 
 def case_study() -> dict[str, Any]:
@@ -216,7 +216,7 @@ def case_study() -> dict[str, Any]:
 
 
 def _case_study_run(schedule: PipelineSchedule | ConventionalSchedule, engines: int, slots: int, G: int = 0) -> Prediction:
-    """With K = 1 and an unbounded stream, as the formulas have it. Time is in flashes."""
+    """With K = 1 and an unbounded stream, as in the formulas. Time is in flashes."""
     trainers = N if G else N - engines
     return simulate(
         Scenario(
@@ -235,7 +235,7 @@ def _case_study_run(schedule: PipelineSchedule | ConventionalSchedule, engines: 
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- output
+# ---- output
 
 
 def draw(study: dict[str, Any], cases: Sequence[dict[str, Any]], G: int) -> Figure:
@@ -289,7 +289,7 @@ def table(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, help="simulations at a time (2)")
+    parser.add_argument("--processes", type=int, default=2, help="simulations in parallel (2)")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "paper-scale")
     options = parser.parse_args()
     with ProcessPoolExecutor(options.processes) as pool:

@@ -1,9 +1,9 @@
-"""The sampler against the one that it replaced, which summed in float32: the time of a call.
+"""Time per call of the sampler and of its predecessor, which summed in float32.
 
     OMP_NUM_THREADS=1 python -m benchmarks.sampler
 
-Both take turns on the same logits (Gaussian with one likely token) and uniform numbers, without parameters: temperature 1. A
-repetition is the mean of some calls; `ratio` is that of the medians, below 1 if the sampler of now is faster.
+Both are measured alternately on the same logits (Gaussian with one likely token) and uniform numbers, at temperature 1. A
+repetition is the mean of several calls; `ratio` is the ratio of medians, below 1 if the current sampler is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPES = ((64, 49_152), (64, 151_936), (64, 16), (64, 32), (64, 50), (1, 32), (1
 
 
 def float32_sums(logits_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
-    """What `sample` was: one running sum in float32."""
+    """The former `sample`: one running sum in float32."""
     probabilities_nV = logits_nV.float().softmax(-1)
     cumulative_nV = probabilities_nV.cumsum(-1)
     target_n1 = (uniforms_n * (1 - 2e-7)).to(cumulative_nV.dtype)[:, None] * cumulative_nV[:, -1:]
@@ -69,10 +69,10 @@ def table_of(records: list[Record]) -> list[Record]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--elements", type=int, default=3_000_000, help="logits to sample from in a repetition, about")
+    parser.add_argument("--elements", type=int, default=3_000_000, help="approximate number of logits per repetition")
     parser.add_argument("--device", default="cpu", help="torch device, such as cuda")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", default="sampler", help="of the results' file")
+    parser.add_argument("--name", default="sampler", help="name of the result file")
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,11 +1,11 @@
-"""One engine or another behind HTTP, and what HTTP costs: the embedded engine in this process, the same behind
+"""Engines behind HTTP, and the cost of HTTP: the embedded engine in this process, the same engine behind
 `pipelinerl serve`, vLLM, and transformers' continuous batching. Same model, prompts, lengths and concurrency, in one run.
 
     OMP_NUM_THREADS=1 python -m benchmarks.servers --model demo --slots 1 8 32 64 --vllm-python VLLM_ENV/bin/python
 
-Each computes on one thread, and is given at most H requests at a time. Servers are processes of their own, so what they do
-besides (HTTP, JSON, scheduling) runs on the other core; the systems in this process have one core for everything. Servers
-that are not being measured are idle. With `taskset -c 0` before it, all have one core. End-of-text tokens end nothing. Times
+Each system computes on one thread and gets at most H requests at a time. Servers are separate processes, so their HTTP, JSON
+and scheduling run on the other core; the systems in this process have one core for everything. Servers
+that are not being measured are idle. With `taskset -c 0`, all share one core. End-of-text tokens are ignored. Times
 are from the first request to the last completion.
 """
 
@@ -58,12 +58,12 @@ class Served:
         return [produced[str(number)] for number in range(len(jobs))]
 
     def close(self) -> None:
-        """The server is for all scenarios."""
+        """Keeps the server, which is used by all scenarios."""
 
 
 @contextmanager
 def own_server(options: argparse.Namespace, room: int, directory: Path) -> Iterator[RemoteEngine]:
-    """`pipelinerl serve`, for as long as needed."""
+    """A context in which `pipelinerl serve` runs."""
     ready = directory / "ready.json"
     command = [sys.executable, "-c", "import sys; from pipelinerl.cli import main; sys.exit(main())", "serve", options.model]
     command += ["--port", "0", "--slots", str(max(options.slots)), "--max-length", str(room), "--threads", "1"]
@@ -127,13 +127,13 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--lengths", nargs="+", default=["equal", "long_tailed"], choices=["equal", "long_tailed"])
     parser.add_argument("--local", nargs="+", default=["pipelinerl", "continuous_batching"], choices=list(SYSTEMS))
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM; without it vLLM is left out")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM; without it vLLM is skipped")
     parser.add_argument("--longest", type=int, default=219, help="tokens of the longest completion")
     parser.add_argument("--prompt-tokens", type=int, default=6)
     parser.add_argument("--waves", type=int, default=4, help="requests per slot")
-    parser.add_argument("--fewest", type=int, default=8, help="requests at least")
+    parser.add_argument("--fewest", type=int, default=8, help="minimum number of requests")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--name", help="of the results' file; default: servers-MODEL")
+    parser.add_argument("--name", help="name of the result file (default: servers-MODEL)")
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)

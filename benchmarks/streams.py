@@ -1,13 +1,13 @@
-"""What handing groups over costs: a stream in memory, in files, and in Redis, side by side.
+"""The cost of passing groups through a stream: in memory, in files, and in Redis.
 
     OMP_NUM_THREADS=1 python -m benchmarks.streams
 
 Two kinds of group: `short` is the demo's (K = 16 attempts of some 36 tokens), `long` has K = 8 of 2000 tokens. `write` and
-`read` are what one group costs the stage at each end, JSON included (memory has none); `groups/s` and `MB/s` (of that JSON)
-are what a process gets through that does both. `commit` comes once in 64 groups here, and with each checkpoint in a run:
-only files are synchronised with their disk. `latency` is from the call that writes a group to the return of the one
-that reads it, in another process that looks every 0.2 ms; in memory the process is the same. Redis is started for this, on
-a socket file, keeping nothing on disk. Files are in the temporary directory.
+`read` are the time per group at each end, including JSON (memory has none). `groups/s` and `MB/s` (of JSON) are the throughput
+of one process that does both. `commit` happens every 64 groups here, and with each checkpoint in a run; only files are synced
+to disk. `latency` is from the call that writes a group to the return of the call that reads it, in another process that polls
+every 0.2 ms; in memory it is the same process. Redis is started for the benchmark, on a socket file, without persistence.
+Files are in the temporary directory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATIENCE_S = 60.0
 
 
 def make_group(shape: str, index: int) -> Group:
-    """Random numbers of the sizes and precision that real ones have; the weights change once in each completion."""
+    """A group of random numbers with realistic sizes and precision. Weights change once in each completion."""
     attempts, mean_tokens = SHAPES[shape]
     rng = random.Random(f"{shape}/{index}")
     prompt = tuple(rng.randrange(50_000) for _ in range(24))
@@ -80,7 +80,7 @@ def reading_end(kind: str, place: str) -> Any:
 
 
 def costs(ends: tuple[Any, Any], groups: list[Group]) -> Record:
-    """Seconds of each end for one group: `CAPACITY` of them are written, read one by one, and committed, again and again."""
+    """Seconds per group at each end. Repeatedly, `CAPACITY` groups are written, read one by one, and committed."""
     writer, reader = ends
     write_s = read_s = commit_s = 0.0
     for start in range(0, len(groups), CAPACITY):
@@ -129,7 +129,7 @@ def latencies(kind: str, place: str, groups: list[Group], pause_s: float) -> lis
 
 
 def receive(kind: str, place: str, count: int) -> None:
-    """The reading process: print when each group was there."""
+    """The reading process: prints the time at which each group arrived."""
     reader = reading_end(kind, place)
     print("ready", flush=True)
     times: list[float] = []
@@ -147,7 +147,7 @@ def receive(kind: str, place: str, count: int) -> None:
 
 
 def measure(kind: str, redis_url: str, groups: list[Group], sent: int) -> Record:
-    """Everything about one kind of stream and one shape of group, once, on streams of its own."""
+    """All measurements of one kind of stream and one shape of group, once, on new streams."""
     with tempfile.TemporaryDirectory() as directory:
         places = [redis_url] * 2 if kind == "redis" else [f"{directory}/costs", f"{directory}/latency"]
         ends = both_ends(kind, places[0])
@@ -184,8 +184,8 @@ def table_of(records: list[Record]) -> list[Record]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--groups", type=int, default=256, help="written and read in each repetition")
-    parser.add_argument("--sent", type=int, default=128, help="of these, sent to another process one by one")
+    parser.add_argument("--groups", type=int, default=256, help="groups written and read in each repetition")
+    parser.add_argument("--sent", type=int, default=128, help="number of these sent to another process one by one")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     parser.add_argument("--receive", nargs=3, metavar=("KIND", "PLACE", "COUNT"), help=argparse.SUPPRESS)

@@ -13,7 +13,7 @@ from benchmarks import common
 
 
 def section(path: Path) -> str:
-    """One result's table under its name, with the machine it comes from."""
+    """The table of one result under its name, with its machine."""
     result = json.loads(path.read_text())
     machine, settings = result["machine"], result["settings"]
     repetitions = settings.get("repetitions", "?")

@@ -1,10 +1,10 @@
-"""What SmolLM2-135M-Instruct learns from `examples/smollm2_sums.yaml`: the same held-out sums before and after, by seed.
+"""Results of `examples/smollm2_sums.yaml` with SmolLM2-135M-Instruct: the same held-out sums before and after, by seed.
 
-python -m benchmarks.sums --keep RUN_DIR ...   # copy what matters of finished runs into results/smollm2-sums/
+python -m benchmarks.sums --keep RUN_DIR ...   # copy results of finished runs to results/smollm2-sums/
 python -m benchmarks.sums                      # the table, as Markdown
 
-`exact` is the share of answers that are the number and nothing else. `number` also counts those that begin with the right
-number and go on: what of the gain is not just stopping in time. Intervals are 95%, over problems; `gain` is paired.
+`exact` is the share of answers that consist of the number only. `number` also counts answers that begin with the right
+number and continue: it shows the gain beyond stopping in time. Intervals are 95%, over problems; `gain` is paired.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUMBER = re.compile(r"\s*(-?\d+)(?!\.?\d)")
 
 
 def keep(run: Path) -> Path:
-    """Copy a run's results, with the model's path as in the example."""
+    """Copy a run's results, with the model path replaced by that of the example."""
     summary = json.loads((run / "summary.json").read_text())
     target = FOLDER / f"seed-{summary['seed']}"
     target.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def keep(run: Path) -> Path:
 
 
 def answers(path: Path) -> dict[str, tuple[float, float, float]]:
-    """By problem: reward, 1 for an exact answer, 1 for one that begins with the right number."""
+    """Per problem: reward, 1 for an exact answer, 1 for an answer that begins with the right number."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return {record["problem_id"]: (record["reward"], float(record["reward"] >= 1), _number(record)) for record in records}
 

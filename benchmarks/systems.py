@@ -19,7 +19,7 @@ PREFILL_TOKENS = 2048
 
 
 class Job(NamedTuple):
-    """A request: its prompt, and how many tokens it asks for."""
+    """A request: its prompt and the number of tokens to generate."""
 
     prompt: list[int]
     tokens: int
@@ -27,7 +27,7 @@ class Job(NamedTuple):
 
 class System(Protocol):
     def run(self, jobs: Sequence[Job]) -> list[int]:
-        """Serve the jobs, sampling at temperature 1, and return how many tokens each of them got."""
+        """Serve the jobs, sampling at temperature 1. Returns the number of tokens of each."""
         ...
 
     def close(self) -> None: ...
@@ -43,11 +43,11 @@ class Pipelinerl:
         return [len(completion.token_ids) for completion in self.engine.generate(requests(jobs))]
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Holds only memory: nothing to close."""
 
 
 class Generate:
-    """`model.generate` over static batches of H, in the order given."""
+    """`model.generate` over static batches of H, in the given order."""
 
     def __init__(self, model: Any, slots: int, _longest: int) -> None:
         model.generation_config.eos_token_id = None
@@ -71,7 +71,7 @@ class Generate:
         return useful
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Holds only memory: nothing to close."""
 
 
 class ContinuousBatching:
@@ -124,7 +124,7 @@ def requests(jobs: Sequence[Job]) -> list[GenerationRequest]:
 
 
 def timed(system: System, jobs: Sequence[Job]) -> Record:
-    """Serve the jobs once. `cpu_per_wall` is 1 when exactly one core was at work all the time."""
+    """Serve the jobs once. `cpu_per_wall` is 1 if exactly one core was busy all the time."""
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     produced = system.run(jobs)
     wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
@@ -135,6 +135,6 @@ def timed(system: System, jobs: Sequence[Job]) -> Record:
 
 
 def make_jobs(lengths: Sequence[int], prompt_tokens: int, vocabulary: int) -> list[Job]:
-    """Random prompts, each its own: nobody gains by sharing prefixes."""
+    """Random, distinct prompts, so that no system benefits from shared prefixes."""
     rng = random.Random("prompts")
     return [Job([rng.randrange(vocabulary) for _ in range(prompt_tokens)], length) for length in lengths]

@@ -1,9 +1,9 @@
-"""One optimizer step: packed rows (this package) against padded batches, with and without sorting by length.
+"""One optimizer step: packed rows (this package) compared with padded batches, with and without sorting by length.
 
     OMP_NUM_THREADS=1 python -m benchmarks.trainer --model demo
 
-All three take the same step on the same samples: same loss, same optimizer, same token budget of a micro-batch, which in a
-padded batch counts the padding too. The padded ones call the model as it is (`sdpa`, an attention mask). The losses must
+All three take the same step on the same samples: same loss, same optimizer, same token budget per micro-batch, which in a
+padded batch includes the padding. The padded ones call the unmodified model (`sdpa`, an attention mask). The losses must
 agree to 1e-5; `loss_error` is the largest relative difference to the packed one.
 """
 
@@ -33,7 +33,7 @@ LOSS_TOLERANCE = 1e-5
 
 
 class PaddedLearner:
-    """The step as one would write it first: pad to the longest sequence of the micro-batch, mask, forward, backward."""
+    """The straightforward step: pad to the longest sequence of the micro-batch, mask, forward, backward."""
 
     def __init__(self, model: Any, config: TrainerConfig, *, by_length: bool) -> None:
         self._model, self._config, self._by_length = model, config, by_length
@@ -42,7 +42,7 @@ class PaddedLearner:
         self.cells = 0
 
     def step(self, samples: Sequence[TrainingSample]) -> float:
-        """One optimizer step; returns the loss. `cells` is then the tokens it computed with, padding included."""
+        """One optimizer step. Returns the loss and sets `cells` to the number of computed tokens, including padding."""
         normalizer = sum(sample.sampled_count for sample in samples)
         ordered = sorted(samples, key=lambda s: s.length) if self._by_length else list(samples)
         self._optimizer.zero_grad()
@@ -83,7 +83,7 @@ class PaddedLearner:
 
 
 def _padded_batches(samples: Sequence[TrainingSample], budget: int) -> list[list[TrainingSample]]:
-    """Consecutive samples, as many as fit the budget once padded to the longest of them."""
+    """Batches of consecutive samples that fit the budget when padded to the longest of them."""
     batches: list[list[TrainingSample]] = []
     longest = 0
     for sample in samples:
@@ -96,7 +96,7 @@ def _padded_batches(samples: Sequence[TrainingSample], budget: int) -> list[list
 
 
 def make_samples(count: int, longest: int, prompt_tokens: int, vocabulary: int) -> list[TrainingSample]:
-    """Rollouts as ragged as the demo's, of random tokens, all with an advantage."""
+    """Rollouts of random tokens with lengths like the demo's, all with an advantage."""
     rng = random.Random("samples")
     samples = []
     for i, length in enumerate(common.long_tailed_lengths(count, longest, seed=1)):
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", help="of the results' file; default: trainer-MODEL")
+    parser.add_argument("--name", help="name of the result file (default: trainer-MODEL)")
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

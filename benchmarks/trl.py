@@ -1,21 +1,20 @@
-"""The demo with TRL's GRPO beside ours: samples/s, and reward over time, on the same machine in one session.
+"""The demo with TRL's GRPO and with this package: samples/s and reward over time, on the same machine in one session.
 
 python3 -m venv .venv-trl
 .venv-trl/bin/pip install -c constraints.txt torch trl==1.16.0 msgspec xxhash pyyaml rich matplotlib
 .venv/bin/python -m benchmarks.trl            # about 50 minutes; writes results/trl/
 
-Both start from the same weights and see the same problems in the same order: 16 attempts at each of 16 problems a step, all
-tokens at temperature 1, at most 240 of them, graded by the same function; the demo's settings of AdamW, 140 steps, float32.
-They take turns, each in a process of its own with the whole machine. Time counts from when all is loaded.
+Both start from the same weights and get the same problems in the same order: 16 attempts at each of 16 problems per step, all
+tokens at temperature 1, at most 240 per answer, scored by the same function; the demo's settings of AdamW, 140 steps, float32.
+They run alternately, each in its own process with the whole machine. Time is measured from the end of loading.
 
-What is done for TRL. It trains on what the current weights sampled, so that its loss and ours have the same gradient
+TRL's settings: it trains on samples of the current weights, so that its loss and ours have the same gradient
 (`dapo`, a mean over tokens; advantages not divided by their deviation; no KL). Defaults that cost time on a CPU are off:
-bf16, gradient checkpointing. It has two threads. The size of its forward passes, and whether `generate` or the continuous
-batching of transformers samples, is chosen by short runs; all that was tried is in the results. vLLM is not among the
-choices: its CPU build needs another torch. Ours has the demo's run file as it is, with one thread for each of its two
-processes.
+bf16, gradient checkpointing. It has two threads. Short runs choose the size of its forward passes, and between `generate` and
+transformers' continuous batching for sampling; the results contain all trials. vLLM is not tried: its CPU build needs another
+torch. This package uses the demo's run file unchanged, with one thread for each of its two processes.
 
-Held-out rewards are of checkpoints that both write every 20 steps, measured after the runs by the same code.
+Held-out rewards are those of checkpoints that both write every 20 steps, measured after the runs by the same code.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ CANDIDATES = (
 Curve = list[tuple[float, float]]
 
 
-# ------------------------------------------------------------------------------------------------- TRL, in its process
+# ---- TRL, in its own process
 
 
 def run_trl(folder: Path, *, seed: int, steps: int, threads: int, rows: int, continuous_batching: bool, every: int) -> None:
     """Train with TRL. Writes `folder/steps.jsonl` (step, time_s, reward, length) and a checkpoint every `every` steps."""
-    import trl  # noqa: PLC0415 - in the environment of this process only
+    import trl  # noqa: PLC0415 - installed only in this process's environment
     from datasets import Dataset  # noqa: PLC0415 - as above
     from transformers import TrainerCallback  # noqa: PLC0415 - as above
 
@@ -97,7 +96,7 @@ def run_trl(folder: Path, *, seed: int, steps: int, threads: int, rows: int, con
         temperature=1.0,
         use_transformers_continuous_batching=continuous_batching,
         learning_rate=settings.learning_rate,
-        lr_scheduler_type="polynomial",  # with a power of 1: linear, and down to a tenth as ours
+        lr_scheduler_type="polynomial",  # power 1: linear, down to a tenth like ours
         lr_scheduler_kwargs={"lr_end": settings.learning_rate / 10, "power": 1.0},
         warmup_steps=settings.warmup_steps,
         adam_beta1=settings.betas[0],
@@ -125,7 +124,7 @@ def run_trl(folder: Path, *, seed: int, steps: int, threads: int, rows: int, con
 
 
 def start_trl(python: Path, folder: Path, **settings: object) -> dict[str, Any]:
-    """Train in a process of its own, which gets the packages of `python` and ours from source."""
+    """Train in a separate process, with the packages of `python` and this package from source."""
     folder.mkdir(parents=True)
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": str(settings["threads"])}
     command = [str(python), "-m", "benchmarks.trl", "--worker", json.dumps({"folder": str(folder), **settings})]
@@ -147,11 +146,11 @@ def start_trl(python: Path, folder: Path, **settings: object) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------- ours
+# ---- this package
 
 
 def start_ours(folder: Path, *, seed: int, steps: int, every: int) -> dict[str, Any]:
-    """The demo's run file, in processes of its own. Checkpoints instead of its evaluations, as for TRL."""
+    """The demo's run file, in separate processes. Writes checkpoints instead of evaluating, as for TRL."""
     flags = {"seed": seed, "trainer.steps": steps, "trainer.checkpoint_every": every, "trainer.keep_checkpoints": 10_000}
     flags |= {"evaluation.problems": 0, "run_dir": folder, "metrics.view": "none"}
     code = "import sys; from pipelinerl.cli import main; sys.exit(main())"
@@ -170,7 +169,7 @@ def start_ours(folder: Path, *, seed: int, steps: int, every: int) -> dict[str, 
     }
 
 
-# ---------------------------------------------------------------------------------------------- what came of both
+# ---- results of both
 
 
 def held_out_reward(checkpoint: Path, problems: int) -> float:
@@ -197,7 +196,7 @@ def seconds_to(curve: Curve, reward: float) -> float | None:
 
 
 def smoothed(curve: Curve, width: int = 5) -> Curve:
-    """The mean of the last `width` rewards, from when there are as many."""
+    """The mean of the last `width` rewards, starting when there are that many."""
     values = [value for _, value in curve]
     return [(curve[i][0], sum(values[i + 1 - width : i + 1]) / width) for i in range(width - 1, len(curve))]
 

@@ -1,11 +1,11 @@
-"""Whether vLLM takes new weights in flight exactly: all of them, from the very token it says on; and how long it pauses.
+"""Checks that vLLM applies in-flight weight updates exactly: all weights, from the reported token on. Measures the pause.
 
     python -m benchmarks.vllm_switch --python VLLM_ENV/bin/python --model demo
 
-Streams are in flight while all weights are replaced, twice. Each token's log-prob is then compared with a reference: the
-transformers model over its own KV cache, each part of the sequence by the weights that vLLM names. `wrong`: the same
-comparison with the tokens at each switch given to the weights on its other side, which has to be far off for "exact" to mean
-something. Requests that begin after the last update are compared with a plain forward of the last weights.
+All weights are replaced twice while requests are in flight. Each token's log-prob is then compared with a reference: the
+transformers model over its own KV cache, each part of the sequence with the weights that vLLM reports. `wrong`: the same
+comparison with the tokens at each switch assigned to the other weights; it must be far off for "exact" to be
+meaningful. Requests that begin after the last update are compared with a plain forward of the last weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BEFORE_SWITCH = 3
 
 @dataclass(frozen=True)
 class Switched:
-    """What came of it: `during` were in flight at both updates, `after` began when they were over."""
+    """Completions: `during` were in flight at both updates, `after` began after them."""
 
     requests: Sequence[GenerationRequest]
     during: Sequence[Completion]
@@ -59,7 +59,7 @@ class Switched:
 
 
 def perturbed(model: Any, seed: int, change: float = 0.4) -> Any:
-    """A copy in which every parameter differs by some `change` of the mean size of its tensor."""
+    """A copy with random changes of every parameter, about `change` times the mean magnitude of its tensor."""
     changed = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def perturbed(model: Any, seed: int, change: float = 0.4) -> Any:
 
 
 def save(model: Any, version: int, directory: Path) -> SavedWeights:
-    """The model's weights as an update."""
+    """Save the model's weights as an update file."""
     tensors = named_weights(model)
     path = directory / f"v{version}.safetensors"
     write_safetensors(path, tensors)
@@ -78,7 +78,7 @@ def save(model: Any, version: int, directory: Path) -> SavedWeights:
 
 
 def make_requests(count: int, vocabulary: int, max_tokens: int) -> list[GenerationRequest]:
-    """Prompts of several lengths; the first is streamed, which shows how far all have come."""
+    """Prompts of several lengths; the first is streamed, which shows the progress of all."""
     rng = random.Random("vllm/switch")
     return [
         GenerationRequest(
@@ -94,7 +94,7 @@ def make_requests(count: int, vocabulary: int, max_tokens: int) -> list[Generati
 async def switch_in_flight(
     server: VllmServer, requests: Sequence[GenerationRequest], updates: Sequence[SavedWeights]
 ) -> Switched:
-    """Generate all at once, and take the next update whenever the streamed one has a few tokens of the weights before."""
+    """Generate all at once. Apply the next update whenever the streamed request has a few tokens of the previous weights."""
     seen: Counter[int] = Counter()
 
     def note(event: TokenEvent) -> None:
@@ -114,16 +114,16 @@ async def switch_in_flight(
 def mixed_logprobs(
     models: Mapping[int, Any], request: GenerationRequest, done: Completion, versions: Sequence[int]
 ) -> list[float]:
-    """Log-probs of the completion's tokens, each token's KV entries and logits by the model of its version.
+    """Log-probs of the completion's tokens. Each token's KV entries and logits are computed by the model of its version.
 
-    The prompt's are by the first token's version: it was sampled in the step that ended the prompt.
+    The prompt's entries are computed by the first token's version, which was sampled in the step that ended the prompt.
     """
     cache = DynamicCache(config=models[min(models)].config)
     ids = [*request.prompt_ids, *done.token_ids]
     first = len(request.prompt_ids)
     found: list[float] = []
     for span in spans_from_versions(versions):
-        # What is fed for a token is the one before it; for the first, the whole prompt.
+        # The input for a token is the previous token; for the first one, the whole prompt.
         begin = first + span.start - 1 if span.start else 0
         fed = torch.tensor([ids[begin : first + span.end - 1]])
         logits = models[span.version](input_ids=fed, past_key_values=cache, use_cache=True).logits[0]
@@ -134,12 +134,12 @@ def mixed_logprobs(
 
 
 def switches_of(versions: Sequence[int]) -> list[int]:
-    """Indices of tokens whose version is not that of the token before."""
+    """Indices of tokens whose version differs from that of the previous token."""
     return [index for index in range(1, len(versions)) if versions[index] != versions[index - 1]]
 
 
 def figures(models: Mapping[int, Any], switched: Switched) -> Record:
-    """Errors of log-probs against the reference, before, between and after switches; and if a switch were one token off."""
+    """Log-prob errors against the reference before, between and after switches, and with switches off by one token."""
     errors: dict[int, float] = {}
     wrong: list[float] = []
     for request, done in zip(switched.requests, switched.during, strict=True):
@@ -172,9 +172,9 @@ def figures(models: Mapping[int, Any], switched: Switched) -> Record:
 async def measure(
     url: str, path: str, directory: Path, *, streams: int, tokens: int, change: float = 0.4, first: int = 0
 ) -> Record:
-    """Switch twice at the server at `url`, and look at what came of it.
+    """Update the server at `url` twice and compare its log-probs.
 
-    It holds version `first`: the model of `path` if that is 0, else what was measured last time ended with.
+    It holds version `first`: the model of `path` if that is 0, else the last weights of the previous measurement.
     """
     model = common.fresh_model(path)
     models = {version: perturbed(model, version, change) if version else model for version in range(first, first + 3)}
@@ -192,11 +192,13 @@ async def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True, help="the interpreter of vLLM's environment")
+    parser.add_argument("--python", required=True, help="Python interpreter of vLLM's environment")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=384)
-    parser.add_argument("--change", type=float, default=0.4, help="of all weights, at each update; large models bear less")
+    parser.add_argument(
+        "--change", type=float, default=0.4, help="relative change of all weights at each update; use less for large models"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = resolve_path(options.model)

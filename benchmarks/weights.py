@@ -1,14 +1,14 @@
-"""What handing new weights to engines in other processes costs: the trainer's side, and the engines' pause.
+"""The cost of weight updates to engines in other processes: the trainer's time and the engines' pause.
 
     OMP_NUM_THREADS=1 python -m benchmarks.weights --models demo 135m
 
-The trainer's side (`send`) copies the weights and takes their checksum. The engine's side takes what arrived from the
-transport (`poll`) and then, while nothing is decoded, into the model's parameters, with the checksum of what it holds now
-(`pause`). `copy` is the floor: the same bytes from one set of tensors into another, within a process.
+The trainer (`send`) copies the weights and computes their checksum. The engine takes the update from the
+transport (`poll`). Then, while decoding pauses, it copies it into the model's parameters and computes their checksum
+(`pause`). `copy` is the lower bound: the same bytes copied from one set of tensors to another within a process.
 
-With shared memory the engine checks what arrived in `poll`. With the collective (gloo, on loopback) threads of both sides
-send, receive and check, while the trainer trains and the engine decodes: `until_answered` has all of it. Of several engines
-the slowest counts.
+With shared memory the engine verifies the update in `poll`. With the collective (gloo, on loopback) threads on both sides
+send, receive and verify, while the trainer trains and the engine decodes: `until_answered` includes all of it. With several
+engines the slowest counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SENT = [(SHARED, 1), (SHARED, 2), (COLLECTIVE, 1), (COLLECTIVE, 2)]
 
 
 def make_model(name: str) -> Any:
-    """The demo's model, a folder's, or `135m`: a model of SmolLM2-135M's sizes with random weights."""
+    """The demo's model, the model of a folder, or `135m`: the shape of SmolLM2-135M with random weights."""
     if name != "135m":
         return common.fresh_model(name)
     config = LlamaConfig(
@@ -62,7 +62,7 @@ def make_model(name: str) -> Any:
 
 
 def receive(name: str, system: str, fd: int, index: int, updates: int) -> None:
-    """An engine's process: take every update, then print a JSON line with the times of each."""
+    """An engine's process: apply every update, then print the times of each as a JSON line."""
     engine = LocalEngine(make_model(name), slots=1, max_length=64)
     receiver: WeightReceiver
     if system == SHARED:
@@ -88,7 +88,7 @@ def receive(name: str, system: str, fd: int, index: int, updates: int) -> None:
 
 
 def hand_over(name: str, system: str, engines: int, repetitions: int, threads: int) -> list[Record]:
-    """Send the weights of one model again and again to engines in other processes; the first time is not kept."""
+    """Send the weights of one model repeatedly to engines in other processes. The first time is discarded."""
     tensors = named_weights(make_model(name))
     target = {key: torch.empty_like(tensors[key]) for key in dict.fromkeys(first_names(tensors).values())}
     copies_s, sends_s, answers_s = [], [], []
@@ -177,9 +177,9 @@ def table_of(records: list[Record]) -> list[Record]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["demo", "135m"], help="`demo`, `135m` (random weights), folders")
+    parser.add_argument("--models", nargs="+", default=["demo", "135m"], help="`demo`, `135m` (random weights), or folders")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--threads", type=int, default=1, help="threads per process")
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()

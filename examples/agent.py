@@ -1,4 +1,4 @@
-"""An agent that knows nothing of training: it speaks to an OpenAI-compatible API, wherever that is.
+"""An agent without any training code: it only uses an OpenAI-compatible API at a given base URL.
 
 pipelinerl train examples/agent.yaml
 """
@@ -10,11 +10,11 @@ from typing import Any
 from openai import OpenAI
 
 CLIENT = OpenAI(base_url="http://unused", api_key="unused")
-"""One for all attempts, for it takes long to make; each has it speak to its own address."""
+"""Shared by all attempts, because creating a client is slow. Each attempt sets its own base URL."""
 
 
 def solve(problem: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
-    """Ask for the greatest common divisor; if the answer can't be right, ask once more, for half the reward."""
+    """Ask for the greatest common divisor. If the answer is no common divisor, ask once more, for half the reward."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     a, b = problem["a"], problem["b"]
     attempts, divisor = 0, 0
@@ -26,6 +26,6 @@ def solve(problem: dict[str, Any], base_url: str, api_key: str) -> dict[str, flo
 
 
 def read(text: str) -> int:
-    """The number after the `>` that ends an answer; 0 if there is none."""
+    """The number after the last `>` of an answer; 0 if there is none."""
     number = text.rpartition(">")[2]
     return int(number) if number.isdecimal() else 0

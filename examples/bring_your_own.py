@@ -1,4 +1,4 @@
-"""A task and a reward of your own: say which of two numbers is the larger.
+"""Your own task and reward: say which of two numbers is larger.
 
 pipelinerl train examples/bring_your_own.yaml
 """
@@ -32,5 +32,5 @@ class LargerNumber(SingleTurn):
 def draw(rng: random.Random, name: str, *, held_out: bool) -> Problem:
     while True:
         a, b = rng.sample(range(10, 100), 2)
-        if ((a * b) % 10 == 4) == held_out:  # some pairs are never trained on
+        if ((a * b) % 10 == 4) == held_out:  # some pairs are held out of training
             return Problem(id=name, payload={"a": a, "b": b})

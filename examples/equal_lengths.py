@@ -1,7 +1,7 @@
 """A task whose completions all have the same length, for `compare_equal_lengths.yaml`: a pipeline has no tail to fill.
 
-The prompt is a pair of numbers, `84,36:`, and the answer its first digit over and over. An answer that ends early is
-continued until it has `tokens` tokens, so that every rollout takes the engine exactly as many decode steps.
+The prompt is a pair of numbers, `84,36:`, and the answer is its first digit, repeated. An answer that ends early is
+continued until it has `tokens` tokens, so that every rollout takes exactly the same number of decode steps.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
     python examples/pipeline_rl_in_one_file.py        # about five minutes on two cores: held-out reward 0.25 -> 0.95
 
-A model of 0.3 million parameters learns to find greatest common divisors by repeated subtraction. In one process, generation
-and training take turns; the package runs them at the same time. The rest is the method: when the weights change, sequences
-in progress are neither finished nor aborted. The engine copies the weights, keeps its cache, and samples the next token.
+A model of 0.3 million parameters learns to find greatest common divisors by repeated subtraction. This file alternates
+generation and training in one process; the package runs them at the same time. Otherwise the method is the same: when the
+weights change, sequences in progress are neither finished nor aborted. The engine copies the weights, keeps its cache, and
+samples the next token.
 
     problems ─▶ engine: 128 sequences, a token each per step ─▶ groups of 16 attempts ─▶ 256 rollouts ─▶ optimizer step
                   ▲                                                                                        │
                   └───────────────────────────── new weights, in flight ◀──────────────────────────────────┘
 
-In shapes, N is the number of sampled tokens of a batch, H that of sequences in progress, V that of words.
+In shapes, N is the number of sampled tokens of a batch, H the number of sequences in progress, V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HELD_OUT_PROBLEMS = 256
 
 
 def number_of_subtractions(a: int, b: int) -> int:
-    steps = -1  # Euclid's division is as many subtractions as its quotient; the last one is not needed
+    steps = -1  # a division step equals as many subtractions as its quotient; the last one is not needed
     while b:
         steps, a, b = steps + a // b, b, a % b
     return steps
@@ -49,7 +50,7 @@ Pools = dict[int, dict[int, list[Problem]]]
 
 
 def problem_pools(held_out: bool) -> Pools:
-    """Pairs of numbers, by how many subtractions they need, then by their divisor. One pair in ten is held out."""
+    """Pairs of numbers by the number of subtractions they need, then by their divisor. One pair in ten is held out."""
     pools: Pools = {}
     for a, b in ((a, b) for a in range(1, 100) for b in range(1, 100) if a != b and gcd(a, b) <= 12):
         steps = number_of_subtractions(a, b)
@@ -72,7 +73,7 @@ def reward_of(problem: Problem, answer: str) -> float:
 
 @dataclass(eq=False)
 class Rollout:
-    """One attempt at a problem. Each sampled token has its log-probability, and the version of the weights it is from."""
+    """One attempt at a problem. Each sampled token has its log-probability and its weight version."""
 
     problem: Problem
     prompt: list[int]
@@ -87,7 +88,7 @@ class Rollout:
 class Engine:
     """Generates with H slots. A step feeds one token to every sequence: a token of its prompt, or the one it sampled last.
 
-    The cache has a column for every step. A sequence may begin at any step, and attends to the columns since then.
+    The cache has one column per step. A sequence may begin at any step and attends to the columns from there on.
     """
 
     def __init__(self, model: Any, slots: int, eos_id: int, max_tokens: int, seed: int) -> None:
@@ -98,7 +99,7 @@ class Engine:
         self.generator = torch.Generator().manual_seed(seed)
 
     def update_weights(self, state: dict[str, Tensor], version: int) -> None:
-        """In flight: sequences in progress and their cached keys and values stay as they are."""
+        """In-flight update: sequences in progress and their cached keys and values are kept."""
         self.model.load_state_dict(state)
         self.version = version
 
@@ -108,7 +109,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:
-        """One decode step; returns the rollouts that it finished."""
+        """One decode step. Returns the rollouts that finished."""
         column = self.cache.get_seq_length()
         fed_H = column - self.start_H
         rows = list(zip(self.slots, fed_H.tolist(), strict=True))
@@ -141,15 +142,15 @@ class Engine:
 
 
 def token_logprobs(model: Any, rollouts: list[Rollout]) -> Tensor:
-    """log pi of every sampled token of these rollouts, one after the other; shape (N,)."""
+    """log pi of every sampled token of these rollouts, concatenated; shape (N,)."""
     sequences = [torch.tensor(rollout.prompt + rollout.tokens) for rollout in rollouts]
-    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)  # on the right, where no token attends to it
+    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)  # right padding: no token attends to it
     logprobs = model(input_ids=ids[:, :-1]).logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     return torch.cat([logprobs[i, len(r.prompt) - 1 :][: len(r.tokens)] for i, r in enumerate(rollouts)])
 
 
 def reinforce(logprobs_N: Tensor, behaviour_logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """The paper's loss by token: -min(5, pi / mu) A log pi. No gradient flows through the weight pi / mu."""
+    """The paper's loss per token: -min(5, pi / mu) A log pi. No gradient flows through the weight pi / mu."""
     weights_N = (logprobs_N.detach() - behaviour_logprobs_N).exp().clamp(max=MAX_WEIGHT)
     return -weights_N * advantages_N * logprobs_N
 
@@ -161,8 +162,8 @@ def effective_sample_size(log_ratios_N: Tensor) -> float:
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: list[Rollout]) -> tuple[float, float]:
-    """One optimizer step; returns the loss, a mean over the sampled tokens of the batch, and the ESS."""
-    ordered = sorted(batch, key=lambda rollout: len(rollout.tokens))  # little padding in each micro-batch
+    """One optimizer step. Returns the loss, averaged over the sampled tokens of the batch, and the ESS."""
+    ordered = sorted(batch, key=lambda rollout: len(rollout.tokens))  # less padding in each micro-batch
     tokens = sum(len(rollout.tokens) for rollout in batch)
     loss, log_ratios = 0.0, []
     optimizer.zero_grad()
@@ -181,7 +182,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: list[Rollout
 
 
 def main(steps: int, seed: int) -> None:
-    """Algorithm 2."""
+    """Algorithm 2 of the paper."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
     model, engine_model = (AutoModelForCausalLM.from_pretrained(BASE_MODEL).eval() for _ in range(2))  # eval: no dropout
@@ -207,7 +208,7 @@ def main(steps: int, seed: int) -> None:
         return mean(rewards)
 
     print(f"held-out reward {held_out_reward():.3f}")
-    begun_s, rng, pools = time.monotonic(), random.Random(seed), problem_pools(held_out=False)
+    started_s, rng, pools = time.monotonic(), random.Random(seed), problem_pools(held_out=False)
     waiting, ready, groups = list[Rollout](), list[Rollout](), list[list[Rollout]]()
     for version in range(steps):
         while len(ready) < BATCH_SIZE:  # the actor keeps every slot busy
@@ -224,13 +225,13 @@ def main(steps: int, seed: int) -> None:
                     rollout.advantage = rollout.reward - mean(member.reward for member in group)
                 ready += group
         batch, ready = ready[:BATCH_SIZE], ready[BATCH_SIZE:]
-        for settings in optimizer.param_groups:  # five steps of warm-up, then down to a tenth
+        for settings in optimizer.param_groups:  # five steps of warm-up, then linear decay to a tenth
             settings["lr"] = LEARNING_RATE * min((version + 1) / 6, 1 - 0.9 * max(0, version - 5) / max(1, steps - 6))
         loss, ess = train_step(model, optimizer, batch)
-        engine.update_weights(model.state_dict(), version + 1)  # sequences in progress go on with their next token
+        engine.update_weights(model.state_dict(), version + 1)  # sequences in progress continue with their next token
         lags = [version - sampled_by for rollout in batch for sampled_by in rollout.versions]
         print(
-            f"{time.monotonic() - begun_s:4.0f} s  step {version + 1:3d}  reward {mean(r.reward for r in batch):.3f}  "
+            f"{time.monotonic() - started_s:4.0f} s  step {version + 1:3d}  reward {mean(r.reward for r in batch):.3f}  "
             f"loss {loss:+.4f}  ESS {ess:.3f}  lag {mean(lags):.2f}, at most {max(lags)}"
         )
     print(f"held-out reward {held_out_reward():.3f}")

@@ -1,8 +1,8 @@
-"""The demo's task with a verdict that takes time, for `slow_judge.yaml`: what agents with tools and model judges do.
+"""The demo's task with a slow judge, for `slow_judge.yaml`. It imitates agents with tools and model judges.
 
-Tests that run, searches, pages that load and models that grade all take seconds, and some take many. A rollout that waits
-for one needs no slot of the engine. A pipeline gives the slot to another rollout; conventional RL has no other rollout once
-its round is started, and waits for the slowest verdict of the round.
+Tests, searches, web pages and grading models take seconds, sometimes many. A rollout that waits for one needs no engine
+slot. A pipeline gives the slot to another rollout. Conventional RL has no other rollout once its round is started, and
+waits for the slowest verdict of the round.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pipelinerl.types import Problem, Rollout
 
 
 class SlowJudge(Gcd):
-    """Verdicts take lognormal time: the median is `median_s`, the p99 exp(2.33 * sigma) times that.
+    """The judge's delay is lognormal: the median is `median_s`, the p99 exp(2.33 * sigma) times that.
 
-    A verdict's time depends on the seed, the problem and the attempt alone, so that runs of all schedules wait for the same.
-    `median_s` of 0: no delay, for evaluations.
+    The delay depends only on seed, problem and attempt, so that all schedules have the same delays. `median_s` of 0: no
+    delay, for evaluations.
     """
 
     def __init__(self, tokenizer: Tokenizer, seed: int, median_s: float = 1.0, sigma: float = 1.0) -> None:
@@ -37,7 +37,7 @@ class SlowJudge(Gcd):
         return rollout
 
     def delay_s(self, problem: Problem, attempt: str) -> float:
-        """Seconds until the verdict of an attempt, which the name of its request tells apart from others (`g12.a3.t0`)."""
+        """Seconds until the verdict of `attempt`, which is identified by its request id (`g12.a3.t0`)."""
         if self.median_s == 0:
             return 0.0
         return random.Random(f"{self.seed}/{problem.id}/{attempt}").lognormvariate(math.log(self.median_s), self.sigma)

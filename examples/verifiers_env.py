@@ -1,4 +1,4 @@
-"""An environment of the package `verifiers`, as it would be published: sums of products, with a calculator as a tool.
+"""An environment for the package `verifiers`, as it would be published: sums of products, with calculator tools.
 
 pip install 'pipelinerl[verifiers]'
 pipelinerl train examples/verifiers_env.yaml
@@ -25,7 +25,7 @@ def add(a: int, b: int) -> int:
 
 
 def load_environment(problems: int = 1000, largest: int = 99) -> vf.Environment:
-    rng = random.Random(0)  # the same rows each time it is loaded: every process of a run loads it
+    rng = random.Random(0)  # every process of a run must load the same rows
 
     def row() -> dict[str, str]:
         a, b, c, d = (rng.randint(2, largest) for _ in range(4))

@@ -1,15 +1,14 @@
-"""Makes the demo's base model: a tiny Llama that has read many worked gcd examples, of uneven quality.
+"""Make the demo's base model: a tiny Llama trained on worked gcd examples of mixed quality.
 
     python scripts/make_demo_base.py --out src/pipelinerl/assets/demo_base
 
-It learns the arithmetic from careful examples first, then imitates a population of demonstrators: some work
-to the end, some answer at once, some lose patience on the way, some slip. Each keeps to their manner within
-an example, so the model ends up knowing the right way and following it only some of the time. Reinforcement
-learning has to find out which manner pays. Held-out pairs are never a prompt here (though they can occur as
-an intermediate step).
+It first learns the arithmetic from careful examples, then imitates a population of demonstrators: some work
+to the end, some answer at once, some give up on the way, some make errors. Each example has one demonstrator, so
+the model learns the right way but follows it only some of the time. Reinforcement learning has to find out
+which behaviour is rewarded. Held-out pairs are never a prompt here (though they can occur as an intermediate step).
 
-The schedule counts steps, not seconds, and runs on one thread, so the same versions of the libraries on the
-same kind of machine give the same weights again.
+The schedule counts steps, not seconds, and runs on one thread, so the same library versions on the
+same kind of machine reproduce the weights.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ IGNORED_LABEL = -100
 Example = tuple[str, str]  # prompt, completion
 
 
-# demonstrators ---------------------------------------------------------
+# ---- demonstrators
 
 
 def finish_line(cells: list[tuple[int, int]], result: int) -> str:
@@ -49,10 +48,10 @@ def finish_line(cells: list[tuple[int, int]], result: int) -> str:
 
 
 def demonstrate(problem: GcdProblem, rng: random.Random, *, quit_chance: float = 0.0, slip_chance: float = 0.0) -> str:
-    """Works through `problem`; before each step may give up, and at each step may be off by one.
+    """Work through `problem`. `quit_chance`: of giving up before each step. `slip_chance`: of an error of one at each step.
 
-    Whoever gives up reports the larger number, which is always wrong: the smaller one would often be
-    right by luck.
+    A demonstrator that gives up reports the larger number, which is always wrong: the smaller one would often be
+    right by chance.
     """
     a, b = problem.a, problem.b
     cells: list[tuple[int, int]] = []
@@ -71,22 +70,22 @@ def careful(problem: GcdProblem, rng: random.Random) -> str:
 
 
 def hasty(problem: GcdProblem, rng: random.Random) -> str:
-    """Almost always answers at once."""
+    """Almost always answer at once."""
     return demonstrate(problem, rng, quit_chance=0.9)
 
 
 def impatient(problem: GcdProblem, rng: random.Random) -> str:
-    """Works properly but may lose patience at any step."""
+    """Work correctly but possibly give up at any step."""
     return demonstrate(problem, rng, quit_chance=0.28)
 
 
 def sloppy(problem: GcdProblem, rng: random.Random) -> str:
-    """Works to the end, with a slip now and then."""
+    """Work to the end, with occasional errors."""
     return demonstrate(problem, rng, slip_chance=0.2)
 
 
-# More than half of them guess at once, so that greedy decoding of the base fails as well: the right way is
-# there, but it is not the most likely one.
+# More than half of them guess at once, so that greedy decoding of the base model fails, too: it can solve
+# the task, but a solution is not its most likely answer.
 POPULATION: dict[Callable[[GcdProblem, random.Random], str], float] = {
     careful: 0.10,
     hasty: 0.62,
@@ -96,7 +95,7 @@ POPULATION: dict[Callable[[GcdProblem, random.Random], str], float] = {
 
 
 def careful_example(rng: random.Random, progress: float) -> Example:
-    """A careful example. Short problems first, and many long ones later: these are where errors add up."""
+    """A careful example. Problems are short at first; later many are long, because errors add up there."""
     longest = min(MAX_STEPS, 4 + int((MAX_STEPS - 4) * progress / 0.3))
     problem = draw_problem(rng, held_out=False, steps=rng.randint(1, longest) if rng.random() < 0.3 else None)
     if problem.steps > longest:
@@ -105,14 +104,14 @@ def careful_example(rng: random.Random, progress: float) -> Example:
 
 
 def population_example(rng: random.Random, _progress: float) -> Example:
-    """An example by a random demonstrator."""
+    """An example of a random demonstrator."""
     flat = rng.random() < 0.15
     problem = draw_problem(rng, held_out=False, steps=rng.randint(1, MAX_STEPS) if flat else None)
     (demonstrator,) = rng.choices(list(POPULATION), weights=list(POPULATION.values()))
     return prompt_text(problem), demonstrator(problem, rng)
 
 
-# tokenizer and model ---------------------------------------------------
+# ---- tokenizer and model
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -143,11 +142,11 @@ def make_model(layers: int, hidden: int, heads: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-# training --------------------------------------------------------------
+# ---- training
 
 
 def tensors_of(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded token ids, and the labels: the completion and the end mark, not the prompt."""
+    """Padded token ids, and labels for the completion and the end mark, not for the prompt."""
     width = max(len(prompt) + len(completion) for prompt, completion in examples) + 1
     ids = torch.full((len(examples), width), VOCABULARY[PAD])
     labels = torch.full((len(examples), width), IGNORED_LABEL)
@@ -159,7 +158,7 @@ def tensors_of(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batches_by_length(examples: list[Example], rng: random.Random, max_tokens: int) -> list[list[Example]]:
-    """Examples of similar length together, at most `max_tokens` a batch with padding, in random order."""
+    """Batches of examples of similar length, at most `max_tokens` each including padding, in random order."""
     batches: list[list[Example]] = [[]]
     for example in sorted(examples, key=lambda item: len(item[1])):
         if (len(batches[-1]) + 1) * (len(example[0]) + len(example[1]) + 1) > max_tokens:
@@ -180,7 +179,7 @@ def train(
     batch_tokens: int = 4096,
     pool_size: int = 1024,
 ) -> None:
-    """Next-token training by AdamW; the learning rate warms up over 50 steps, then falls along a cosine."""
+    """Next-token training with AdamW. The learning rate warms up over 50 steps, then follows a cosine."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=first_rate, betas=(0.9, 0.95), weight_decay=0.01)
     batches: list[list[Example]] = []
@@ -194,7 +193,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = min(1.0, (step + 1) / 50) * (last_rate + (first_rate - last_rate) * cosine)
         logits = model(input_ids=ids).logits[:, :-1]
-        # Not the mean over labels: that gives the tokens of short examples, batched together, more weight.
+        # Not the mean over labels: it would give the tokens of short examples, which are batched together, more weight.
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )

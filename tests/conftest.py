@@ -1,4 +1,4 @@
-"""What tests share: property tests draw the same examples every time (to explore: --hypothesis-profile=wild)."""
+"""Test settings: property tests draw the same examples every time (use --hypothesis-profile=wild to explore)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-# Models this small gain nothing by more threads than one, and tests may run side by side. Set before anything imports torch;
-# the processes that tests start inherit it.
+# Small models gain nothing from several threads, and tests may run in parallel. Must be set before anything imports torch;
+# processes started by tests inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("seeded", derandomize=True)
@@ -19,7 +19,7 @@ settings.load_profile("seeded")
 
 @pytest.fixture(scope="session")
 def one_recording_per_model() -> Iterator[None]:
-    """Engines of the same model share the recording of its operations from here on: see `tests/recordings.py`."""
+    """Engines of the same model share its exported graph from here on: see `tests/recordings.py`."""
     from tests import recordings  # imports torch
 
     with recordings.shared_recordings():

@@ -3,7 +3,7 @@
     import pipelinerl
     summary = pipelinerl.train(pipelinerl.load_config(None, ["--trainer.steps", "20"]))
 
-The engine by itself is `pipelinerl.engine.LocalEngine`.
+The engine can be used on its own: `pipelinerl.engine.LocalEngine`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["RunConfig", "__version__", "load_config", "train"]
 
 
 def train(config: RunConfig, *, resume: str | Path | None = None) -> dict[str, Any]:
-    """Run `config` to its end and return the contents of `summary.json` (see `pipelinerl.launch.run.train`)."""
+    """Run the training of `config` and return the contents of `summary.json` (see `pipelinerl.launch.run.train`)."""
     from pipelinerl import launch  # noqa: PLC0415 - loads torch
 
     return launch.train(config, resume=None if resume is None else Path(resume))

@@ -1,16 +1,16 @@
-"""Checkpoints: everything that the next optimizer step depends on, in one folder that is whole or not there.
+"""Checkpoints: everything that the next optimizer step depends on, in one folder that is written atomically.
 
     checkpoints/step_00000010/
         config.json, model.safetensors, tokenizer...   Hugging Face layout: AutoModelForCausalLM.from_pretrained(folder)
-        adapter/                                       of a run with `model.lora`: what was trained, in peft's layout
+        adapter/                                       for a run with `model.lora`: the trained adapter, in peft's layout
         optimizer.safetensors                          moments and step counts by parameter name
         state.json                                     version, RNG, positions, counters, size and checksum of each file
 
-A checkpoint is written into a hidden folder, made durable, and renamed. Whatever happens before the rename (a full disk,
-a kill) leaves the checkpoints that were there as they were. Nothing is pickled.
+A checkpoint is written into a hidden folder, synced to disk, and renamed. A failure before the rename (a full disk, a
+kill) leaves the existing checkpoints unchanged. Nothing is pickled.
 
-`weights/step_00000010/` (`save_weights`) is the same without what only a resume needs: no optimizer, no RNG, no fsync. It is
-cheap enough to be written often, for evaluations after the run.
+`weights/step_00000010/` (`save_weights`) omits what only a resume needs: no optimizer, no RNG, no fsync. It is cheap enough
+to be written often, for evaluations after the run.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ FORMAT = 1
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 WEIGHTS_FOLDER = "weights"
-"""Where in a run directory `save_weights` writes."""
+"""Folder in a run directory that `save_weights` writes to."""
 
-# A checkpoint that is being replaced by one of the same version is called `.old` for the moment between two renames.
+# A checkpoint that is replaced by one of the same version is named `.old` between the two renames.
 _NAME = re.compile(r"step_(\d{8,})(\.old)?")
 _HIDDEN = ".unfinished-"
 
@@ -53,10 +53,10 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds besides the model and the optimizer's moments.
+    """The contents of a checkpoint besides the model and the optimizer's moments.
 
-    `positions` and `counters` belong to whoever saved them: JSON-like values that come back as they were. `rng` is the
-    state of torch's generators by device, in base64; `files` are all others in the folder.
+    `positions` and `counters` are JSON-like values that are returned to the caller unchanged. `rng` is the state of
+    torch's generators by device, in base64. `files` lists all other files in the folder.
     """
 
     version: int
@@ -74,7 +74,7 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint on disk, read and verified. `path` is also the folder to load model and tokenizer from."""
+    """A verified checkpoint on disk. `path` is also the folder to load model and tokenizer from."""
 
     path: Path
     state: CheckpointState
@@ -87,7 +87,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         return tensors
 
     def restore_rng(self) -> None:
-        """Put torch's generators back. Those of a GPU that is not here are left out: there is nothing to put back."""
+        """Restore the state of torch's generators. Generators of GPUs that this machine does not have are skipped."""
         for device, encoded in self.state.rng.items():
             state = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.uint8)
             if device == "cpu":
@@ -97,7 +97,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def rng_state() -> dict[str, str]:
-    """The states of torch's generators on the CPU and on each GPU in use, for `save_checkpoint`."""
+    """The states of torch's generators, for `save_checkpoint`: the CPU's and, if CUDA is in use, each GPU's."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
@@ -119,9 +119,9 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/step_XXXXXXXX`, then delete all but the last `keep` checkpoints.
 
-    `model` and `tokenizer` write themselves, by `save_pretrained(folder)`.
+    `model` and `tokenizer` are written with their `save_pretrained(folder)`.
 
-    Raises CheckpointError when it can't be written (full disk, no permission); what was there before is still there.
+    Raises CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
     """
     state = CheckpointState(
         version=version,
@@ -135,14 +135,14 @@ def save_checkpoint(
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in optimizer.items()}, hidden / OPTIMIZER_FILE)
         _write_state(hidden, state)
         _sync_tree(hidden)
-    _forget(checkpoints(directory)[:-keep])
+    _delete(checkpoints(directory)[:-keep])
     return directory / _name(version)
 
 
 def save_weights(directory: Path, *, version: int, model: Any, tokenizer: Any) -> Path:
-    """Write `directory/step_XXXXXXXX`: model and tokenizer alone, to be evaluated. A crash of the machine may lose it.
+    """Write `directory/step_XXXXXXXX` with only model and tokenizer, for evaluation. A machine crash may lose it.
 
-    `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError when it can't be written.
+    `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError if it can't be written.
     """
     with _new_folder(directory, version) as hidden:
         _write_model(hidden, model, tokenizer)
@@ -152,7 +152,7 @@ def save_weights(directory: Path, *, version: int, model: Any, tokenizer: Any) -
 
 @contextmanager
 def _new_folder(directory: Path, version: int) -> Iterator[Path]:
-    """A hidden folder, which gets its name when all is written. Raises CheckpointError; then nothing is left of it."""
+    """A hidden folder that is renamed to its final name on success, and deleted on failure. Raises CheckpointError."""
     target = directory / _name(version)
     hidden = directory / f"{_HIDDEN}{target.name}-{secrets.token_hex(4)}"
     try:
@@ -176,7 +176,7 @@ def _write_model(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def _write_state(folder: Path, state: CheckpointState) -> None:
-    """Last of all: it has the checksums of all other files in the folder."""
+    """Must be called last: the file has the checksums of all other files in the folder."""
     files = {str(path.relative_to(folder)): _record(path) for path in _files(folder)}
     (folder / STATE_FILE).write_bytes(_encode(msgspec.structs.replace(state, files=files)))
 
@@ -186,23 +186,23 @@ def _name(version: int) -> str:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, oldest first. One that is being replaced counts if its successor is not there yet."""
+    """The checkpoints in `directory`, oldest first. An `.old` one is included if its replacement does not exist yet."""
     return list(_by_version(directory).values())
 
 
 def _by_version(directory: Path) -> dict[int, Path]:
-    """Version -> checkpoint, ascending; nothing if there is no such directory."""
+    """Version -> checkpoint, ascending; empty if the directory does not exist."""
     if not directory.is_dir():
         return {}
     found: dict[int, Path] = {}
-    for path in sorted(directory.iterdir(), reverse=True):  # `step_X.old` before `step_X`, which then takes its place
+    for path in sorted(directory.iterdir(), reverse=True):  # `step_X.old` comes before `step_X`, which overrides it
         if match := _NAME.fullmatch(path.name):
             found[int(match[1])] = path
     return dict(sorted(found.items()))
 
 
 def saved_versions(run_dir: Path) -> dict[int, Path]:
-    """Where the weights of each version that the run saved are, ascending: its checkpoints, and its copies of weights."""
+    """Version -> folder with its weights, ascending: the run's checkpoints and its `weights/` folders."""
     return dict(sorted((_by_version(run_dir / WEIGHTS_FOLDER) | _by_version(run_dir / "checkpoints")).items()))
 
 
@@ -213,9 +213,9 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's state and verify every file of it.
+    """Read a checkpoint's state and verify all of its files.
 
-    Raises CheckpointError naming the file that is missing, damaged, or of another format.
+    Raises CheckpointError naming the file that is missing, damaged, or in another format.
     """
     state = _read_state(path / STATE_FILE)
     for name, record in state.files.items():
@@ -226,7 +226,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if actual != record:
             raise CheckpointError(
                 f"checkpoint {path}: {name} is damaged ({actual.size} bytes, checksum {actual.checksum}; "
-                f"written were {record.size} bytes, checksum {record.checksum}){_ADVICE}"
+                f"expected {record.size} bytes, checksum {record.checksum}){_ADVICE}"
             )
     return Checkpoint(path, state)
 
@@ -235,7 +235,7 @@ _ADVICE = "; delete this checkpoint to resume from the one before"
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Delete what interrupted writes and deletions left in `directory`."""
+    """Delete the remains of interrupted writes and deletions in `directory`."""
     for path in directory.glob(_HIDDEN + "*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob("step_*.old"):
@@ -276,15 +276,15 @@ def _install(hidden: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; hidden first, so that a half deleted one is never taken for one."""
-    doomed = path.with_name(f"{_HIDDEN}{path.name}-{secrets.token_hex(4)}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Delete a checkpoint. It is renamed first, so that a partly deleted one is never read as a checkpoint."""
+    hidden = path.with_name(f"{_HIDDEN}{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers shows a progress bar for a file; the run has a view of its own."""
+    """Disables transformers' progress bars, which would disturb the run's own display."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -294,7 +294,7 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _forget(paths: Sequence[Path]) -> None:
+def _delete(paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             _remove(path)

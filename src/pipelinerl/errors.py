@@ -1,16 +1,16 @@
-"""One root exception. What a user can cause has its own class, and a message that says what to do about it."""
+"""Exceptions of the package. Errors that a user can cause have their own class and a message that names the fix."""
 
 from __future__ import annotations
 
 
 class PipelineRLError(Exception):
-    """Root of every error this package raises on purpose. `exit_status` is what the command line exits with."""
+    """Base class of the errors that this package raises. `exit_status` is the exit status of the command line."""
 
     exit_status = 1
 
 
 class UserError(PipelineRLError):
-    """Something in the user's hands is wrong: the message names it and the fix. Exit status 2, no traceback."""
+    """An error the user can fix: the message names the cause and the fix. Exit status 2, no traceback."""
 
     exit_status = 2
 
@@ -28,7 +28,7 @@ class ModelLoadError(UserError):
 
 
 class UnsupportedModelError(UserError):
-    """The embedded engine can't run this model correctly, so it does not run it."""
+    """The embedded engine refuses this model because it can't run it correctly."""
 
 
 class EnvironmentSetupError(UserError):
@@ -36,7 +36,7 @@ class EnvironmentSetupError(UserError):
 
 
 class RunDirectoryError(UserError):
-    """The run directory is in use, is not a run, or its contents do not fit together."""
+    """The run directory is in use, is not a run, or its contents are inconsistent."""
 
 
 class CheckpointError(PipelineRLError):
@@ -52,7 +52,7 @@ class PromptTooLongError(RequestError):
 
 
 class RolloutError(PipelineRLError):
-    """An environment returned something that is not a rollout of what the engine generated."""
+    """An environment returned an invalid rollout, or one that does not match what the engine generated."""
 
 
 class TooManyFailuresError(PipelineRLError):
@@ -60,33 +60,33 @@ class TooManyFailuresError(PipelineRLError):
 
 
 class WeightUpdateError(PipelineRLError):
-    """A weight update was not applied exactly: wrong layout, wrong checksum, or no answer in time."""
+    """A weight update was not applied exactly: wrong layout, wrong checksum, or no receipt in time."""
 
 
 class StreamError(PipelineRLError):
-    """A stream's files are damaged beyond a torn last record, or its Redis server is gone or has lost what was in it."""
+    """A stream's files are damaged (beyond a partial last record), or its Redis server is unreachable or has lost data."""
 
 
 class PolicyMismatchError(PipelineRLError):
-    """Engine and trainer disagree on log-probabilities of tokens sampled by the very weights being trained."""
+    """Engine and trainer disagree on the log-probs of tokens sampled with the same weights that are being trained."""
 
 
 class TrainingDivergedError(PipelineRLError):
-    """The loss, a gradient or a weight is not a finite number. Nothing of it was published."""
+    """The loss, a gradient or a weight is not finite. Such weights were not published."""
 
 
 class LogitsError(TrainingDivergedError):
-    """The logits of an engine are not finite numbers, so nothing can be sampled from them: its weights are broken."""
+    """An engine's logits are not finite, so no token can be sampled: its weights are broken."""
 
 
 class StalledError(PipelineRLError):
-    """Nothing moved for longer than the watchdog allows; the message says who waits on whom."""
+    """No progress for longer than the watchdog allows; the message says which stage waits for which."""
 
     exit_status = 3
 
 
 class StageDiedError(PipelineRLError):
-    """A process of the run ended before the run did."""
+    """A process of the run exited before the run ended."""
 
     exit_status = 4
 

@@ -1,6 +1,6 @@
-"""Files that are whole or not there: atomic replacement, append-only logs, and records shared between processes.
+"""Crash-safe files: atomic replacement, append-only logs, records shared between processes, and file locks.
 
-Errors are plain `OSError` and `ValueError`: who calls knows what the file means to the user.
+Errors are plain `OSError` and `ValueError`: only the caller can say what the file means to the user.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace the file at `path` by `data`, durably. Whoever opens it sees the old or the new contents, never a mix.
+    """Replace the contents of the file at `path`, durably. Readers see the old or the new contents, never a mix.
 
-    Raises OSError; the old file is then intact and no temporary file is left.
+    On OSError the old file is intact and no temporary file is left.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -43,7 +43,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable: creating, renaming and deleting files change the directory, not the file."""
+    """Make the entries of `directory` durable: creating, renaming or deleting a file changes the directory, not the file."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -52,7 +52,7 @@ def sync_directory(directory: Path) -> None:
 
 
 class AppendFile:
-    """An append-only file with one writer: each append is in the file as a whole, or not at all."""
+    """An append-only file with one writer. Each append is atomic: all of the data is written, or none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,14 +68,14 @@ class AppendFile:
         return self._fd < 0
 
     def alone(self) -> bool:
-        """Whether the file is as this writer left it."""
+        """Whether no other process has written to the file since this writer did."""
         return os.fstat(self._fd).st_size == self._size
 
     def append(self, data: bytes) -> None:
-        """Raises OSError (disk full, file too large); the file is then as it was before."""
+        """On OSError (disk full, file too large) the file is unchanged."""
         try:
             done = os.write(self._fd, data)
-            while done < len(data):  # A nearly full disk takes a part, and says why at the next call.
+            while done < len(data):  # A nearly full disk accepts a part; the next call raises.
                 done += os.write(self._fd, data[done:])
         except BaseException:
             self.truncate(self._size)
@@ -96,10 +96,10 @@ class AppendFile:
 
 
 class JsonLines:
-    """Writes records as JSON, one a line, each with one system call, so that a reader at any time sees whole lines.
+    """Writes records as JSON lines, each with one system call, so that readers only see complete lines.
 
-    One writer per file. Opening an existing file continues it; a torn last line (its writer was killed) is cut off.
-    Floats that JSON does not have (NaN, infinities) become null.
+    One writer per file. Opening an existing file appends to it and truncates a partial last line (its writer was killed).
+    NaN and infinities, which JSON lacks, become null.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,11 +108,11 @@ class JsonLines:
         self._encoder = msgspec.json.Encoder()
 
     def write(self, record: Any) -> None:
-        """Raises OSError when the record can't be written; no part of it is in the file then."""
+        """Raises OSError if the record can't be written; no part of it is then in the file."""
         self._file.append(self._encoder.encode(record) + b"\n")
 
     def alone(self) -> bool:
-        """Whether nobody else has written since; whoever has must be told apart from a torn line by opening it again."""
+        """Whether no other process has written since. If one has, reopen the file, which truncates a partial last line."""
         return self._file.alone()
 
     def close(self) -> None:
@@ -126,9 +126,9 @@ class JsonLines:
 
 
 def read_json_lines(path: Path, record_type: type[T]) -> list[T]:
-    """All whole lines of a file of JSON lines. A last line without its newline is being written, or torn: left out.
+    """All complete lines of a JSON lines file. A last line without a newline is still being written, or partial: skipped.
 
-    Raises OSError, and ValueError naming file and line for one that is not a `record_type`.
+    Raises OSError, and ValueError naming file and line for a line that is not a `record_type`.
     """
     decoder = msgspec.json.Decoder(record_type)
     records = []
@@ -138,7 +138,7 @@ def read_json_lines(path: Path, record_type: type[T]) -> list[T]:
                 break
             try:
                 records.append(decoder.decode(line))
-            except msgspec.DecodeError as error:  # ValidationError is one too
+            except msgspec.DecodeError as error:  # includes ValidationError
                 raise ValueError(f"{path}, line {number}: {error}") from error
     return records
 
@@ -158,11 +158,11 @@ def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:
 
 
 class SharedRecord:
-    """One record in memory that processes share, which is replaced as a whole.
+    """One record in memory shared between processes, replaced atomically.
 
-    Two slots, written in turn: the valid one with the higher sequence number counts. So a reader that comes in the middle
-    of a write, or after the writer was killed in the middle of one, gets the record before it. One writer at a time
-    (several if a lock takes care of that); readers need no lock.
+    There are two slots, written alternately; the valid one with the higher sequence number counts. A reader during a
+    write, or after the writer was killed during one, gets the previous record. There must be one writer at a time
+    (several writers need a lock); readers need no lock.
     """
 
     _HEADER = struct.Struct("=QII")  # sequence (0 = never written), payload bytes, CRC-32 of sequence and payload
@@ -170,19 +170,19 @@ class SharedRecord:
     _ATTEMPTS = 16
 
     def __init__(self, memory: mmap.mmap, offset: int, size: int) -> None:
-        """`size` bytes at `offset` of `memory` are the record's; they are all zero before the first write."""
+        """The record uses `size` bytes of `memory` at `offset`, which must be zero before the first write."""
         self._memory = memory
         self._slots = (offset, offset + size // 2)
         self.capacity = size // 2 - self._HEADER.size
 
     def sequence(self) -> int:
-        """How many times the record was written. About a microsecond; may run ahead of `read` during a write."""
+        """How many times the record was written. Takes about a microsecond; may be ahead of `read` during a write."""
         (first,) = self._SEQUENCE.unpack_from(self._memory, self._slots[0])
         (second,) = self._SEQUENCE.unpack_from(self._memory, self._slots[1])
         return int(first if first > second else second)
 
     def read(self) -> tuple[int, bytes] | None:
-        """Sequence number and payload, or None if there is none (or writes came too fast to catch one whole)."""
+        """Sequence number and payload; None if nothing was written, or writes were too frequent to read a complete one."""
         for _ in range(self._ATTEMPTS):
             headers = [(*self._HEADER.unpack_from(self._memory, slot), slot) for slot in self._slots]
             for sequence, length, checksum, slot in sorted(headers, reverse=True):
@@ -197,7 +197,7 @@ class SharedRecord:
         return None
 
     def write(self, payload: bytes) -> int:
-        """Replace the record; returns its sequence number. Raises ValueError if the payload is over `capacity`."""
+        """Replace the record; returns its sequence number. Raises ValueError if the payload exceeds `capacity`."""
         if len(payload) > self.capacity:
             raise ValueError(f"a record of {len(payload)} bytes does not fit into {self.capacity}")
         newest = self.read()
@@ -214,9 +214,9 @@ def _record_checksum(sequence: int, payload: bytes) -> int:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """Map the first `size` bytes of the file for reading and writing, in memory shared with all who map it.
+    """Map the first `size` bytes of the file for reading and writing, shared with all processes that map it.
 
-    The file is created, or grown with zeros, as needed. Raises OSError.
+    The file is created, or extended with zeros, as needed. Raises OSError.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -228,9 +228,9 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Grow the file to `size` bytes with storage behind them: writing to mapped memory without any kills the process.
+    """Grow the file to `size` bytes and allocate their storage: without it, a write to mapped memory kills the process.
 
-    Raises OSError when there is no room.
+    Raises OSError if there is no room.
     """
     before = os.fstat(fd).st_size
     os.ftruncate(fd, size)
@@ -239,22 +239,20 @@ def reserve(fd: int, size: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # what file systems say that can't reserve
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system can't reserve
             os.ftruncate(fd, before)
             raise
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# A lock between processes that its holder's death releases.
-
+# ---- locks between processes
 
 LOCK_TIMEOUT_S = 30.0
-"""The lock is held for microseconds. It stays held only if its holder is stopped (killed processes lose it)."""
+"""Holders need microseconds. A lock is held this long only if its holder is stopped (a killed process releases it)."""
 _POLL_S = 0.0002
 
 
 class FileLock:
-    """An exclusive lock on a file, which is created as needed. Each `FileLock` excludes all others, in this process too."""
+    """An exclusive lock on a file, which is created as needed. It also excludes other `FileLock`s of the same process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -262,7 +260,7 @@ class FileLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the others out. Raises TimeoutError if another holds it for too long. It can't be held twice."""
+        """Hold the lock. Raises TimeoutError if another holder keeps it too long. Not reentrant."""
         deadline_s = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
@@ -281,7 +279,7 @@ class FileLock:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Closing twice is fine."""
+        """Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,6 +1,6 @@
-"""The seams between stages. Stages never import each other: they meet here and in `types`.
+"""The interfaces between stages. Stages never import each other; they share only this module and `types`.
 
-Nothing here imports torch at run time; tensors appear in annotations only.
+Torch is imported for annotations only, never at run time.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Tokenizer(Protocol):
 
 
 class GenerationClient(Protocol):
-    """What an environment sees of the model: token ids in, a `Completion` with provenance out.
+    """An environment's access to the model: takes token ids, returns a `Completion` with log-probs and weight versions.
 
-    Each rollout gets a client of its own, which knows the run's sampling parameters, the model's stop tokens and the
-    rollout's seed. Cancelling the awaiting task cancels the request.
+    Each rollout gets its own client, with the run's sampling parameters, the model's stop tokens and the rollout's seed.
+    Cancelling the awaiting task cancels the request.
     """
 
     @property
@@ -50,46 +50,46 @@ class GenerationClient(Protocol):
 
     @property
     def sampling(self) -> SamplingParams:
-        """How tokens are sampled, but for what a call may ask for; `max_tokens` is the most that one gets."""
+        """The default sampling parameters. `max_tokens` is the upper limit for a call's own `max_tokens`."""
         ...
 
     @property
     def completions(self) -> Sequence[Completion]:
-        """All that this client produced so far; a stream that was left early is a completion of reason "cancelled"."""
+        """The completions so far. A stream that was left early is a completion with finish reason "cancelled"."""
         ...
 
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
-        """One completion. Raises PromptTooLongError at once when the prompt can't fit."""
+        """Generate one completion. Raises PromptTooLongError immediately if the prompt does not fit."""
         ...
 
     def stream(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> AsyncIterator[TokenEvent]:
-        """The same, token by token; leaving the loop early cancels the request."""
+        """Generate one completion token by token. Leaving the loop early cancels the request."""
         ...
 
 
 class Environment(Protocol):
-    """A source of problems and the judge of attempts at them.
+    """A source of problems that also scores attempts at them.
 
-    `problem` is a pure function of `index`: that is what lets a resumed run continue where it stopped.
+    `problem` is a pure function of `index`, so a resumed run can continue where it stopped.
     """
 
     def problem(self, index: int) -> Problem:
-        """The training problem number `index` (0, 1, 2, ... without end)."""
+        """Training problem number `index` (0, 1, 2, ... without end)."""
         ...
 
     def held_out(self, count: int) -> Sequence[Problem]:
-        """The first `count` problems of a fixed evaluation set that training never sees (fewer if there are fewer)."""
+        """The first `count` problems of a fixed evaluation set that training never uses, or all if there are fewer."""
         ...
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        """One attempt: call the client as often as needed, return its turns in order and a finite reward."""
+        """One attempt: calls the client as often as needed and returns the turns in order with a finite reward."""
         ...
 
 
 class StepOutput(NamedTuple):
-    """What one engine step produced: new tokens of the requests that stream, and the requests that ended with it.
+    """What one engine step produced: new tokens of streaming requests, and the requests that finished.
 
-    `failed`: those that can't be served, though `submit` took them, each with the reason.
+    `failed`: request ids, each with the reason, that `submit` accepted but that can't be served.
     """
 
     tokens: Sequence[TokenEvent]
@@ -98,7 +98,7 @@ class StepOutput(NamedTuple):
 
 
 class Engine(Protocol):
-    """Keeps up to H sequences in progress and advances all of them by one token a step."""
+    """Keeps up to H sequences in progress and advances each by one token per step."""
 
     @property
     def version(self) -> int: ...
@@ -111,7 +111,7 @@ class Engine(Protocol):
 
     @property
     def copies(self) -> int:
-        """Copies of the model, each with weights of its own to be updated."""
+        """Number of model replicas; each has its own weights."""
         ...
 
     def progress(self) -> EngineProgress:
@@ -119,24 +119,24 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises RequestError, for this request alone, if it can never be served."""
+        """Queue a request. Raises RequestError if it can never be served; other requests are not affected."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Free the request's slot at the next token boundary; its completion ends with reason "cancelled"."""
+        """Free the request's slot at the next token boundary; its completion has finish reason "cancelled"."""
         ...
 
     def step(self) -> StepOutput:
-        """One token boundary and one decode step. Does nothing when there is nothing in progress or queued."""
+        """One token boundary and one decode step. Does nothing if no request is in progress or queued."""
         ...
 
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
-        """Take new weights now, between two decode steps: all of them, or none (then the receipt has an error)."""
+        """Apply new weights between two decode steps: all of them, or none (then the receipt has an error)."""
         ...
 
 
 class StreamStats(NamedTuple):
-    """Counts over the life of the stream. pending = written - dropped - taken."""
+    """Counts over the lifetime of the stream: pending = written - dropped - taken."""
 
     written: int
     taken: int
@@ -149,9 +149,9 @@ class StreamStats(NamedTuple):
 
 class StreamWriter(Protocol[ItemIn_contra]):
     def try_write(self, item: ItemIn_contra, encoded: bytes | None = None) -> bool:
-        """Append one item. False when the stream is full and set to block (nothing was written then).
+        """Append one item. Returns False, and writes nothing, if the stream is full and configured to block.
 
-        `encoded`: the item as JSON, if the caller has it already.
+        `encoded`: the item as JSON, if the caller has already encoded it.
         """
         ...
 
@@ -162,11 +162,11 @@ class StreamWriter(Protocol[ItemIn_contra]):
 
 class StreamReader(Protocol[ItemOut_co]):
     def read(self, limit: int) -> Sequence[tuple[int, ItemOut_co]]:
-        """Take up to `limit` items that are there now, oldest first, each with its offset. Never waits."""
+        """Take up to `limit` of the available items, oldest first, each with its offset. Never waits."""
         ...
 
     def commit(self, offset: int) -> None:
-        """Everything before `offset` is dealt with for good: a reader opened later starts there, disk is reclaimed."""
+        """Mark everything before `offset` as processed: a later reader starts there, and disk space is reclaimed."""
         ...
 
     def stats(self) -> StreamStats: ...
@@ -175,10 +175,10 @@ class StreamReader(Protocol[ItemOut_co]):
 
 
 class WeightUpdate(NamedTuple):
-    """A whole set of weights: parameter name -> tensor, with the checksum its sender computed over them.
+    """A complete set of weights, parameter name -> tensor, with the checksum that the sender computed over them.
 
-    The tensors are read-only views of the transport's memory, good until the receipt is given. There are none if the
-    engine's servers receive them from the trainer by themselves.
+    The tensors are read-only views of the transport's memory, valid until the update is acknowledged. `tensors` is empty
+    if the engine's servers receive the weights directly from the trainer.
     """
 
     version: int
@@ -188,14 +188,14 @@ class WeightUpdate(NamedTuple):
 
 class WeightSender(Protocol):
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Hand the weights over and return their checksum. Returns as soon as they are copied.
+        """Publish the weights and return their checksum, as soon as they are copied.
 
-        Raises WeightUpdateError if an engine did not acknowledge the update before this one within the bound.
+        Raises WeightUpdateError if an engine did not acknowledge the previous update within the time limit.
         """
         ...
 
     def receipts(self) -> Sequence[UpdateReceipt]:
-        """Receipts that came since the last call. Raises WeightUpdateError on a checksum that differs or an error."""
+        """Receipts since the last call. Raises WeightUpdateError if one has another checksum or an error."""
         ...
 
     def close(self) -> None: ...
@@ -203,11 +203,11 @@ class WeightSender(Protocol):
 
 class WeightReceiver(Protocol):
     def offered(self) -> int | None:
-        """The version of the update that `poll` would give, or None. Cheap: called at every token boundary."""
+        """The version of the update that `poll` would return, or None. Cheap: called at every token boundary."""
         ...
 
     def poll(self) -> WeightUpdate | None:
-        """The newest update that is whole and not yet taken, or None. Whoever takes it acknowledges it."""
+        """The newest complete update that was not polled yet, or None. The caller must acknowledge it."""
         ...
 
     def acknowledge(self, receipt: UpdateReceipt) -> None: ...
@@ -216,7 +216,7 @@ class WeightReceiver(Protocol):
 
 
 class Board(Protocol):
-    """Where every stage says what it does and waits for; anyone may look. Survives the death of the stage."""
+    """The status board: each stage publishes its status, any process may read it. It outlives the stages."""
 
     def publish(self, status: StageStatus) -> None: ...
 
@@ -226,9 +226,9 @@ class Board(Protocol):
 
 
 class Verdict(NamedTuple):
-    """A schedule's answer: whether a stage may go on and, if not, what it waits for.
+    """A schedule's decision: whether a stage may proceed and, if not, what it waits for.
 
-    `waiting_for` is for people, `waits_for` names the stages that can end the wait (as in `StageStatus`).
+    `waiting_for` is for human readers; `waits_for` names the stages that can end the wait (as in `StageStatus`).
     """
 
     allowed: bool
@@ -237,12 +237,13 @@ class Verdict(NamedTuple):
 
 
 class PipelineState(NamedTuple):
-    """What admission looks at: rollouts that were started, by any engine, and are neither trained nor dropped yet.
+    """The input to admission: counts and versions of outstanding rollouts, over all engines.
 
-    `outstanding` counts all of them, `handed_over` those that are in the stream or with the trainer. The others are in
-    progress: `oldest_in_progress` is the lowest version that any of them was started with (`engine_version` if there are
-    none). `newest_version` is the newest that any engine has taken. `own` counts the rollouts that the asking engine has in
-    progress; there are `processes` engines.
+    `outstanding` counts the rollouts that were started and are neither trained on nor dropped yet. `handed_over` of them
+    are in the stream or with the trainer; the others are in progress. `oldest_in_progress` is the lowest version that a
+    rollout in progress was started with (`engine_version` if there are none). `newest_version` is the newest version that
+    any engine has applied. `own` counts the rollouts in progress on the requesting engine; there are `processes` engines.
+    `latency`: optimizer steps from the start of a group to its hand-over, a running mean; None before the first one.
     """
 
     engine_version: int
@@ -253,49 +254,51 @@ class PipelineState(NamedTuple):
     newest_version: int = 0
     own: int = 0
     processes: int = 1
+    latency: float | None = None
 
 
 class Schedule(Protocol):
-    """Who may go on when: the only place where pipeline, conventional and asynchronous RL differ."""
+    """Decides which stage may proceed: the difference between pipeline, conventional and asynchronous RL."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def too_old_reason(self) -> str:
-        """The reason under which rollouts older than `oldest_trained` are dropped."""
+        """The drop reason for rollouts older than `oldest_trained`."""
         ...
 
     def oldest_trained(self, version: int) -> int:
-        """The lowest version whose tokens may be trained on by the trainer at `version`."""
+        """The lowest version of tokens that the trainer may train on at `version`."""
         ...
 
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
-        """May the actor start `rollouts` more now?"""
+        """Whether the actor may start `rollouts` more rollouts now."""
         ...
 
     def may_take_weights(self, in_progress: int) -> Verdict:
-        """May an engine take new weights at this token boundary?
+        """Whether an engine may apply new weights at this token boundary.
 
-        `in_progress` counts the rollouts that were started with older weights, by any engine, and are not in the stream.
+        `in_progress` counts the rollouts, over all engines, that were started with older weights and are not yet in the
+        stream.
         """
         ...
 
     def may_train(self, version: int, queued: int) -> Verdict:
-        """May the trainer, at `version`, with `queued` samples at hand, take its next optimizer step?"""
+        """Whether the trainer, at `version` with `queued` samples, may take its next optimizer step."""
         ...
 
     def publishes(self, version: int) -> bool:
-        """Are the weights of `version` handed to the engines?"""
+        """Whether the weights of `version` are published to the engines."""
         ...
 
     def trains_in_rounds(self) -> bool:
-        """True when the samples of several steps are there before the first: batches are then in order of problems.
+        """True if the samples of several steps are available before the first step; batches are then in problem order.
 
-        In order of completion the first batch of each round would hold its short rollouts, and the last its long ones.
+        In completion order, the first batch of a round would hold its short rollouts and the last its long ones.
         """
         ...
 
     def takes_turns(self) -> bool:
-        """True when generation and training never overlap, so that each phase may have the whole machine."""
+        """True if generation and training never overlap, so that each phase can use the whole machine."""
         ...

@@ -1,4 +1,4 @@
-"""Which group indices have been dealt with: a set of numbers that is nearly all of 0 .. n, kept in little space."""
+"""A compact set of the group indices that were processed: nearly all of 0 .. n."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class LedgerRecord(msgspec.Struct, frozen=True):
-    """A ledger as a checkpoint stores it: every index under `below`, and those of `extras` (ascending, all above it)."""
+    """A ledger as a checkpoint stores it: all indices under `below`, and `extras` (ascending, all above `below`)."""
 
     below: int = 0
     extras: tuple[int, ...] = ()
@@ -17,7 +17,7 @@ class LedgerRecord(msgspec.Struct, frozen=True):
 class GroupLedger:
     """A set of group indices (0, 1, 2, ...) that only grows.
 
-    Groups finish nearly in the order in which they were started, so all but the last few are under a low-water mark.
+    Groups finish nearly in the order in which they were started, so all but the last few are below a low-water mark.
     """
 
     def __init__(self, indices: Iterable[int] = ()) -> None:
@@ -27,9 +27,9 @@ class GroupLedger:
             self.add(index)
 
     def add(self, index: int) -> None:
-        """Adding an index again changes nothing. Raises ValueError for a negative one."""
+        """Idempotent. Raises ValueError for a negative index."""
         if index < 0:
-            raise ValueError(f"a group index is not negative: {index}")
+            raise ValueError(f"a group index can't be negative: {index}")
         if index < self._below:
             return
         self._extras.add(index)
@@ -44,7 +44,7 @@ class GroupLedger:
         return self._below + len(self._extras)
 
     def missing_from(self, start: int = 0) -> Iterator[int]:
-        """The indices >= start (and >= 0) that are not in the ledger when their turn comes, ascending, without end."""
+        """Endless ascending indices >= start (and >= 0) that are not in the ledger at the time they are yielded."""
         index = max(start, 0)
         while True:
             index = max(index, self._below)
@@ -57,7 +57,7 @@ class GroupLedger:
 
     @classmethod
     def from_record(cls, record: LedgerRecord) -> GroupLedger:
-        """Raises ValueError for a record that no ledger writes."""
+        """Raises ValueError for an inconsistent record."""
         if record.below < 0 or any(index <= record.below for index in record.extras):
             raise ValueError(f"not a ledger: below {record.below}, extras {list(record.extras)[:10]}")
         ledger = cls()

@@ -1,4 +1,4 @@
-"""The three methods as one policy object each. Pure decisions: no I/O, no tensors, no clock."""
+"""The three schedules: pipeline, conventional and asynchronous RL. Pure decisions: no I/O, no tensors, no clock."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from pipelinerl.interfaces import PipelineState, Schedule, Verdict
 from pipelinerl.types import ACTOR, TRAINER
 
 ALLOWED = Verdict(True)
+LATENCY_MARGIN = 1.5
+"""More rollouts are in progress than Little's law asks for, because latencies vary."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """PipelineRL (Algorithm 2): everything at once, weights in flight after every optimizer step.
+    """PipelineRL (Algorithm 2): generation and training run concurrently, with a weight update after every optimizer step.
 
-    `max_lag` bounds lag without dropping. The trainer takes rollouts in stream order, so what is in the stream can't be
-    overtaken: its place, and so its lag, is fixed. Only rollouts *in progress* can be overtaken, at worst by all the others.
-    With v the trainer's version, N all outstanding rollouts and K those of the new group, a group is admitted if
+    `max_lag` bounds lag without dropping. The trainer takes rollouts in stream order, so a rollout in the stream can't be
+    overtaken: its position, and so its lag, is fixed. Only rollouts *in progress* can be overtaken, at worst by all others.
+    With v the trainer's version, N the number of outstanding rollouts and K that of the new group, a group is admitted if
 
         v + ceil((N + K) / B) - 1 - (oldest version in progress, or the engine's) <= max_lag
 
-    This keeps the bound for every rollout in progress: a step raises v by one and lowers N by B, a hand-over fixes a place
-    that is at most N, and weight updates only make later tokens newer. A trainer that is short of a batch (N < B) is always
-    fed. If B is no multiple of K, this can exceed the bound by one step; such rollouts are dropped where batches are made.
+    This keeps the bound for every rollout in progress: a step raises v by one and lowers N by B, writing a group to the
+    stream fixes its position at N or less, and weight updates only make later tokens newer. A group is always admitted
+    while the trainer has less than a batch (N < B). If B is not a multiple of K, this can exceed the bound by one step;
+    such rollouts are dropped when batches are formed.
 
-    `stock` limits the finished rollouts that wait for the trainer or are in its current step: more of them would only age.
+    `stock` limits what waits for the trainer, as it would only get older: no group is admitted while as many finished
+    rollouts are in the stream or in the trainer's current step. Where groups take `latency` steps, the trainer consumes
+    B * latency rollouts before a new one is there (Little's law). So no group is admitted either while more than
+    stock + 1.5 * B * latency rollouts are outstanding. If generation is the slower side, neither limit is reached.
     """
 
     batch_size: int
@@ -40,10 +46,9 @@ class PipelineSchedule:
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         if state.outstanding < self.batch_size:
             return ALLOWED
-        if self.stock is not None and state.handed_over >= self.stock:
-            return Verdict(
-                False, f"the trainer (version {state.trainer_version}): {state.handed_over} rollouts are ready", (TRAINER,)
-            )
+        if self.stock is not None and self._has_enough(state, self.stock):
+            counts = f"{state.outstanding} rollouts are outstanding, {state.handed_over} of them ready"
+            return Verdict(False, f"the trainer (version {state.trainer_version}): {counts}", (TRAINER,))
         if self.max_lag is None:
             return ALLOWED
         steps_ahead = -(-(state.outstanding + rollouts) // self.batch_size) - 1
@@ -56,6 +61,11 @@ class PipelineSchedule:
             f"more group the oldest in progress could reach lag {worst_lag} > max_lag {self.max_lag}",
             (TRAINER,),
         )
+
+    def _has_enough(self, state: PipelineState, stock: int) -> bool:
+        if state.handed_over >= stock or state.latency is None:
+            return state.handed_over >= stock
+        return state.outstanding >= stock + LATENCY_MARGIN * self.batch_size * state.latency
 
     def may_take_weights(self, in_progress: int) -> Verdict:
         return ALLOWED
@@ -75,10 +85,11 @@ class PipelineSchedule:
 
 @dataclass(frozen=True)
 class ConventionalSchedule:
-    """Conventional RL (Algorithm 1): B*G rollouts with frozen weights, then G optimizer steps, in turn.
+    """Conventional RL (Algorithm 1): B*G rollouts with frozen weights, then G optimizer steps, alternately.
 
-    A round that loses rollouts starts whole groups in their place. What is left over when the round ends is dropped
-    (`round_surplus`), so that lag is at most G - 1. A resumed run may begin in the middle of a round: that round is shorter.
+    If rollouts of a round are dropped, whole groups are started to replace them. Rollouts left over at the end of the
+    round are dropped (`round_surplus`), so lag is at most G - 1. A resumed run may begin within a round, which is then
+    shorter.
     """
 
     batch_size: int
@@ -95,7 +106,7 @@ class ConventionalSchedule:
             return Verdict(
                 False, f"the round's weights (version {round_start}); the engine has {state.engine_version}", (TRAINER,)
             )
-        # What the rest of the round still needs: exactly the outstanding rollouts, unless some were dropped.
+        # Rollouts that the rest of the round needs: as many as are outstanding, unless some were dropped.
         needed = self.batch_size * (round_start + self.steps_per_round - state.trainer_version)
         if state.outstanding >= needed:
             return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
@@ -119,10 +130,10 @@ class ConventionalSchedule:
 
 @dataclass(frozen=True)
 class AsyncSchedule:
-    """Asynchronous RL: rollouts for the next G steps are generated while the trainer works on the last ones.
+    """Asynchronous RL: rollouts for the next G steps are generated while the trainer processes those of the last round.
 
-    Weights change only between rounds, when nothing is in progress. Lag is at most 2G - 1: what a round leaves over is
-    dropped, as in `ConventionalSchedule`.
+    Weights change only between rounds, when no rollout is in progress. Rollouts left over at the end of a round are
+    dropped, as in `ConventionalSchedule`, so lag is at most 2G - 1.
     """
 
     batch_size: int
@@ -136,9 +147,11 @@ class AsyncSchedule:
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         if state.engine_version < state.newest_version:
             return Verdict(
-                False, f"the round's weights (version {state.newest_version}); it has {state.engine_version}", (TRAINER,)
+                False,
+                f"the round's weights (version {state.newest_version}); the engine has {state.engine_version}",
+                (TRAINER,),
             )
-        # With the weights of round r in the engine, the rollouts of round r (being trained on) and r + 1 may be outstanding.
+        # While the engine has the weights of round r, rollouts of rounds r (being trained on) and r + 1 may be outstanding.
         rounds_end = (state.engine_version // self.steps_per_round + 2) * self.steps_per_round
         if state.outstanding >= self.batch_size * (rounds_end - state.trainer_version):
             return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
@@ -162,12 +175,14 @@ class AsyncSchedule:
 
 def _enough(queued: int, needed: int) -> Verdict:
     return (
-        ALLOWED if queued >= needed else Verdict(False, f"samples from the actor: {queued} of {needed} are here", (ACTOR,))
+        ALLOWED
+        if queued >= needed
+        else Verdict(False, f"samples from the actor: {queued} of {needed} have arrived", (ACTOR,))
     )
 
 
 def _within_share(state: PipelineState, round_size: int) -> Verdict:
-    """Of several engines, none has more than its share of a round in progress: else the first takes all, and others idle."""
+    """Limits each engine to its share of a round: otherwise the first would take all rollouts and the others idle."""
     if state.processes == 1 or state.own < -(-round_size // state.processes):
         return ALLOWED
     return Verdict(False, "the other engines to start the rest of the round", (ACTOR,))
@@ -180,12 +195,12 @@ def _drained(in_progress: int) -> Verdict:
 
 
 def make_schedule(config: RunConfig) -> Schedule:
-    """The schedule a run file asks for."""
+    """The schedule that the run file configures."""
     kind, batch, rounds = config.schedule.kind, config.trainer.batch_size, config.schedule.steps_per_round
     if kind == "conventional":
         return ConventionalSchedule(batch, rounds)
     if kind == "async":
         return AsyncSchedule(batch, rounds)
-    # A stream whose capacity was set, or that replaces old groups, limits the stock by itself.
-    keeps_little = config.stream.capacity is None and config.stream.when_full == "block"
-    return PipelineSchedule(batch, config.schedule.max_lag, stock=2 * batch if keeps_little else None)
+    # A stream with a configured capacity, or one that drops old groups when full, limits the stock itself.
+    needs_limit = config.stream.capacity is None and config.stream.when_full == "block"
+    return PipelineSchedule(batch, config.schedule.max_lag, stock=2 * batch if needs_limit else None)

@@ -1,7 +1,7 @@
-"""The vocabulary: what flows through the pipeline, as plain frozen records.
+"""The records that the stages of the pipeline exchange: problems, rollouts, samples, statuses.
 
-Every record is a `msgspec.Struct`: it encodes to readable JSON and decodes with its types checked, so that nothing that
-crosses a process boundary or is read from a file is ever executed. No torch here.
+Every record is a frozen `msgspec.Struct`. It encodes to readable JSON and decodes with its types checked, so data from
+another process or a file is never executed. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One task to attempt. `payload` is the environment's own JSON-like data; nobody else reads it."""
+    """One task to attempt. `payload` is JSON-like data that only the environment interprets."""
 
     id: str
     payload: dict[str, Any]
@@ -48,7 +48,7 @@ def spans_from_versions(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
 
 
 def versions_from_spans(spans: Sequence[VersionSpan], length: int) -> list[int]:
-    """The version of each of `length` tokens. Raises ValueError unless the spans cover them exactly, in order."""
+    """The version of each of `length` tokens. Raises ValueError unless the spans cover the tokens exactly, in order."""
     edges = [0, *(span.end for span in spans)]
     starts = [span.start for span in spans]
     if starts != edges[:-1] or edges[-1] != length or any(a >= b for a, b in pairwise(edges)):
@@ -59,8 +59,8 @@ def versions_from_spans(spans: Sequence[VersionSpan], length: int) -> list[int]:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled.
 
-    `temperature` 0 means greedy. `top_k` 0 and `top_p` 1.0 mean no truncation. `seed` None lets the engine derive one
-    from the request id; the same (seed, prompt, weights) gives the same tokens whatever else shares the batch.
+    `temperature` 0 means greedy. `top_k` 0 and `top_p` 1.0 mean no truncation. If `seed` is None, the engine derives one
+    from the request id. The same (seed, prompt, weights) gives the same tokens, independently of the rest of the batch.
     """
 
     max_tokens: int
@@ -72,9 +72,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is asked for. With `stream`, every step also reports the request's new token.
+    """One request to an engine. With `stream`, every step also reports the request's new token.
 
-    `copy` says which of the engine's copies of the model is to answer; None: any.
+    `copy` is the index of the model replica that must serve the request; None: any.
     """
 
     id: str
@@ -85,7 +85,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
-    """One sampled token, as streamed: its position in the completion, id, log-prob and weight version."""
+    """One streamed token: its position in the completion, id, log-prob and weight version."""
 
     request_id: str
     index: int
@@ -97,11 +97,12 @@ class TokenEvent(msgspec.Struct, frozen=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine returns for one request.
 
-    `logprobs[i]` is the log-probability of `token_ids[i]` under the very distribution it was sampled from (after
-    temperature and truncation), by the weights that `weight_versions` names. `prompt_versions` says which weights computed
-    the prompt's KV entries that the completion's last token was sampled with: several spans only if an update arrived
-    between two chunks of a long prompt, and after an update that recomputed the entries the version of that. A stop token
-    that ended the completion is its last token.
+    `token_ids` ends with the stop token, if one ended the completion.
+    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was sampled from: after temperature
+    and truncation, with the weights given by `weight_versions`.
+    `prompt_versions` are the versions of the weights that computed the prompt's KV entries, as used for the last token.
+    They have several spans only if an update arrived between two prefill chunks of a long prompt. After an update that
+    recomputed the KV cache they are one span of the new version.
     """
 
     request_id: str
@@ -113,7 +114,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of the model within a rollout: the exact ids that went in, and what came out (`text` is for readers)."""
+    """One model call within a rollout: the exact prompt ids and the completion (`text` is for human readers)."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
@@ -121,7 +122,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt at a problem, as an environment returns it. The actor fills in the identities."""
+    """One attempt at a problem, as an environment returns it. The actor fills in `id` and `attempt`."""
 
     turns: tuple[Turn, ...]
     reward: float
@@ -131,10 +132,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The K attempts at one problem, finished and scored: the unit that streams from the actor to the preprocessor.
+    """The K finished and scored attempts at one problem: the unit that the actor writes to the stream.
 
-    `index` numbers groups in the order they were started and is never used twice in a run, resumes included.
-    `started` counts all attempts, `dropped` those that failed, by reason; `rollouts` holds the others.
+    `index` numbers groups in the order in which they were started. An index is never reused within a run, even after a
+    resume. `started` counts all attempts, `dropped` the failed ones by reason; `rollouts` holds the others.
     """
 
     index: int
@@ -146,7 +147,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """One token sequence; `sampled` are the half-open ranges of positions that the model produced, in order."""
+    """One token sequence. `sampled`: the half-open ranges of positions that the model produced, in order."""
 
     token_ids: tuple[int, ...]
     sampled: tuple[tuple[int, int], ...]
@@ -157,12 +158,12 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout, prepared for training. Sampled tokens are trained on, the others are context.
+    """One rollout, prepared for training. Sampled tokens are trained on; the others are context.
 
-    Usually a single segment, however many turns; a new one begins only where a turn's prompt does not continue the ids
-    before it. `behaviour_logprobs`, `versions` and (when a KL coefficient is set) `reference_logprobs` have one entry per
-    sampled token, over all segments in order. `finished` is False when the last completion was cut at its token limit.
-    `metrics` are the rollout's.
+    A rollout of several turns is usually one segment. A new segment begins only where a turn's prompt does not continue
+    the preceding ids. `behaviour_logprobs`, `versions` and (when a KL coefficient is set) `reference_logprobs` have one
+    entry per sampled token, over all segments in order. `finished` is False if the last completion was cut at its token
+    limit. `metrics` are those of the rollout.
     """
 
     id: str
@@ -182,12 +183,12 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def length(self) -> int:
-        """Tokens of all segments together, context included."""
+        """Tokens of all segments, context included."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
 
 class UpdateReceipt(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's answer to a weight update: what it holds now (checksum recomputed from its own parameters)."""
+    """An engine's acknowledgement of a weight update. `checksum` is recomputed from the engine's own parameters."""
 
     engine: str
     version: int
@@ -204,7 +205,7 @@ ENGINE, ACTOR, PREPROCESSOR, TRAINER = "engine", "actor", "preprocessor", "train
 
 
 class ProbeReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine computed for the trainer's fixed prompt with the weights of `version`: one token's log-prob."""
+    """Weight canary: the log-prob of one token that an engine computed for the trainer's fixed prompt at `version`."""
 
     engine: str
     version: int
@@ -213,7 +214,11 @@ class ProbeReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
-    """`busy_s` of the `ready_s` seconds since the engine was ready were spent in steps; `pauses_s` of the latest updates."""
+    """Counts since the engine was made.
+
+    `ready_s` is the time since the engine became ready, of which it spent `busy_s` in steps and weight updates.
+    `pauses_s` are the pauses for the latest weight updates.
+    """
 
     version: int = 0
     slots: int = 0
@@ -229,12 +234,13 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
 
 
 class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
-    """Counts of rollouts. started = handed_over + sum(dropped) + in_progress (finished attempts of an open group are in
-    progress until their group is handed to the stream).
+    """Counts of rollouts: started = handed_over + sum(dropped) + in_progress.
 
-    `rollouts_cut`, of those handed over, ended at their token limit. `dropped_tokens` were sampled for those that were
-    dropped, by the same reasons. `started_length_mean` is the mean of sampled tokens over the latest `started_lengths`
-    attempts in order of start, of groups before the oldest open one."""
+    Rollouts are handed over when their group is written to the stream. Until then, finished attempts of an open group
+    count as in progress. `rollouts_cut` counts the handed-over rollouts that ended at their token limit. `dropped_tokens`
+    are the tokens sampled for dropped rollouts, by the same reasons. `started_length_mean` is the mean number of sampled
+    tokens of the latest `started_lengths` attempts in order of start, in groups before the oldest open one.
+    """
 
     groups_started: int = 0
     rollouts_started: int = 0
@@ -251,11 +257,11 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
 
 
 class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
-    """Counts of rollouts over the whole run, resumed parts included. Those in the stream are nobody's yet.
+    """Counts of rollouts over the whole run, including the parts before a resume.
 
-    `probe_ids` is the prompt of the weight probe: see `ProbeReading`.
-
-    `queued` are with the trainer, `dropped` (by reason) were dropped there: the actor's own drops are not among them.
+    `queued` rollouts are in the trainer's queue; `dropped` counts those that the trainer dropped, by reason. Rollouts in
+    the stream and rollouts that the actor dropped are not counted. `probe_ids` is the prompt of the weight canary (see
+    `ProbeReading`).
     """
 
     version: int = 0
@@ -279,8 +285,8 @@ Progress = EngineProgress | ActorProgress | TrainerProgress
 class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one stage: what it does or waits for, and since when (seconds of `time.monotonic`).
 
-    `waits_for` names the stages that can end its wait; `actor` stands for all of `actor-0`, `actor-1`, ...
-    `detail` says the same for people.
+    `waits_for` names the stages that can end the wait; `actor` stands for all of `actor-0`, `actor-1`, ...
+    `detail` describes the same for human readers.
     """
 
     stage: str

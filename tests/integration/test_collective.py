@@ -93,10 +93,10 @@ def test_three_engines_get_every_version_exactly(run: Run) -> None:
 @pytest.mark.parametrize(
     ("end", "when", "complaint"),
     [
-        ("SIGKILL", "between", "engine number 0 (engine-0) is gone: its process ended without a word"),
-        ("SIGKILL", "middle", "engine number 0 (engine-0) is gone: its process ended without a word"),
-        ("SIGSTOP", "between", "engine number 0 (engine-0) was not heard of for 3 s"),
-        ("SIGSTOP", "middle", "engine number 0 (engine-0) was not heard of for 3 s"),
+        ("SIGKILL", "between", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
+        ("SIGKILL", "middle", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
+        ("SIGSTOP", "between", "engine number 0 (engine-0) sent nothing for 3 s"),
+        ("SIGSTOP", "middle", "engine number 0 (engine-0) sent nothing for 3 s"),
     ],
 )
 def test_an_engine_that_dies_or_stops_is_named_and_nobody_hangs(run: Run, end: str, when: str, complaint: str) -> None:
@@ -113,8 +113,8 @@ def test_an_engine_that_dies_or_stops_is_named_and_nobody_hangs(run: Run, end: s
 @pytest.mark.parametrize(
     ("end", "complaint"),
     [
-        ("SIGKILL", "is gone: its process ended without a word"),
-        ("SIGSTOP", "the broadcast of weights did not go on for 6 s"),
+        ("SIGKILL", "is gone: its process exited unexpectedly"),
+        ("SIGSTOP", "the broadcast of weights made no progress for 6 s"),
     ],
 )
 def test_a_trainer_that_dies_or_stops_in_the_middle_is_noticed_by_all(run: Run, end: str, complaint: str) -> None:

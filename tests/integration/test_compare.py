@@ -65,7 +65,7 @@ def test_stopped_it_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     ended = wait(process)
     assert ended.status == 130
-    assert ended.error == f"stopped; the same command with --out {out} goes on from here\n"
+    assert ended.error == f"stopped; to continue, run the same command with --out {out}\n"
     assert not (out / "executions.jsonl").exists()
 
 

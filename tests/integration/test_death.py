@@ -154,5 +154,5 @@ def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
     ended = wait(process)
     assert ended.status == 3
     assert "the environment: " in ended.error
-    assert "rollouts run code of their own" in ended.error
+    assert "rollouts run environment code" in ended.error
     assert "Traceback" not in ended.out + ended.error

@@ -53,7 +53,7 @@ def test_an_update_without_effect_ends_the_run(cheat: str, tmp_path: Path, monke
         return receipt
 
     monkeypatch.setattr(LocalEngine, "update_weights", lie)
-    with pytest.raises(WeightUpdateError, match=r"took weights of version [2-4], but does not compute with them"):
+    with pytest.raises(WeightUpdateError, match=r"acknowledged weights of version [2-4], but does not compute with them"):
         run(tmp_path / "r", trainer__steps=20, trainer__learning_rate=0.01)
     assert summary(tmp_path / "r")["optimizer_steps"] <= 5, "at once, or nearly"
 
@@ -77,7 +77,7 @@ def test_a_stale_engine_is_told_from_a_true_one() -> None:
         )
 
     check.check([reading(0)])
-    with pytest.raises(WeightUpdateError, match="version 0 would compute that"):
+    with pytest.raises(WeightUpdateError, match="version 0 would compute this value"):
         check.check([reading(1)])
     weights = named_weights(model)
     load_weights(engine._runner.model, weights)

@@ -229,4 +229,4 @@ def test_a_run_directory_can_not_be_used_twice(tmp_path: Path) -> None:
     run(tmp_path / "r", trainer__steps=1)
     ended = command("train", *flags(tmp_path / "r"))
     assert (ended.status, ended.error.count("\n")) == (2, 1)
-    assert "holds a run already" in ended.error
+    assert "already has a run" in ended.error

@@ -91,7 +91,7 @@ step = LocalEngine.step
 
 def step_unless_held(self):
     table = self._table
-    table.settle()
+    table.flush()
     fresh = self._prefills or self._cancelled or (self._waiting and table.free)
     if fresh or not table.used or table.counts[: table.used].max() < {tokens} or not Path({path!r}).exists():
         return step(self)
@@ -412,7 +412,7 @@ def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(tmp_path: P
                     pass
                 late = await client.post("/v1/completions", json=body)
             assert late.status_code == health.status_code == 503
-            assert late.json()["error"]["message"] == "the server stops"
+            assert late.json()["error"]["message"] == "the server is stopping"
             assert "retry-after" in late.headers
             for answer in await asyncio.gather(*asking):
                 assert answer.json()["usage"]["completion_tokens"] == 500

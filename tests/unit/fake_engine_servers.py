@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from pipelinerl.errors import RequestError, WeightUpdateError
-from pipelinerl.serving.client.adapter import BroadcastWeights, TokenListener, WeightOffer
+from pipelinerl.serving.client.adapter import BroadcastWeights, TokenListener, WeightSource
 from pipelinerl.serving.client.errors import ServerUnreachableError
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
@@ -48,7 +48,7 @@ class FakeServer:
         self.calls: list[GenerationRequest] = []
         self.made: dict[str, Completion] = {}
         self.cancelled: list[str] = []
-        self.updates: list[WeightOffer] = []
+        self.updates: list[WeightSource] = []
         self.joined: ProcessGroupRequest | None = None
         self.join_problem: Exception | None = None
         self.running = self.most_running = 0
@@ -113,7 +113,7 @@ class FakeServer:
             raise self.join_problem
         self.joined = group
 
-    async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
+    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
         await asyncio.sleep(0)
         if self.problem is not None:
             raise self.problem

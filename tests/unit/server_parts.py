@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.serving.server.app import make_apps
 from pipelinerl.serving.server.options import Address, ServeOptions
-from pipelinerl.serving.server.service import Front, Service, loaded_from, make_service
+from pipelinerl.serving.server.service import Service, ServiceHolder, loaded_from, make_service
 from tests.parity.models import CONFIGS
 
 EOS = 2
@@ -60,9 +60,9 @@ async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> 
     options = options_of(directory, **changes)
     parts = loaded_from(byte_model(), tokenizer or byte_tokenizer(), options, flatten=False)
     service = make_service(parts, options)
-    front = Front()
-    front.open(service)
-    app, _ = make_apps(front, api_key=options.api_key, apart=False)
+    holder = ServiceHolder()
+    holder.open(service)
+    app, _ = make_apps(holder, api_key=options.api_key, apart=False)
     try:
         yield service, app
     finally:

@@ -58,6 +58,7 @@ class SlowSimulation:
         self._in_progress: list[Attempt] = []  # of groups that are not in the stream
         self._handed_over = 0  # rollouts in the stream or beyond
         self._newest_taken = 0
+        self._latency: float | None = None
         self._version = 0
         self._free_s = 0.0
         self._events: list[tuple[float, int, int, int]] = []
@@ -134,6 +135,7 @@ class SlowSimulation:
             oldest_in_progress=min(versions, default=server.version),
             outstanding=len(versions) + self._handed_over,
             handed_over=self._handed_over,
+            latency=self._latency,
             newest_version=max(self._newest_taken, server.version),
             own=server.own,
             processes=len(self._servers),
@@ -162,6 +164,8 @@ class SlowSimulation:
         self._stream.append(group)
         self._in_progress = [attempt for attempt in self._in_progress if attempt.group != group[0].group]
         self._handed_over += len(group)
+        steps = max(0, self._newest_taken - group[0].started_version)
+        self._latency = steps if self._latency is None else self._latency + 0.1 * (steps - self._latency)
         self._wake_idle(now_s)
         return True
 

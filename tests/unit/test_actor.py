@@ -28,7 +28,7 @@ from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, Ru
 from pipelinerl.interfaces import Verdict, WeightUpdate
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.status.watchdog import find_circle
+from pipelinerl.status.watchdog import find_cycle
 from pipelinerl.stream.memory import memory_stream
 from pipelinerl.types import (
     GenerationRequest,
@@ -886,7 +886,7 @@ def test_an_environment_that_waits_for_something_else_leaves_its_slot_to_others(
     assert harness.progress().groups_started == most
     status = harness.board.read("actor")
     assert status.state == "waiting"
-    assert f"{most} rollouts run code of their own" in status.detail
+    assert f"{most} rollouts run environment code" in status.detail
 
 
 def test_a_round_without_a_trainer_is_a_chain_of_waits():
@@ -896,7 +896,7 @@ def test_a_round_without_a_trainer_is_a_chain_of_waits():
     assert (engine.state, engine.waits_for) == ("waiting", ("actor",))
     assert (actor.state, actor.waits_for) == ("waiting", ("trainer",))
     trainer = StageStatus(stage="trainer", pid=1, state="waiting", detail="", since_s=0, written_s=0, waits_for=("actor",))
-    assert find_circle({"engine": engine, "actor": actor, "trainer": trainer}) == ("actor", "trainer")
+    assert find_cycle({"engine": engine, "actor": actor, "trainer": trainer}) == ("actor", "trainer")
 
 
 def test_finish_cancels_and_keeps_the_count():

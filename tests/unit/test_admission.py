@@ -226,8 +226,28 @@ def test_the_stock_is_limited_unless_the_run_file_limits_the_stream() -> None:
     assert limit("--stream.when_full", "drop_oldest") is None
     ready = PipelineState(engine_version=3, trainer_version=3, oldest_in_progress=3, outstanding=130, handed_over=128)
     verdict = PipelineSchedule(64, stock=128).may_start(ready, 8)
-    assert "128 rollouts are ready" in verdict.waiting_for
+    assert "128 of them ready" in verdict.waiting_for
     assert PipelineSchedule(64, stock=128).may_start(ready._replace(handed_over=127), 8).allowed
+
+
+def test_no_more_is_outstanding_than_the_trainer_can_use_by_the_time_a_group_is_done() -> None:
+    schedule = PipelineSchedule(64, stock=128)
+    state = PipelineState(engine_version=3, trainer_version=3, oldest_in_progress=3, outstanding=128, handed_over=64)
+    assert schedule.may_start(state, 8).allowed, "no latency is known yet"
+    assert not schedule.may_start(state._replace(latency=0.0), 8).allowed
+    assert schedule.may_start(state._replace(outstanding=127, latency=0.0), 8).allowed
+    assert schedule.may_start(state._replace(outstanding=128 + 191, latency=2.0), 8).allowed
+    assert not schedule.may_start(state._replace(outstanding=128 + 192, latency=2.0), 8).allowed
+    assert schedule.may_start(state._replace(outstanding=63, latency=0.0), 8).allowed
+
+
+def test_latency_is_a_running_mean_in_optimizer_steps() -> None:
+    state = Outstanding()
+    for version, newest, expected in ((0, 2, 2.0), (2, 2, 1.8), (1, 3, 1.82)):
+        state.start(version, version, K)
+        state.newest_version = newest
+        state.hand_over(version, started=K, rollouts=K)
+        assert state.latency == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------------------------------------- the lag bound
@@ -260,6 +280,7 @@ class RandomPipeline:
                 self.stream += [started] * self.group_size
             case "weights":
                 self.engines[self.random.randrange(len(self.engines))] = self.version
+                self.state.newest_version = self.version
             case "step" if len(self.stream) >= self.schedule.batch_size:
                 self.step()
             case "look":
@@ -274,6 +295,7 @@ class RandomPipeline:
             oldest_in_progress=held if oldest is None else oldest,
             outstanding=self.state.rollouts,
             handed_over=self.state.handed_over,
+            latency=self.state.latency,
         )
         if self.schedule.may_start(seen, self.group_size).allowed:
             self.state.start(self.state.next_index, held, self.group_size)

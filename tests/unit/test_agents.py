@@ -303,7 +303,7 @@ def test_mistakes_of_an_agent_cost_its_rollout(tmp_path: Path, returned: Any, re
 def test_an_agent_that_asks_nothing_is_no_rollout(tmp_path: Path) -> None:
     (failure,), _ = outcomes(lambda *_: 1.0, tmp_path)
     assert isinstance(failure, Failure)
-    assert "has not asked the model anything" in failure.message
+    assert "sent no request to the model" in failure.message
 
 
 def test_a_prompt_that_does_not_fit_is_told_to_the_agent(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_every_term_holds_for_one_and_the_same_rollout(tmp_path: Path, text: str
 
 @pytest.mark.parametrize("text", ["reward>much", "lag=", "version=nan"])
 def test_a_comparison_with_no_number_is_one_clear_line(text: str) -> None:
-    with pytest.raises(UserError, match="compares with no number") as caught:
+    with pytest.raises(UserError, match="does not compare with a number") as caught:
         parse(text)
     assert "\n" not in str(caught.value)
 

@@ -166,7 +166,7 @@ def test_searching_goes_from_hit_to_hit_and_says_when_there_are_no_more(folder: 
     assert places == [(0, 0), (3, 0), (3, 1), (3, 0)]
     assert "is not found further down" in seat.press("n", "n")
     seat.press("/")
-    assert "compares with no number" in seat.type("reward>x")
+    assert "does not compare with a number" in seat.type("reward>x")
     seat.press("escape", "escape", "/", *"dropped")
     assert "/dropped" in seat.draw()
     seat.press("backspace", "d", "enter", "N")
@@ -181,7 +181,7 @@ def test_jumping_to_a_group_and_to_a_rollout(folder: Path) -> None:
     assert seat.browser.place == 1
     seat.press(":")
     assert "g3.a1" in seat.type("g3.a1")
-    for text, why in (("99", "not among the 4"), ("g3.a9", "has no attempt 9"), ("x", "is no group")):
+    for text, why in (("99", "not among the 4"), ("g3.a9", "has no attempt 9"), ("x", "is not a group")):
         seat.press(":")
         assert why in seat.type(text)
 
@@ -289,7 +289,7 @@ def test_the_command_prints_a_table_without_a_terminal(folder: Path, capsys: pyt
     said = capsys.readouterr()
     assert said.out == f"5 rollouts: {folder / 'x.jsonl'}\n"
     assert "can't read" in said.err  # there is no config.yaml, so no tokenizer
-    with pytest.raises(UserError, match="knows no flag"):
+    with pytest.raises(UserError, match="has no flag"):
         command(str(folder), "--trainer.steps", "3")
 
 

@@ -48,7 +48,7 @@ def test_version_and_help(capsys: Capture) -> None:
     [
         (["trian"], "unknown command 'trian'; did you mean `train`?"),
         (["frobnicate", "x"], "unknown command 'frobnicate'; there are init, train,"),
-        (["--foo"], "pipelinerl without a command knows no flag --foo (see `pipelinerl --help`)"),
+        (["--foo"], "pipelinerl without a command has no flag --foo (see `pipelinerl --help`)"),
         (["train", "-x"], "unrecognized arguments: -x"),
         (["train", "a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
         (["train", "absent.yaml"], "can't read the run file absent.yaml"),
@@ -64,7 +64,7 @@ def test_version_and_help(capsys: Capture) -> None:
         (["train", "--resume"], "argument --resume: expected one argument"),
         (["config", "--resume", "x"], "--resume: unknown key; `pipelinerl config` prints all keys"),
         (["convert-gguf", "a.gguf"], "the following arguments are required: OUT_DIR"),
-        (["convert-gguf", "a.gguf", "out", "--force"], "pipelinerl convert-gguf knows no flag --force"),
+        (["convert-gguf", "a.gguf", "out", "--force"], "pipelinerl convert-gguf has no flag --force"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(

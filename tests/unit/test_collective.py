@@ -33,7 +33,7 @@ from pipelinerl.weights.broadcast.control import (
     listen,
 )
 from pipelinerl.weights.broadcast.group import require_backend
-from pipelinerl.weights.broadcast.receiver import decoded
+from pipelinerl.weights.broadcast.receiver import decode_layout
 from pipelinerl.weights.layout import layout_of
 from tests.unit.test_weights import (  # noqa: F401 - the contract of every hand-over, run with this module's `ends`
     Tied,
@@ -306,14 +306,14 @@ def test_a_sender_that_is_not_there() -> None:
     [
         (2, None, "has receivers number 0 to 1, not 2"),
         (-1, None, "has receivers number 0 to 1, not -1"),
-        (1, 3, "has 2 receivers, not 3 as number 1 believes"),
+        (1, 3, "has 2 receivers, but number 1 expects 3"),
         (0, 2, "there is a receiver number 0 already"),
     ],
 )
 def test_a_wrong_number_is_refused_and_the_others_go_on(rig: Rig, index: int, receivers: int | None, complaint: str) -> None:
     sender = rig.sender(2)
     first = rig.receiver(sender, 0, receivers=2)
-    eventually(lambda: first._link.connection is not None and sender._peers.all[0].here)
+    eventually(lambda: first._link.connection is not None and sender._peers.all[0].joined)
     assert complaint in problem(rig.receiver(sender, index, receivers=receivers))
     second = rig.receiver(sender, 1)
     second.wait_joined(BOUND_S)
@@ -338,14 +338,14 @@ def test_a_listener_that_is_no_weight_sender(rig: Rig) -> None:
         receiver = rig.receiver_at(server.getsockname()[1])
         stranger, _ = server.accept()
         stranger.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        assert "is not one: it says something else" in problem(receiver)
+        assert "sent an invalid message" in problem(receiver)
         stranger.close()
 
 
 def test_a_listener_that_says_nothing(rig: Rig) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         receiver = rig.receiver_at(server.getsockname()[1], join_timeout_s=0.2)
-        assert "it gathered no group in 0.2 s" in problem(receiver)
+        assert "no group was formed within 0.2 s" in problem(receiver)
 
 
 def test_a_receiver_that_leaves_is_named(rig: Rig) -> None:
@@ -359,7 +359,7 @@ def test_a_receiver_that_leaves_is_named(rig: Rig) -> None:
     receivers[1].close()
     eventually(lambda: sender._peers.all[1].gone is not None)
     assert len(sender.receipts()) == 2
-    sender._peers.require_on_its_way(1)  # It has that update: nobody is held up by its leaving.
+    sender._peers.require_receiving_alive(1)  # It has that update: nobody is held up by its leaving.
     with pytest.raises(WeightUpdateError, match=r"engine number 1 \(engine-1\) has left"):
         sender.send(1, named_weights(Tied()))
 
@@ -374,7 +374,7 @@ def test_a_sender_that_dies_is_noticed_after_the_last_whole_update(rig: Rig) -> 
     connection.close()  # As the system does for a process that died.
     time.sleep(0.05)
     assert checksum(taken(receiver).tensors) == digest
-    assert "is gone: its process ended without a word" in problem(receiver)
+    assert "is gone: its process exited unexpectedly" in problem(receiver)
 
 
 def test_what_differs_from_what_was_sent_is_never_handed_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +499,7 @@ def test_another_protocol_is_told_apart(rig: Rig) -> None:
 )
 def test_a_layout_from_outside_stays_within_its_buffer(old: str, new: str) -> None:
     text = msgspec.json.encode(layout_of(named_weights(Tied()), None)).decode()
-    assert decoded(text) == layout_of(named_weights(Tied()), None)
+    assert decode_layout(text) == layout_of(named_weights(Tied()), None)
     assert old in text
     with pytest.raises(WeightUpdateError, match=r"weight sender's description|weights of an unknown type"):
-        decoded(text.replace(old, new, 1))
+        decode_layout(text.replace(old, new, 1))

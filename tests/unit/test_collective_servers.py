@@ -15,7 +15,7 @@ import torch
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.serving.client.adapter import TokenListener, WeightOffer
+from pipelinerl.serving.client.adapter import TokenListener, WeightSource
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.server.service import Service
@@ -90,9 +90,9 @@ def test_the_last_update_is_offered_though_the_sender_has_closed(rig: Rig, coord
 @pytest.mark.parametrize(
     ("coordinated", "receivers", "complaint"),
     [
-        (False, None, "answer for themselves: nobody coordinates them"),
+        (False, None, "send their own receipts: it expects no coordinator"),
         (True, 2, "there is a receiver coordinator already"),
-        (True, 3, "has 2 receivers, not 3 as coordinator believes"),
+        (True, 3, "has 2 receivers, but coordinator expects 3"),
     ],
 )
 def test_who_may_not_coordinate_is_told_why(
@@ -101,7 +101,7 @@ def test_who_may_not_coordinate_is_told_why(
     sender = rig.sender(2, coordinated=coordinated)
     first = coordinate(sender)
     if coordinated:
-        eventually(lambda: sender._peers.all[2].here)
+        eventually(lambda: sender._peers.all[2].joined)
         assert complaint in problem(coordinate(sender, receivers=receivers))
         assert first.offered() is None
     else:
@@ -124,7 +124,7 @@ def test_a_server_that_dies_before_it_takes_an_update_is_named_to_the_coordinato
     connection = receivers[1]._link.connection
     assert connection is not None
     connection.close()  # As the system does for a process that died.
-    expected = r"engine number 1 \(engine-1\) is gone: its process ended without a word"
+    expected = r"engine number 1 \(engine-1\) is gone: its process exited unexpectedly"
     with pytest.raises(WeightUpdateError, match=expected):
         sender.send(1, named_weights(Tied()))
     assert "engine number 1 (engine-1) is gone" in problem(coordinator)
@@ -139,7 +139,7 @@ def test_a_server_that_stalls_while_its_answer_is_waited_for_is_named(rig: Rig, 
     connection = receivers[0]._link.connection
     assert connection is not None
     connection.send = lambda message: True  # type: ignore[method-assign]  # it says nothing any more
-    with pytest.raises(WeightUpdateError, match=r"engine number 0 \(engine-0\) was not heard of for 1 s"):
+    with pytest.raises(WeightUpdateError, match=r"engine number 0 \(engine-0\) sent nothing for 1 s"):
         sender.send(1, named_weights(Tied()))
 
 
@@ -176,7 +176,7 @@ def test_receivers_say_which_gpu_they_have(rig: Rig, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.gpu_of", lambda device: next(gpus))
     sender = rig.sender(2)
     receivers = [rig.receiver(sender, 0)]
-    eventually(lambda: sender._peers.receivers[0].here)
+    eventually(lambda: sender._peers.receivers[0].joined)
     sending = threading.Thread(target=sender.send, args=(0, named_weights(Tied())))
     sending.start()  # waits: where its copy has to be is not known yet
     receivers.append(rig.receiver(sender, 1))
@@ -215,7 +215,7 @@ class HostedServer:
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         await self._there(self._service.updates.join(group))
 
-    async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
+    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
         request = WeightUpdateRequest(version=update.version, checksum=update.checksum)
         return await self._there(self._service.updates.take(request))
 

@@ -171,7 +171,7 @@ def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
 def test_a_target_that_the_first_weights_have_is_said(tmp_path: Path) -> None:
     contents = run(tmp_path / "out", request(held_out=8), target=0.1)
     assert contents["ratio_time_to_reward"]["median"] is None
-    assert "The first weights have a held-out reward of 0.1 already" in (tmp_path / "out" / "report.html").read_text()
+    assert "The initial weights already have a held-out reward of 0.1" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) 
         def __call__(self, run_dir: Path, asked: Request) -> list[Answered]:
             raise RunInterruptedError("stopped")
 
-    with pytest.raises(RunInterruptedError, match=r"the same command with --out .* goes on"):
+    with pytest.raises(RunInterruptedError, match=r"run the same command with --out .*"):
         run(tmp_path / "out", request(held_out=8), evaluations=Stopped())
     runs, evaluations = Runs(), Evaluations()
     run(tmp_path / "out", request(held_out=8), runs, evaluations)
@@ -225,7 +225,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         return RunInterruptedError("stopped before its goal; go on with --resume") if here else None
 
     first, second, third = Runs(stop), Runs(), Runs()
-    with pytest.raises(RunInterruptedError, match=r"the same command with --out .* goes on") as stopped:
+    with pytest.raises(RunInterruptedError, match=r"run the same command with --out .*") as stopped:
         run(tmp_path / "out", runs=first)
     assert "--resume" not in str(stopped.value)
     assert len(first.made) == 3

@@ -47,7 +47,7 @@ def test_a_schedule_that_is_none(text: str) -> None:
 
 
 def test_a_schedule_named_twice() -> None:
-    with pytest.raises(ConfigError, match="async:2 is there twice"):
+    with pytest.raises(ConfigError, match="async:2 is listed twice"):
         parse_contenders("async:2,pipeline,async:02")
 
 

@@ -78,5 +78,5 @@ def test_a_row_that_cannot_be_json_is_named(folder):
 
     folder.mkdir()
     datasets.Dataset.from_dict(columns).cast_column("picture", datasets.Image()).to_parquet(folder / "train.parquet")
-    with pytest.raises(EnvironmentSetupError, match=":1 has a field that is no text, number or list"):
+    with pytest.raises(EnvironmentSetupError, match=":1 has a field that is not a text, number or list"):
         list(read_dataset(f"dataset:{folder}:train"))

@@ -330,7 +330,7 @@ def test_code_that_holds_the_thread_is_named_while_it_runs_and_when_it_is_interr
         alarm.call(scope["reward"])
     assert told
     for line in told:
-        assert line == "code of the environment has run for 0 s without yielding, in reward (task.py, line 3)"
+        assert line == "environment code has run for 0 s without yielding, in reward (task.py, line 3)"
 
 
 def test_code_that_never_worked_is_given_up_and_code_that_did_is_not():
@@ -344,5 +344,5 @@ def test_code_that_never_worked_is_given_up_and_code_that_did_is_not():
         if worked:
             assert alarm.call(lambda: 3) == 3
         else:
-            with pytest.raises(CodeDeadlineError, match="as often as it was tried: it is not run any more"):
+            with pytest.raises(CodeDeadlineError, match="every time so far: it is no longer run"):
                 alarm.call(lambda: 3)

@@ -397,7 +397,7 @@ def test_a_model_that_can_not_be_flattened_runs_as_it_is(caplog: pytest.LogCaptu
     model.model.layers[0] = Deciding(model.model.layers[0])
     served = LocalEngine(model, slots=2, max_length=64)
     assert not served._runner.flat
-    assert "can't be flattened" in caplog.text
+    assert "can't be exported as a graph" in caplog.text
     wanted = [request("a"), request("b", (7, 8))]
     assert served.generate(wanted) == engine(slots=2).generate(wanted)
 

@@ -339,7 +339,7 @@ def test_evaluation_rows_are_never_trained_on(load) -> None:
     seen = {environment.problem(index).payload["question"] for index in range(18)}
     assert len(seen) == 18
     assert seen.isdisjoint(held_out)
-    with pytest.raises(EnvironmentSetupError, match="all 20 rows of the dataset of file1 are in its eval_dataset"):
+    with pytest.raises(EnvironmentSetupError, match="all 20 rows of the dataset of file1 are also in its eval_dataset"):
         load(EVALUATED, args={"rows": list(range(20))})
 
 
@@ -623,7 +623,7 @@ def load_environment():
         (
             "def load_environment():\n    return vf.SingleTurnEnv(dataset=lambda: 1 / 0, rubric=vf.Rubric(funcs=[right]))",
             {},
-            "data of environment file0 can't be had: file0.py, line 12: ZeroDivisionError",
+            "data of environment file0 can't be loaded: file0.py, line 12: ZeroDivisionError",
         ),
         (
             "def load_environment():\n    return vf.SingleTurnEnv(eval_dataset=sums(), rubric=vf.Rubric(funcs=[right]))",

@@ -327,6 +327,7 @@ def test_two_files_of_the_same_name_do_not_mix(own, tmp_path):
     ("kind", "args", "complaint"),
     [
         ("gdc", {}, "'gdc' is unknown. Did you mean 'gcd'"),
+        ("curriculum", {}, "'curriculum' is unknown. It is now called 'difficulty_filter'"),
         ("poetry", {}, "It is one of gcd, math_words, guess_number"),
         (":Shout", {}, "is unknown"),
         ("nowhere/own.py:Shout", {}, "there is no file "),

@@ -308,10 +308,10 @@ def test_an_evaluation_is_replaced_on_request_only_and_nothing_else_is_touched(t
     EvaluationFolder(out, overwrite=True)
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
     for other in (out, out / "notes.txt"):
-        with pytest.raises(RunDirectoryError, match="exists and is no evaluation"):
+        with pytest.raises(RunDirectoryError, match="exists and is not an evaluation"):
             EvaluationFolder(other, overwrite=True)
     (out / "summary.json").write_text('{"status": "finished", "wall_s": 3}')  # of a run, for example
-    with pytest.raises(RunDirectoryError, match="exists and is no evaluation"):
+    with pytest.raises(RunDirectoryError, match="exists and is not an evaluation"):
         EvaluationFolder(out, overwrite=True)
 
 
@@ -366,7 +366,7 @@ def run_command(*arguments: str) -> int:
         (["demo", "--env", "gcd", "--pass-at", "nan"], "--pass-at nan"),
         (["demo", "--env", "gcd", "--env-arg", "x"], "--env-arg x: give KEY=VALUE"),
         (["demo", "--env", "gcd", "--api-key-env", "NOT_SET_ANYWHERE"], "this environment variable is not set"),
-        (["demo", "--env", "gcd", "--trainer.steps", "3"], "knows no flag --trainer.steps"),
+        (["demo", "--env", "gcd", "--trainer.steps", "3"], "has no flag --trainer.steps"),
         (["demo", "demo", "--env", "gcd", "--engine-url", "http://127.0.0.1:1"], "give one MODEL, not 2"),
         (["./absent", "--env", "gcd"], "does not exist"),
     ],

@@ -151,7 +151,7 @@ def test_text_is_split_by_the_rule_the_file_names(tmp_path: Path, pre: str, toge
 
 def test_unknown_rule_of_splitting_is_refused(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path / "tiny.gguf", pre="cut-anyhow")
-    with pytest.raises(ModelLoadError, match=r"rule that is not known here \(cut-anyhow\).*Hugging Face folder"):
+    with pytest.raises(ModelLoadError, match=r"rule that is not supported \(cut-anyhow\).*Hugging Face folder"):
         convert_gguf(str(tiny.file), tmp_path / "model")
     assert only_child(tmp_path, "tiny.gguf")
 

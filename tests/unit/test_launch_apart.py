@@ -16,7 +16,7 @@ from pipelinerl.launch.hosts.resources import Threads, generation_threads, plan_
 from pipelinerl.launch.hosts.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages import weights
-from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, _started
+from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, _wait_for_servers
 from pipelinerl.launch.stages.streams import FileStore, RedisStore, stream_store
 from pipelinerl.schedule import make_schedule
 from pipelinerl.weights.broadcast.control import listen
@@ -84,10 +84,10 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: p
         return weights._host(RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", urls=urls)))
 
     assert host() == host("http://127.0.0.1:8000", "http://localhost:8001") == "127.0.0.1"
-    with pytest.raises(UserError, match=r"^engine.urls: there is no way to http://no-such-host.invalid:8000"):
+    with pytest.raises(UserError, match=r"^engine.urls: there is no route to http://no-such-host.invalid:8000"):
         host("http://no-such-host.invalid:8000")
     ways = {"http://127.0.0.1:8000": "127.0.0.1", "http://far:8000": "10.0.0.5"}
-    monkeypatch.setattr(weights, "_way_to", ways.__getitem__)
+    monkeypatch.setattr(weights, "_source_address", ways.__getitem__)
     assert host(*ways) == "10.0.0.5"
 
 
@@ -99,9 +99,7 @@ def test_a_broadcast_reaches_so_many_engines_and_no_more() -> None:
 
 def test_servers_with_weights_of_another_run_are_refused() -> None:
     _refuse_newer(3, 3)
-    with pytest.raises(
-        UserError, match=r"version 4, of another run .* begins with version 3; start the servers again$"
-    ) as one:
+    with pytest.raises(UserError, match=r"version 4, of another run .* begins with version 3; restart the servers$") as one:
         _refuse_newer(4, 3)
     assert "\n" not in str(one.value)
 
@@ -123,9 +121,9 @@ def test_servers_are_awaited_for_a_while_and_named(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.make_folders()
     run.ready_file("server-0").write_text('{"url": "http://127.0.0.1:7", "pid": 1}')
-    assert _started(run, ["server-0"], 0.0) == ["http://127.0.0.1:7"]
+    assert _wait_for_servers(run, ["server-0"], 0.0) == ["http://127.0.0.1:7"]
     with pytest.raises(StalledError, match=r"^server-1 not ready after 0 s; look at .*server-1\.log$"):
-        _started(run, ["server-0", "server-1"], 0.0)
+        _wait_for_servers(run, ["server-0", "server-1"], 0.0)
 
 
 def test_a_key_that_is_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +147,7 @@ class Ended:
     def failure(self) -> Any:
         return self.why
 
-    def desertion(self) -> PipelineRLError:
+    def premature_exit(self) -> PipelineRLError:
         return StageDiedError("it left")
 
 

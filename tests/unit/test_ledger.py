@@ -61,7 +61,7 @@ def test_it_stays_small() -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match="not negative: -1"):
+    with pytest.raises(ValueError, match="negative: -1"):
         GroupLedger([-1])
     with pytest.raises(ValueError, match="not a ledger"):
         GroupLedger.from_record(LedgerRecord(5, (5,)))

@@ -183,7 +183,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("own/absent", r"is no folder here \(/.*/own/absent\) and the Hugging Face hub has no such model that you may see"),
+        ("own/absent", r"is not a folder here \(/.*/own/absent\) and the Hugging Face hub has no such model that you can"),
         ("own/terms", r"is gated: accept its terms at http://.*/own/terms, then log in"),
         ("own/data", "is on the Hugging Face hub without weights"),
         ("own/weights", "is on the Hugging Face hub without a tokenizer"),

@@ -193,7 +193,7 @@ def test_training_goes_on_bitwise_from_what_was_saved(dtype: torch.dtype, tmp_pa
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     stir(with_adapters()).save_pretrained(tmp_path / "lora")
     make_model("llama").save_pretrained(tmp_path / "full")
-    with pytest.raises(CheckpointError, match="trained beside other weights than"):
+    with pytest.raises(CheckpointError, match="trained with other base weights than"):
         LoraModel(make_model("llama", seed=1), CONFIG, seed=5).load_adapter(tmp_path / "lora")
     for other in (LoraConfig(rank=5), LoraConfig(rank=4, target_modules=("q_proj",))):
         with pytest.raises(CheckpointError, match="another rank or other layers"):
@@ -221,9 +221,9 @@ def test_layers_can_be_chosen() -> None:
     ("target", "what"),
     [
         ("qproj", "'qproj' isn't one"),
-        ("lm_head", "'lm_head' means lm_head, which isn't one"),
-        ("embed_tokens", "'embed_tokens' means model.embed_tokens, which isn't one"),
-        ("mlp", "'mlp' means model.layers.0.mlp, which isn't one"),
+        ("lm_head", "'lm_head' matches lm_head, which isn't one"),
+        ("embed_tokens", "'embed_tokens' matches model.embed_tokens, which isn't one"),
+        ("mlp", "'mlp' matches model.layers.0.mlp, which isn't one"),
     ],
 )
 def test_a_layer_that_can_have_none_is_one_line_with_those_that_can(target: str, what: str) -> None:

@@ -125,8 +125,8 @@ def test_a_model_that_does_not_say_its_sizes_is_not_guessed_at(tmp_path: Path) -
     ("name", "content", "said"),
     [
         ("model.safetensors", lambda whole: whole[:-100], "is cut short: 100 bytes are missing"),
-        ("model.safetensors", lambda _: b"<html>not found</html>", "is no safetensors file, or damaged"),
-        ("model.safetensors", lambda _: b"", "is no safetensors file, or damaged"),
+        ("model.safetensors", lambda _: b"<html>not found</html>", "is damaged or not a safetensors file"),
+        ("model.safetensors", lambda _: b"", "is damaged or not a safetensors file"),
         ("config.json", lambda whole: whole[:-5], "is not a JSON object"),
         ("config.json", lambda _: b"[1]", "is not a JSON object"),
         ("model.safetensors.index.json", lambda _: b'{"weight_map": {"a": "model-00002.safetensors"}}', "No such file"),
@@ -228,7 +228,7 @@ def test_every_process_of_a_run_is_there() -> None:
     servers = predicted("--engine.kind=http", "--engine.servers=2", "--weights.kind=collective")
     assert servers.keys() == {"generation", "server-0", "server-1", "training"}
     assert servers["generation"].keys() == {"the process itself"}
-    assert servers["training"]["staged weights"] == servers["server-0"]["an update as it comes in"] == 4 * 10**9
+    assert servers["training"]["staged weights"] == servers["server-0"]["an incoming weight update"] == 4 * 10**9
     assert predicted("--launch.kind=embedded").keys() == {"embedded"}
 
 

@@ -8,7 +8,7 @@ import logging
 import msgspec
 import pytest
 
-from pipelinerl.actor.evaluation import Answers, Evaluation, OnlineEvaluation
+from pipelinerl.actor.evaluation import Evaluation, EvaluationPass, OnlineEvaluation
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.types import Problem, VersionSpan
 
@@ -49,7 +49,7 @@ def test_it_goes_on_between_rollouts_in_its_share_of_the_slots():
         watched.at(2)
         await watched.iterate(8)
         watched.at(3)
-        assert "evaluates since version 2" in watched.harness.actor._online.doing
+        assert "evaluates since version 2" in watched.harness.actor._online.status
         await watched.iterate(60)
         return watched
 
@@ -107,7 +107,7 @@ def test_due_at_every_multiple_that_is_passed_and_never_two_at_once(caplog):
 
     watched = asyncio.run(main())
     assert [version for version, _ in watched.done] == [11, 26]
-    assert "the evaluation due at version 23 is left out: evaluates since version 11: 0 of 6" in caplog.text
+    assert "the evaluation due at version 23 is skipped: evaluates since version 11: 0 of 6" in caplog.text
     assert watched.harness.progress().evaluations == {"v26": 1.0}
 
 
@@ -150,7 +150,7 @@ def test_training_does_not_wait_for_one_at_its_end(caplog):
         request for request in watched.harness.engine.cancelled if request.startswith("evaluation")
     )
     assert watched.harness.engine.in_progress == 0
-    assert "given up as training is over" in caplog.text
+    assert "cancelled because training is over" in caplog.text
 
 
 def test_an_environment_without_held_out_problems_evaluates_nothing():
@@ -170,7 +170,7 @@ def test_one_that_ends_with_training_is_not_given_up():
         done = []
 
         def begin(version):
-            return Answers(
+            return EvaluationPass(
                 Task(),
                 [Problem(id="h0", payload={})],
                 client=harness.actor._client,
@@ -183,7 +183,7 @@ def test_one_that_ends_with_training_is_not_given_up():
         online = OnlineEvaluation(
             begin, every=1, until=9, slots=1, reached=0, on_done=lambda version, _evaluation: done.append(version)
         )
-        assert online.turn(3)
+        assert online.advance(3)
         for _ in range(20):
             await harness.iterate(1)
         online.end()

@@ -27,14 +27,14 @@ def config(*settings: str) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def side() -> Generator:
+def generator() -> Generator:
     return load_generator(config())
 
 
 @pytest.fixture(scope="module")
-def production(side: Generator, tmp_path_factory: pytest.TempPathFactory) -> tuple[Production, Path]:
+def production(generator: Generator, tmp_path_factory: pytest.TempPathFactory) -> tuple[Production, Path]:
     folder = tmp_path_factory.mktemp("production")
-    return asyncio.run(produce(side, folder, seconds=0, rollouts=24)), folder
+    return asyncio.run(produce(generator, folder, seconds=0, rollouts=24)), folder
 
 
 def test_an_actor_at_work_loses_no_long_completions(production: tuple[Production, Path]) -> None:
@@ -48,36 +48,38 @@ def test_an_actor_at_work_loses_no_long_completions(production: tuple[Production
     assert prompt_tokens_mean(found.first) == 6.0
 
 
-def test_decode_steps_are_those_of_all_sequences_and_nothing_else(side: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_are_those_of_all_sequences_and_nothing_else(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps: list[int] = []
-    step = side.engine.step
+    step = generator.engine.step
 
     def watched() -> object:
-        before = side.engine.progress().tokens_generated
+        before = generator.engine.progress().tokens_generated
         result = step()
-        steps.append(side.engine.progress().tokens_generated - before)
+        steps.append(generator.engine.progress().tokens_generated - before)
         return result
 
-    monkeypatch.setattr(side.engine, "step", watched)
-    costs = decode_costs(side, LengthDistribution.of_histogram({4: 3, 60: 1}), 6, seconds=0.0)
+    monkeypatch.setattr(generator.engine, "step", watched)
+    costs = decode_costs(generator, LengthDistribution.of_histogram({4: 3, 60: 1}), 6, seconds=0.0)
     assert [cost.active for cost in costs] == [1, 2, 4, SLOTS]
-    assert all(cost.steps == measure_generation.LEAST_ROUNDS * measure_generation.STEPS for cost in costs)
+    assert all(cost.steps == measure_generation.MIN_ROUNDS * measure_generation.STEPS for cost in costs)
     assert all(0 < cost.step_s_p25 <= cost.step_s <= cost.step_s_p75 for cost in costs)
-    timed = measure_generation.LEAST_ROUNDS * (measure_generation.STEPS + 1)
+    timed = measure_generation.MIN_ROUNDS * (measure_generation.STEPS + 1)
     assert all(steps.count(cost.active) >= timed for cost in costs)
-    assert (side.engine.in_progress, side.engine.queued) == (0, 0)
+    assert (generator.engine.in_progress, generator.engine.queued) == (0, 0)
 
 
-def test_the_rest_of_the_engine(side: Generator) -> None:
-    fixed_s, token_s = prefill_costs(side, 6)
+def test_the_rest_of_the_engine(generator: Generator) -> None:
+    fixed_s, token_s = prefill_costs(generator, 6)
     assert fixed_s >= 0
     assert token_s > 0
-    version = side.engine.version
-    assert update_pause_s(side, LengthDistribution.uniform(30), 6) > 0
-    assert (side.engine.version, side.engine.in_progress) == (version, 0)
+    version = generator.engine.version
+    assert update_pause_s(generator, LengthDistribution.uniform(30), 6) > 0
+    assert (generator.engine.version, generator.engine.in_progress) == (version, 0)
 
 
-def test_a_slot_too_short_to_measure_in(side: Generator) -> None:
+def test_a_slot_too_short_to_measure_in(generator: Generator) -> None:
     short = load_generator(config("--engine.max_length", "18", "--actor.max_tokens", "8"))
     with pytest.raises(UserError, match=r"engine\.max_length 18"):
         decode_costs(short, LengthDistribution.uniform(5), 6, seconds=0.0)
@@ -123,8 +125,8 @@ def test_training_steps_over_what_was_generated(
     assert all(value.allclose(before[name], atol=1e-6) for name, value in learner.model.state_dict().items())
 
 
-def test_too_few_rollouts_to_train_on(tmp_path: Path, side: Generator) -> None:
-    asyncio.run(produce(side, tmp_path, seconds=0, rollouts=2))
+def test_too_few_rollouts_to_train_on(tmp_path: Path, generator: Generator) -> None:
+    asyncio.run(produce(generator, tmp_path, seconds=0, rollouts=2))
     with pytest.raises(UserError, match="a step takes 4096"):
         prepare(config("--trainer.batch_size", "4096"), tmp_path / "stream")
 

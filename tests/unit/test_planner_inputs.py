@@ -232,9 +232,9 @@ def test_the_cache_counts_if_it_is_told() -> None:
     ("flags", "message"),
     [
         (Flags(accelerators=1), "at least 2 accelerators"),
-        (Flags(accelerators=0), "nothing to plan"),
-        (Flags(batch=0), "nothing to plan"),
-        (Flags(max_lag=0), "no pipeline has a lag of at most 0; the freshest takes --max-lag 1"),
+        (Flags(accelerators=0), "invalid workload"),
+        (Flags(batch=0), "invalid workload"),
+        (Flags(max_lag=0), "no pipeline has a lag of at most 0; there is one at --max-lag 1"),
         (Flags(max_lag=-1), "0 or more"),
         (Flags(mfu=2.0), "--mfu 2"),
         (Flags(mfu=0.4, tau=3.0), "give one of them"),

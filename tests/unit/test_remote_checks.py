@@ -46,8 +46,8 @@ def test_what_can_be_the_answer(changes: dict[str, object]) -> None:
         ({"weight_versions": ()}, "cover"),
         ({"token_ids": (3, 9, 5, 6)}, "after a stop token"),
         ({"token_ids": (3, 4, 5, 9)}, "length"),
-        ({"finish_reason": "stop"}, "no stop token"),
-        ({"token_ids": (), "logprobs": (), "weight_versions": (), "finish_reason": "stop"}, "no stop token"),
+        ({"finish_reason": "stop"}, "not a stop token"),
+        ({"token_ids": (), "logprobs": (), "weight_versions": (), "finish_reason": "stop"}, "not a stop token"),
         ({"token_ids": (3,), "logprobs": (-1.0,), "weight_versions": (VersionSpan(0, 0, 1),)}, "after 1 of 4"),
     ],
 )
@@ -59,7 +59,7 @@ def test_what_can_not(changes: dict[str, object], words: str) -> None:
 
 def test_more_tokens_than_asked_for_can_not() -> None:
     request = msgspec.structs.replace(REQUEST, sampling=SamplingParams(max_tokens=3))
-    assert find_fault(FULL, request, 10) == "it has 4 tokens, over 3"
+    assert find_fault(FULL, request, 10) == "it has 4 tokens, more than the limit of 3"
 
 
 def events() -> list[TokenEvent]:
@@ -94,6 +94,6 @@ def test_a_completion_of_other_tokens_is_noticed() -> None:
     relay.take(msgspec.structs.replace(events()[0], version=1))
     assert not relay.complete(FULL)
     assert len(passed) == 1
-    cut = relay.cut()
+    cut = relay.partial_completion()
     assert (cut.token_ids, cut.logprobs, cut.finish_reason) == ((3,), (-0.5,), "cancelled")
     assert cut.weight_versions == (VersionSpan(1, 0, 1),)

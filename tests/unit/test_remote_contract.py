@@ -182,27 +182,27 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_that_keeps_the_contract_passes() -> None:
     results = results_of(GoodServer())
-    assert results.pop("errors have their shape").outcome == "not supported"
+    assert results.pop("errors have the agreed shape").outcome == "not supported"
     assert {result.outcome for result in results.values()} == {"pass"}, results
 
 
 @pytest.mark.parametrize(
     ("server", "check"),
     [
-        (NoInstance, "says what it is"),
+        (NoInstance, "describes itself"),
         (Short, "completions are exact"),
         (OtherVersions, "completions are exact"),
-        (OtherStream, "streamed tokens are the completion's"),
+        (OtherStream, "streamed tokens match the completion"),
         (NotGreedy, "temperature 0 is greedy"),
         (RawLogprobs, "log-probs are of the sampled distribution"),
-        (SeedDependsOnTheBatch, "a seed repeats, whoever shares the batch"),
-        (OneSeedForAll, "a seed repeats, whoever shares the batch"),
+        (SeedDependsOnTheBatch, "a seed repeats in any batch"),
+        (OneSeedForAll, "a seed repeats in any batch"),
         (StopLeftOut, "stop tokens end a completion"),
-        (TakesAnyLength, "what does not fit is refused"),
+        (TakesAnyLength, "invalid requests are refused"),
         (NeverCancels, "a cancelled request ends"),
-        (KeepsTheSlot, "who leaves frees the slot"),
-        (GeneratesAgain, "a retry is answered once"),
-        (IdsForAnyRequest, "a retry is answered once"),
+        (KeepsTheSlot, "a disconnect frees the slot"),
+        (GeneratesAgain, "a retry gets the same completion"),
+        (IdsForAnyRequest, "a retry gets the same completion"),
     ],
 )
 def test_each_breach_fails_its_check(server: Callable[[], GoodServer], check: str) -> None:
@@ -217,8 +217,8 @@ def test_a_server_without_streams_or_seeds_is_not_blamed() -> None:
             return await super().generate(request, None)
 
     results = results_of(Plain(), without=WITHOUT | {"seeds"})
-    assert results["streamed tokens are the completion's"].outcome == "not supported"
-    assert results["a seed repeats, whoever shares the batch"].outcome == "not supported"
+    assert results["streamed tokens match the completion"].outcome == "not supported"
+    assert results["a seed repeats in any batch"].outcome == "not supported"
 
 
 def test_a_check_that_never_ends_fails() -> None:

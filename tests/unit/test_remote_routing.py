@@ -138,7 +138,7 @@ def test_a_request_for_one_server_goes_there_or_waits() -> None:
 def test_mistakes_are_refused() -> None:
     router = router_of(4)
     router.place("a", (1,), now_s=0.0)
-    with pytest.raises(ValueError, match="placed already"):
+    with pytest.raises(ValueError, match="already placed"):
         router.place("a", (1,), now_s=0.0)
     with pytest.raises(ValueError, match="0 slots"):
         router.set_server("s0", 0)

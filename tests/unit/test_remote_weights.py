@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
-from pipelinerl.serving.client.adapter import BroadcastWeights, SavedWeights, WeightOffer
+from pipelinerl.serving.client.adapter import BroadcastWeights, SavedWeights, WeightSource
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import Bounds, EngineUnavailableError, ServerUnreachableError
 from pipelinerl.serving.client.weights_file import WeightFiles, write_safetensors
@@ -126,7 +126,7 @@ def test_a_refusal_is_in_the_receipt_and_names_the_server(tmp_path: Path) -> Non
 
 def test_an_echo_of_other_weights_is_an_error(tmp_path: Path) -> None:
     class Liar(FakeServer):
-        async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
+        async def update_weights(self, update: WeightSource) -> UpdateReceipt:
             receipt = await super().update_weights(update)
             return UpdateReceipt(engine="", version=receipt.version, checksum="0" * 32, pause_s=0.0, sequences_in_flight=0)
 
@@ -139,7 +139,7 @@ def test_an_echo_of_other_weights_is_an_error(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_answer_an_update_is_named(tmp_path: Path) -> None:
     class Stuck(FakeServer):
-        async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
+        async def update_weights(self, update: WeightSource) -> UpdateReceipt:
             import asyncio
 
             await asyncio.sleep(60)
@@ -154,7 +154,7 @@ def test_a_server_that_does_not_answer_an_update_is_named(tmp_path: Path) -> Non
 
 def test_an_update_whose_answer_was_lost_is_sent_again(tmp_path: Path) -> None:
     class Breaking(FakeServer):
-        async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
+        async def update_weights(self, update: WeightSource) -> UpdateReceipt:
             receipt = await super().update_weights(update)
             if len(self.updates) < 3:
                 raise ServerUnreachableError(self.url, "broke off")
@@ -222,8 +222,8 @@ def test_a_server_that_left_the_broadcast_is_not_used_again(tmp_path: Path) -> N
         engine.update_weights(WeightUpdate(1, "c0ffee", {}))
         b.restart()
         wait_until(lambda: engine.slots == a.slots)
-        wait_until(lambda: engine._fleet.members[1].gone)
-        assert "has left the trainer's broadcast" in engine._fleet.members[1].last_error
+        wait_until(lambda: engine._pool.replicas[1].gone)
+        assert "has left the trainer's broadcast" in engine._pool.replicas[1].last_error
         assert engine.update_weights(WeightUpdate(2, "cafe", {})).error is None
     assert [offer.version for offer in b.updates] == [1]
 

@@ -216,7 +216,7 @@ MISTAKES = {
     "worth of a crash": ({"ended_reward": "none"}, "environment.args.ended_reward: expected"),
     "reward missing": ({"rewards": "x = 1"}, "has no function 'reward'"),
     "reward not callable": ({"rewards": "reward = 1.0"}, "is a float, not a function"),
-    "reward is no name": ({"reward": "rewards.py"}, "names no function"),
+    "reward is no name": ({"reward": "rewards.py"}, "does not name a function"),
     "reward returns NaN": (
         {"rewards": "def reward(completion, example): return float('nan')"},
         "tried on an empty answer to the first example, reward returned nan, not a finite number",

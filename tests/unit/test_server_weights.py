@@ -76,7 +76,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: obj
 
 
 def test_a_checksum_that_is_not_the_files_is_found_out(tmp_path: Path) -> None:
-    with pytest.raises(WeightUpdateError, match=r"not 0{32} as was said"):
+    with pytest.raises(WeightUpdateError, match=r"not 0{32} as announced"):
         read_update(saved(tmp_path / "w.safetensors", other(), "0" * 32), [tmp_path], HELD)
 
 

@@ -11,7 +11,7 @@ from pipelinerl.config.schema import EngineConfig, LaunchConfig, RunConfig, Trai
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.hosts.resources import Threads, plan_threads, trainer_goes_first
-from pipelinerl.launch.stages.generation import Outlet
+from pipelinerl.launch.stages.generation import RolloutWriter
 from pipelinerl.metrics.records import TimelineRecord
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.metrics.timeline import EVERY_S, TimelineWriter, read_timeline
@@ -249,11 +249,11 @@ def group(index: int) -> Group:
 def test_a_group_goes_to_the_stream_and_to_the_readable_records(tmp_path: Path) -> None:
     writer, reader = memory_stream(capacity=1)
     path = tmp_path / "rollouts.jsonl"
-    one, other = Outlet(writer, path), Outlet(writer, path)
-    for outlet, made in ((one, group(0)), (other, group(1)), (one, group(2))):
-        assert outlet.try_write(made)
-        outlet.write(made)
-        assert not outlet.try_write(group(9))
+    one, other = RolloutWriter(writer, path), RolloutWriter(writer, path)
+    for rollout_writer, made in ((one, group(0)), (other, group(1)), (one, group(2))):
+        assert rollout_writer.try_write(made)
+        rollout_writer.write(made)
+        assert not rollout_writer.try_write(group(9))
         assert [item for _, item in reader.read(9)] == [made]
     assert [msgspec.json.decode(line, type=Group) for line in path.read_bytes().splitlines()] == [group(n) for n in range(3)]
     with path.open("ab") as torn:

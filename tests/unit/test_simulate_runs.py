@@ -199,10 +199,10 @@ def test_doubts():
     model, slots, turns, load = doubts(other, busy)
     assert "model demo, the run's is m" in model
     assert "8 slots, fewer than the run's 9" in slots
-    assert "working at the same time; here they work in turn" in turns
+    assert "running at the same time; here they run in turn" in turns
     assert "load average 3.5, 2 cores" in load
     alone = msgspec.structs.replace(calibration(), side_by_side=False)
-    assert ["working in turn; here they work at the same time" in doubt for doubt in doubts(config, alone)] == [True]
+    assert ["running in turn; here they run at the same time" in doubt for doubt in doubts(config, alone)] == [True]
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -76,7 +76,11 @@ def function(**args: Any) -> tuple[str, dict[str, Any]]:
         ("math", {"path": "nofile.jsonl"}, "can't read nofile.jsonl"),
         ("agent", {"run": "agent.py:solve", "data": "data.jsonl"}, "there is no file FOLDER/agent.py"),
         ("mixture", {"environments": {"a": {"kind": "gdc"}}}, "environment.args.environments.a: environment.kind 'gdc' is"),
-        ("curriculum", {"environment": {"kind": "gdc"}, "pass_rates": "data.jsonl"}, "environment.args.environment: "),
+        (
+            "difficulty_filter",
+            {"environment": {"kind": "gdc"}, "pass_rates": "data.jsonl"},
+            "environment.args.environment: ",
+        ),
     ],
 )
 def test_a_mistake_is_found_without_running_anything(folder: Path, kind: str, args: dict[str, Any], said: str) -> None:

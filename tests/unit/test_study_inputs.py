@@ -161,5 +161,5 @@ def test_a_rollout_is_followed_to_its_first_request() -> None:
 
 
 def test_an_environment_that_asks_for_nothing() -> None:
-    with pytest.raises(EnvironmentSetupError, match=r"no completion of problem 10.*no completion needed"):
+    with pytest.raises(EnvironmentSetupError, match=r"no completion for problem 10.*no completion needed"):
         prompts_of(Never(), None)

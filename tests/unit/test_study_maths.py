@@ -52,7 +52,7 @@ def test_the_papers_setting() -> None:
 def test_intervals_cover_all_tokens() -> None:
     assert interval_edges(4, 10) == (0, 3, 5, 8, 10)
     assert lagged_policy(7, 10) == (Stretch(0, 10, 7),)
-    with pytest.raises(ValueError, match="a token at least"):
+    with pytest.raises(ValueError, match="at least one token"):
         mixed_policy(0, 5, 4)
 
 

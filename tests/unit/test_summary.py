@@ -175,7 +175,7 @@ def test_the_numbers_by_hand() -> None:
     ("rewards", "stds", "grad_norm", "cut", "said"),
     [
         ([0.0, 0.0], [0.0, 0.0], None, 85, "every rollout had the reward 0; 100% of the answers were cut"),
-        ([1.0, 1.0], [0.0, 0.0], 0.0, 0, "every rollout had the reward 1; look at the answers"),
+        ([1.0, 1.0], [0.0, 0.0], 0.0, 0, "every rollout had the reward 1; check the answers"),
         ([0.5, 0.5], [0.5, 0.5], None, 0, "in every group all rewards were equal"),
     ],
 )
@@ -223,13 +223,13 @@ def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_a
     assert summary["eval_skipped"] == 2
     assert summary["eval_after_metrics"]["words/reward"] == 0.4
     table = as_text(final_table(summary))
-    assert "evaluations: 2, the last 0.350 (version 6); 2 left out" in table
+    assert "evaluations: 2, the last 0.350 (version 6); 2 skipped" in table
     for row in (r"words +│ 0\.100 -> 0\.400", r"numbers +│ 0\.500 -> 0\.500"):
         assert re.search(row, table), row
     older = {
         key: value for key, value in summary.items() if key not in ("eval_online", "eval_skipped", "eval_after_metrics")
     }
-    assert "while training" not in as_text(final_table(older))
+    assert "during training" not in as_text(final_table(older))
 
 
 @pytest.mark.parametrize(("count", "edge"), [(1, 1), (3, 1), (8, 2), (19, 4), (20, 5), (100, 5)])

@@ -57,7 +57,7 @@ def test_the_calculator_answers_and_the_answer_earns(calculator: Calculator) -> 
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (calling("calculate", expression="2 +"), "Error: '2 +' is no expression"),
+        (calling("calculate", expression="2 +"), "Error: '2 +' is not an expression"),
         (calling("calculate", expression="2 / (1 - 1)"), "Error: division by zero"),
         (calling("calculate", expresion="2"), "Error: TypeError: calculate() got an unexpected keyword argument"),
         (calling("calculate", expression=[2]), "Error: AttributeError"),
@@ -251,7 +251,7 @@ def test_tools_that_hang_or_die_are_told_to_the_model(project: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"functions": "mine.py"}, "names no function"),
+        ({"functions": "mine.py"}, "does not name a function"),
         ({"functions": []}, "functions"),
         ({"functions": 3}, "functions"),
         ({"max_turns": 0}, "max_turns"),

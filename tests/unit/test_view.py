@@ -70,7 +70,7 @@ def test_the_screen_says_everything_at_a_glance() -> None:
         "gcd [pipeline]",
         "step 37/100",
         "37%",
-        "1:12 gone, 1:03 left",
+        "1:12 elapsed, 1:03 left",
         "reward 0.625",
         "ess 0.971",
         "lag 1.8 (max 5)",
@@ -79,7 +79,7 @@ def test_the_screen_says_everything_at_a_glance() -> None:
         "96%",
         "1k tok/s",
         "64 samples/s, 500 tok/s",
-        "trainer at version 37, engine at 36; 36 updates taken, the last paused it 1.2 ms",
+        "trainer at version 37, engine at 36; 36 updates applied, last pause 1.2 ms",
         "63 of 64 slots in progress, 2 queued",
         "4200 started, 2368 trained, 40 queued, 63 in progress, 12 dropped (stale 10, timeout 2)",
     ):

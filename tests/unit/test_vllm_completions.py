@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError
-from pipelinerl.serving.vllm.messages import Answer, Choice, UnfaithfulError, worker_error
+from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, worker_error
 from pipelinerl.serving.vllm.requests import completion_of, generate_body, same_versions, tokens_of, version_of
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
 
@@ -71,14 +71,14 @@ def test_an_aborted_request_is_cancelled_with_what_it_has() -> None:
     ],
 )
 def test_an_answer_that_lacks_or_contradicts_something_is_an_error(end: Choice) -> None:
-    with pytest.raises(UnfaithfulError):
+    with pytest.raises(InvalidAnswerError):
         completed(end)
 
 
 def test_an_answer_has_one_choice() -> None:
     assert Answer((choice([5]),)).only == choice([5])
     for choices in ((), (choice([5]), choice([6]))):
-        with pytest.raises(UnfaithfulError):
+        with pytest.raises(InvalidAnswerError):
             _ = Answer(choices).only
 
 
@@ -86,7 +86,7 @@ def test_an_answer_has_one_choice() -> None:
 def test_only_numbers_are_versions(label: str) -> None:
     assert version_of("0") == 0
     assert version_of("123") == 123
-    with pytest.raises(UnfaithfulError):
+    with pytest.raises(InvalidAnswerError):
         version_of(label)
 
 

@@ -174,7 +174,7 @@ def test_a_trainer_that_is_gone_is_the_reason(joined: tuple[Taken, CollectiveWei
     assert taken._group is not None
     while taken._group._link.problem is None:
         time.sleep(0.001)
-    assert "ended without a word" in refusal(taken, {"version": 2, "checksum": ""})
+    assert "exited unexpectedly" in refusal(taken, {"version": 2, "checksum": ""})
 
 
 def test_a_broadcast_that_can_not_be_joined_is_refused(transfer: WeightTransfer) -> None:

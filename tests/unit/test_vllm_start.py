@@ -80,7 +80,7 @@ def test_a_server_that_does_not_get_ready_is_not_awaited_for_ever(tmp_path: Path
     server = VllmProcess(stand_in(tmp_path, "echo loading; sleep 100"), tmp_path / "log")
     try:
         assert until(lambda: "loading" in server.log.read_text())
-        with pytest.raises(StalledError, match=r"not ready after 0 s; its last words:\nloading"):
+        with pytest.raises(StalledError, match=r"not ready after 0 s; the end of its log:\nloading"):
             server.wait_until_healthy(0.3)
     finally:
         server.stop()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipelinerl.interfaces import PipelineState, Schedule
 from pipelinerl.launch.hosts import supervisor
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
-from pipelinerl.status.watchdog import Stall, Watchdog, find_circle, waits_on
+from pipelinerl.status.watchdog import Stall, Watchdog, find_cycle, waits_on
 from pipelinerl.types import ActorProgress, EngineProgress, StageState, StageStatus, TrainerProgress
 
 Statuses = dict[str, StageStatus]
@@ -70,7 +70,7 @@ def test_nothing_moves_for_the_timeout() -> None:
     assert lines[0] == "nothing has moved for 30 s (launch.watchdog_s is 30):"
     assert lines[1] == "  engine (pid 7): waiting for 25 s: a prompt [waits on: actor]"
     assert lines[3] == "  trainer (pid 7): waiting for 25 s: 3 of 64 samples are here [waits on: actor]"
-    assert lines[4] == "  a circle: actor waits on trainer waits on actor"
+    assert lines[4] == "  circular wait: actor waits on trainer waits on actor"
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_a_kind_of_stage_stands_for_all_that_are_numbered() -> None:
     assert waits_on(status("engine-1", "waiting", "", waits_for=("actor-1",)), stages) == ("actor-1",)
 
 
-def test_find_circle() -> None:
+def test_find_cycle() -> None:
     def waits(stage: str, on: str) -> StageStatus:
         return status(stage, "waiting", "", waits_for=(on,))
 
     a, b, c = waits("a", "b"), waits("b", "c"), waits("c", "b")
-    assert find_circle({"a": a, "b": b, "c": msgspec.structs.replace(c, state="working")}) == ()
-    assert find_circle({"a": a, "b": b, "c": c}) == ("b", "c")
+    assert find_cycle({"a": a, "b": b, "c": msgspec.structs.replace(c, state="working")}) == ()
+    assert find_cycle({"a": a, "b": b, "c": c}) == ("b", "c")
 
 
 SCHEDULES = [

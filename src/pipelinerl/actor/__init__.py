@@ -1,4 +1,4 @@
-"""Asks environments for rollouts, keeps the engine full of them, and hands finished groups on."""
+"""Runs environments' rollouts, keeps the engine full, and writes finished groups to the stream."""
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.client import EngineClient, RolloutClient

@@ -1,14 +1,14 @@
-"""The actor: keeps the engine full of rollouts and hands finished groups to the stream.
+"""The actor: keeps the engine full of rollouts and writes finished groups to the stream.
 
     admission ─index─▶ group: K attempts ─▶ requests ─▶ engine ─▶ tokens ─▶ K outcomes ─▶ writer, rollouts.jsonl
     (schedule admits)                               ▲  one step an iteration
-                                    receiver ─weights┘  (between two steps, if the schedule lets it)
+                                    receiver ─weights┘  (between two steps, if the schedule allows it)
 
 consumes   group indices; weights
-produces   groups, in the order in which they finish; the statuses of its two stages (engine, actor) on the board
-waits for  the trainer (lag bound, round, full stream), or an environment; it never blocks: it says so and returns
+produces   groups, in the order in which they finish; the status of its two stages (engine, actor) on the status board
+waits for  the trainer (lag bound, round, full stream) or an environment. It never blocks: it publishes the wait and returns.
 
-A run may have several generation processes, with an actor each. They meet in `admission`, and nowhere else.
+A run may have several generation processes with one actor each. They are coordinated by `admission` only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pipelinerl.actor.admission import Admission
 from pipelinerl.actor.client import EngineClient, let_rollouts_run, rollout_of
 from pipelinerl.actor.deadline import CodeAlarm, deadlines_work
 from pipelinerl.actor.evaluation import (
-    Answers,
     Evaluation,
+    EvaluationPass,
     OnlineEvaluation,
     RecordSink,
     evaluate,
@@ -56,15 +56,15 @@ from pipelinerl.types import (
 logger = logging.getLogger(__name__)
 
 OPEN_ROLLOUTS_PER_SLOT = 4
-"""The default of `actor.max_open_rollouts`, for each slot."""
+"""Default of `actor.max_open_rollouts`, per slot."""
 RECENT_ROLLOUTS = 256
 LONGEST_IDLE = 8
-"""How many times `idle_s` it sleeps when there has been nothing to do for a while: what idles leaves the cores to others."""
+"""The sleep of an idle actor grows up to this multiple of `idle_s`, to leave the cores to other processes."""
 STREAM_DROP = "stream_full"
 
 
 class Actor:
-    """Algorithm 2's actor process, one iteration at a time, in the thread and event loop of whoever calls `iterate`."""
+    """The actor process of Algorithm 2. Each call of `iterate` runs one iteration in the caller's thread and event loop."""
 
     def __init__(
         self,
@@ -86,9 +86,10 @@ class Actor:
         clock: Callable[[], float] = time.monotonic,
         idle_s: float = 0.002,
     ) -> None:
-        """`admission` says which groups to start, and when; `slots` is the engine's H; `stages` its names on the board.
+        """`admission` decides which groups to start and when. `slots` is the engine's H.
 
-        `idle_s` is slept when there is nothing to do, by `clock`; up to `LONGEST_IDLE` times as long if that lasts.
+        `stages` are the names of engine and actor on the status board. `idle_s` is the sleep when there is nothing to do; it
+        grows up to `LONGEST_IDLE` times as long while that lasts.
         """
         self._environment = environment
         self._engine = engine
@@ -99,11 +100,12 @@ class Actor:
         self._receiver = receiver
         self._records = records
         self._slots = slots
-        # Rollouts that wait for a tool or a slow reward leave their slots to others. A round is its own limit.
-        self._most_open = None if admission.in_rounds else config.max_open_rollouts or OPEN_ROLLOUTS_PER_SLOT * slots
+        # A rollout that waits for a tool or a slow reward uses no slot, so more rollouts than slots may be open. In rounds,
+        # the size of the round is the limit.
+        self._max_open = None if admission.in_rounds else config.max_open_rollouts or OPEN_ROLLOUTS_PER_SLOT * slots
         self._clock = clock
         self._idle_s = idle_s
-        self._idle_turns = 0
+        self._idle_iterations = 0
         gives_up = config.max_failure_fraction < 1
         self._alarm = CodeAlarm(config.code_timeout_s, stays=True, gives_up=gives_up, on_slow=self._publish_slow)
         self._limits = TimeLimits(config.rollout_timeout_s, self._alarm)
@@ -151,41 +153,41 @@ class Actor:
 
     @property
     def code_deadline(self) -> bool:
-        """Whether environment code that computes without yielding is interrupted after `code_timeout_s`."""
+        """Whether environment code that does not yield is interrupted after `code_timeout_s`."""
         return deadlines_work()
 
-    # -------------------------------------------------------------------------------------------- one iteration
+    # ---- one iteration
 
     async def iterate(self) -> None:
-        """Take weights, start groups, make one engine step, hand over what is finished, report.
+        """Take new weights, start groups, run one engine step, hand over finished groups, report status.
 
-        Raises TooManyFailuresError when too many rollouts fail, and what engine, stream or weight receiver raise.
+        Raises TooManyFailuresError when too many rollouts fail, and any error of the engine, stream or weight receiver.
         """
         if not self._admission.opened:
-            self._ready_since_s = self._clock()  # another engine is being evaluated: this one has had nothing to do yet
+            self._ready_since_s = self._clock()  # idle while another process runs the evaluation before training
         self._hand_over()
         self._take_weights()
         if self._probe.asked != self._engine.version:
             self._probe.ask(self._probe_ids)
-        if self._online is not None and self._online.turn(self._engine.version):
-            await let_rollouts_run(2)  # what they ask of the engine leaves groups less room
+        if self._online is not None and self._online.advance(self._engine.version):
+            await let_rollouts_run(2)  # they submit their requests, which leave less room for groups
         started = self._groups.groups_started
         admission = self._start_groups()
         if self._groups.groups_started > started:
-            await let_rollouts_run(2)  # one turn to begin, one to submit
+            await let_rollouts_run(2)  # one pass to begin, one to submit
         stepped = await self._client.step()
         for completion in self._client.take_cancelled():
             self._failures.cancelled(rollout_of(completion.request_id), len(completion.token_ids))
         self._groups.check()
         self._hand_over()
         self._report(admission, stepped)
-        await self._rest(stepped)
+        await self._idle(stepped)
 
-    async def _rest(self, stepped: bool) -> None:
-        """Sleep if there was nothing to do; longer and longer while no rollout is running that could want something."""
-        self._idle_turns = 0 if stepped or self._running else self._idle_turns + 1
+    async def _idle(self, stepped: bool) -> None:
+        """Sleep if no engine step was made. The sleep grows while no rollouts are running."""
+        self._idle_iterations = 0 if stepped or self._running else self._idle_iterations + 1
         if not stepped:
-            await asyncio.sleep(self._idle_s * min(max(1, self._idle_turns), LONGEST_IDLE))
+            await asyncio.sleep(self._idle_s * min(max(1, self._idle_iterations), LONGEST_IDLE))
 
     def _take_weights(self) -> None:
         version = self._receiver.offered()
@@ -197,7 +199,7 @@ class Actor:
 
     @property
     def _probe_ids(self) -> Sequence[int]:
-        """What the trainer wants to know the engine's answer to."""
+        """The prompt of the weight probe, published by the trainer; empty until then."""
         if not self._known_probe_ids:
             trainer = self._board.read(TRAINER)
             if trainer is not None and isinstance(trainer.progress, TrainerProgress):
@@ -205,7 +207,7 @@ class Actor:
         return self._known_probe_ids
 
     def _start_groups(self) -> Verdict:
-        """Start groups while the engine has room. Returns the last verdict: allowed, or why no more were started."""
+        """Start groups while the engine has room. Returns why no more were started, or an allowing verdict if it is full."""
         room = self._slots - self._engine.in_progress - self._engine.queued
         while room > 0:
             verdict = self._may_start()
@@ -220,13 +222,13 @@ class Actor:
         return Verdict(True)
 
     def _may_start(self) -> Verdict:
-        """What speaks against more groups here, whatever the others do."""
+        """Whether this actor's own state allows another group. `admission` decides over all actors."""
         if self._stopping:
-            return Verdict(False, "nothing any more: it was told to stop")
+            return Verdict(False, "nothing: it was told to stop")
         if self._groups.finished:
             return Verdict(False, f"the trainer: the stream is full ({self._writer.stats().pending} groups)", (TRAINER,))
-        if self._most_open is not None and self._groups.running >= self._most_open:
-            return Verdict(False, f"the environment: {self._groups.running} rollouts are open and do not ask for tokens")
+        if self._max_open is not None and self._groups.running >= self._max_open:
+            return Verdict(False, f"the environment: {self._groups.running} rollouts are open and request no tokens")
         return Verdict(True)
 
     def _hand_over(self) -> None:
@@ -234,11 +236,11 @@ class Actor:
         while self._groups.finished:
             group = self._groups.finished[0]
             version, started, rollouts = group.started_version, group.started, len(group.rollouts)
-            if not self._admission.hand_over(version, started=started, rollouts=rollouts, write=self._write_first):
+            if not self._admission.hand_over(version, started=started, rollouts=rollouts, write=self._write_oldest):
                 return
 
-    def _write_first(self) -> bool:
-        """Write the first of the finished groups. Within the lock of `admission`: other actors write the same files."""
+    def _write_oldest(self) -> bool:
+        """Write the oldest finished group. Called under the lock of `admission`, as other actors write the same files."""
         group = self._groups.finished[0]
         if not self._writer.try_write(group):
             return False
@@ -250,23 +252,23 @@ class Actor:
         return True
 
     def stream_dropped(self, rollouts: int) -> None:
-        """The stream replaced a group by a fresher one (its `on_drop`): its rollouts are dropped, not handed over."""
+        """Count `rollouts` as dropped: the stream replaced their group by a newer one (callback `on_drop`)."""
         self._admission.stream_dropped(rollouts)
         self._rollouts_dropped_by_stream += rollouts
 
-    # ------------------------------------------------------------------------------------------------ the rest
+    # ---- evaluation, end of the run, status
 
     async def evaluate(self, when: str, config: EvaluationConfig, records: RecordSink) -> Evaluation:
-        """Answer `config.problems` held-out problems, before the first or after the last iteration (`finish`)."""
+        """Evaluate on `config.problems` held-out problems, before the first iteration or after `finish`."""
         problems = held_out_problems(self._environment, config.problems)
 
         def report(done: int) -> None:
             self._evaluated = done
-            self._note_timeline()
+            self._record_timeline()
             self._publish(f"evaluates, {when} training: {done} of {len(problems)} held-out problems")
 
-        answers = self._answers(problems, config, when)
-        evaluation = await evaluate(answers, self._client, slots=self._slots, records=records, on_progress=report)
+        evaluation_pass = self._evaluation_pass(problems, config, when)
+        evaluation = await evaluate(evaluation_pass, self._client, slots=self._slots, records=records, on_progress=report)
         if evaluation.reward is not None:
             self._evaluations[when] = evaluation.reward
         self._actor_status.report("done" if self._stopping else "waiting", "", self._actor_progress)
@@ -275,7 +277,7 @@ class Actor:
     def evaluate_online(
         self, config: EvaluationConfig, *, until: int, reached: int, on_done: Callable[[int, Evaluation], None]
     ) -> None:
-        """From now on evaluate between engine steps, `config.every` versions apart (see `OnlineEvaluation`)."""
+        """Start evaluating between engine steps, every `config.every` versions (see `OnlineEvaluation`)."""
         problems = held_out_problems(self._environment, config.problems)
         latest = ""
 
@@ -289,7 +291,7 @@ class Actor:
 
         if problems:
             self._online = OnlineEvaluation(
-                lambda version: self._answers(problems, config, f"v{version}"),
+                lambda version: self._evaluation_pass(problems, config, f"v{version}"),
                 every=config.every,
                 until=until,
                 slots=max(1, int(self._slots * config.share)),
@@ -298,14 +300,14 @@ class Actor:
             )
 
     def take_skipped(self) -> int:
-        """How many evaluations were left out since the last call."""
+        """Number of evaluations skipped since the last call."""
         if self._online is None:
             return 0
         skipped, self._online.skipped = self._online.skipped, 0
         return skipped
 
-    def _answers(self, problems: Sequence[Problem], config: EvaluationConfig, name: str) -> Answers:
-        return Answers(
+    def _evaluation_pass(self, problems: Sequence[Problem], config: EvaluationConfig, name: str) -> EvaluationPass:
+        return EvaluationPass(
             self._environment,
             problems,
             client=self._client,
@@ -316,45 +318,45 @@ class Actor:
         )
 
     async def finish(self) -> None:
-        """Start nothing any more and cancel what is running: rollouts stay counted as in progress."""
+        """Stop starting groups and cancel running rollouts, which stay counted as in progress."""
         self._stopping = True
         self._groups.cancel()
         if self._online is not None:
             self._online.end()
         self._probe.cancel()
         await let_rollouts_run()  # they cancel their requests
-        await self._client.step()  # the engine lets go of them
+        await self._client.step()  # the engine ends these requests
         self._hand_over()
         self._alarm.release()
         self._engine_status.report("done", "", self._engine_progress, now=True)
         self._actor_status.report("done", "", self._actor_progress, now=True)
 
     def _report(self, admission: Verdict, stepped: bool) -> None:
-        self._note_timeline()
-        if self._probe.news:  # the trainer is to know at once
-            self._probe.news = False
-            self._engine_status.report(self._engine_state, "has answered a probe", self._engine_progress, now=True)
+        self._record_timeline()
+        if self._probe.unreported:  # publish at once, so that the trainer checks it soon
+            self._probe.unreported = False
+            self._engine_status.report(self._engine_state, "answered a weight probe", self._engine_progress, now=True)
         if not (self._actor_status.due("working" if stepped else "waiting") or self._engine_status.due(self._engine_state)):
             return
         if stepped:
             limit = "" if admission.allowed else f"; starts no more, waiting for {admission.waiting_for}"
-            evaluates = f"; {self._online.doing}" if self._online is not None and self._online.doing else ""
+            evaluates = f"; {self._online.status}" if self._online is not None and self._online.status else ""
             self._publish(f"{self._groups.running} rollouts running{limit}{evaluates}")
         elif self._running:
-            self._publish("", Verdict(False, f"the environment: {self._running} rollouts run code of their own"))
+            self._publish("", Verdict(False, f"the environment: {self._running} rollouts run environment code"))
         else:
             self._publish("", admission if admission.waiting_for else Verdict(False, "its next iteration"))
 
-    def _publish_slow(self, doing: str) -> None:
-        """Says on the board what holds this thread, from within it."""
-        self._actor_status.report("working", doing, self._actor_progress)
+    def _publish_slow(self, activity: str) -> None:
+        """Publish which environment code blocks this thread. Called from the alarm's signal handler."""
+        self._actor_status.report("working", activity, self._actor_progress)
         actor = self._stages.actor
-        self._engine_status.report("waiting", f"the {actor}: {doing}", self._engine_progress, waits_for=(actor,))
+        self._engine_status.report("waiting", f"the {actor}: {activity}", self._engine_progress, waits_for=(actor,))
 
-    def _publish(self, doing: str, wait: Verdict = ALLOWED) -> None:
-        """The statuses of the actor, which is `doing` something unless it has to `wait`, and of the engine."""
+    def _publish(self, activity: str, wait: Verdict = ALLOWED) -> None:
+        """Publish the status of the actor (`activity`, or what it waits for if `wait` is a denial) and of the engine."""
         state: StageState = "working" if wait.allowed else "waiting"
-        self._actor_status.report(state, wait.waiting_for or doing, self._actor_progress, waits_for=wait.waits_for)
+        self._actor_status.report(state, wait.waiting_for or activity, self._actor_progress, waits_for=wait.waits_for)
         in_progress, actor = self._engine.in_progress, self._stages.actor
         detail = f"{in_progress} sequences in progress" if in_progress else f"requests from the {actor}"
         self._engine_status.report(
@@ -363,14 +365,14 @@ class Actor:
 
     @property
     def _running(self) -> int:
-        """Rollouts that have not ended, those of an evaluation included."""
+        """Rollouts that have not ended, including those of an evaluation."""
         return self._groups.running + (self._online.running if self._online is not None else 0)
 
     @property
     def _engine_state(self) -> StageState:
         return "working" if self._engine.in_progress else "waiting"
 
-    def _note_timeline(self) -> None:
+    def _record_timeline(self) -> None:
         if self._timeline is not None:
             self._timeline.note(self._engine.progress)
 

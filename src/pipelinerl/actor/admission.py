@@ -1,10 +1,10 @@
-"""Who may start the next group, and when: one decision at a time, over all generation processes.
+"""Decides which generation process may start the next group, and when. Decisions are serialised over all processes.
 
     claim ─▶ lock ─▶ read the record, read the trainer's counts ─▶ schedule.may_start ─▶ write the record ─▶ unlock
 
-The record (`Outstanding`) is in a small file that every generation process maps. What the schedule decides on is thus exact
-whoever asks: a round has as many rollouts as it should, the lag bound counts the work of all engines, no index is used
-twice. A claim costs some ten microseconds; one that was denied costs one or two until something has changed.
+The record (`Outstanding`) is in a small file that every generation process maps. The schedule therefore decides on exact
+counts: a round has the right number of rollouts, the lag bound counts the work of all engines, and no index is used twice. A
+claim costs about ten microseconds; repeating a denied claim costs one or two until something has changed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RECORD_BYTES = 256 * 1024
 
 
 class Admitted(NamedTuple):
-    """`group` is the index of the one to start; None when there is none, and the verdict says why."""
+    """`group` is the index of the group to start. If it is None, the verdict says why."""
 
     group: int | None
     verdict: Verdict
 
 
 class _Denial(NamedTuple):
-    """What a denial was based on, and what it said: the answer stays the same while none of it changes."""
+    """A denial with the inputs it was based on. It stays valid while these do not change."""
 
     record: int
     trainer: StageStatus | None
@@ -43,7 +43,7 @@ class _Denial(NamedTuple):
 
 
 class Admission:
-    """One generation process's access to the record that all of them share. `make_record` makes it, once a session."""
+    """One generation process's access to the shared record, which `make_record` creates once per session."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Admission:
         taken: GroupLedger | None = None,
         processes: int = 1,
     ) -> None:
-        """`taken` are the groups never to be started (again). Raises OSError if `path` can't be opened."""
+        """`taken` are groups that must not be started again. Raises OSError if `path` can't be opened."""
         self._schedule = schedule
         self._board = board
         self._taken = taken or GroupLedger()
@@ -69,7 +69,7 @@ class Admission:
 
     @classmethod
     def alone(cls, path: Path, schedule: Schedule, board: Board) -> Admission:
-        """With a new record at `path`, open at once: for one actor that begins at the beginning."""
+        """With a new record at `path`, already open: for a fresh run with a single actor."""
         make_record(path)
         admission = cls(path, schedule, board)
         admission.open()
@@ -77,24 +77,24 @@ class Admission:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether the schedule allows the rollouts of a round and no more."""
+        """Whether the schedule generates in rounds of fixed size."""
         return self._schedule.trains_in_rounds()
 
     @property
     def opened(self) -> bool:
-        """Whether groups may be started: not while the evaluation before training goes on."""
+        """Whether groups may be started, that is, whether the evaluation before training is over."""
         self._opened = self._opened or self.read().opened
         return self._opened
 
     def open(self) -> None:
-        """Groups may be started from now on."""
-        with self._changing() as state:
+        """Allow groups to be started from now on."""
+        with self._transaction() as state:
             state.opened = True
 
     def claim(self, engine_version: int, own: int, rollouts: int) -> Admitted:
-        """Start a group of `rollouts` attempts, if the schedule allows it now.
+        """Count a group of `rollouts` attempts as started, if the schedule allows it now.
 
-        `engine_version` is that of the asking engine's weights, `own` counts the rollouts that it has in progress.
+        `engine_version` is the version of the asking engine's weights, `own` the number of its rollouts in progress.
         """
         asked = (engine_version, own, rollouts)
         last, trainer = self._denial, self._board.read(TRAINER)
@@ -102,7 +102,7 @@ class Admission:
             return Admitted(None, last.verdict)
         with self._locked():
             state = self.read()
-            # Within the lock: so nobody decides by older counts of the trainer than the record has seen.
+            # Read under the lock, so that the trainer's counts are not older than those in the record.
             trainer = self._board.read(TRAINER)
             progress = _progress(trainer, engine_version)
             state.settle(progress.trained + sum(progress.dropped.values()))
@@ -116,9 +116,9 @@ class Admission:
         return Admitted(None, verdict)
 
     def hand_over(self, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
-        """Call `write`, which puts a group into the stream, and take it over. False if `write` could not.
+        """Call `write`, which writes a group to the stream, and count it as handed over. False if `write` returns False.
 
-        It is called under the lock, so that the groups are on record in the order in which they are in the stream.
+        `write` is called under the lock, so that the record and the stream have groups in the same order.
         """
         with self._locked():
             if not write():
@@ -129,13 +129,13 @@ class Admission:
         return True
 
     def stream_dropped(self, rollouts: int) -> None:
-        """The stream replaced these by fresher ones, in a `write` of `hand_over` (or so it may be: the lock is held)."""
+        """Count rollouts that the stream replaced by newer ones. Call it within the `write` of `hand_over` (lock held)."""
         state = self.read()
         state.drop(rollouts)
         self._write(state)
 
     def may_take(self, version: int) -> Verdict:
-        """May an engine take the weights of `version` now? If so it must: the others go by it."""
+        """May an engine apply the weights of `version` now? If allowed, it must: the record then counts them as applied."""
         with self._locked():
             state = self.read()
             verdict = self._schedule.may_take_weights(state.in_progress_before(version))
@@ -145,7 +145,7 @@ class Admission:
         return verdict
 
     def read(self) -> Outstanding:
-        """The record of this moment."""
+        """The current record."""
         newest = self._record.read()
         return self._decoder.decode(newest[1]) if newest else Outstanding()
 
@@ -166,6 +166,7 @@ class Admission:
             oldest_in_progress=engine_version if oldest is None else oldest,
             outstanding=state.rollouts,
             handed_over=state.handed_over,
+            latency=state.latency,
             newest_version=max(state.newest_version, engine_version),
             own=own,
             processes=self._processes,
@@ -173,7 +174,7 @@ class Admission:
         return self._schedule.may_start(seen, rollouts)
 
     @contextmanager
-    def _changing(self) -> Iterator[Outstanding]:
+    def _transaction(self) -> Iterator[Outstanding]:
         with self._locked():
             state = self.read()
             yield state
@@ -192,7 +193,7 @@ class Admission:
 
 
 def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
-    """A new record, for a session that starts with `handed_over` rollouts in the stream, and `settled` dealt with."""
+    """Create the record of a session that starts with `handed_over` rollouts in the stream, `settled` trained or dropped."""
     path.unlink(missing_ok=True)
     memory = map_file(path, RECORD_BYTES)
     SharedRecord(memory, 0, RECORD_BYTES).write(msgspec.json.encode(Outstanding(handed_over=handed_over, settled=settled)))

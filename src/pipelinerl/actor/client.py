@@ -1,7 +1,7 @@
-"""Between rollouts, which await tokens, and the engine, which makes them one step at a time: all in one thread.
+"""Connects rollouts (coroutines that await tokens) with the engine, which runs one step at a time in the same thread.
 
-`EngineClient` is the bridge. A rollout's coroutine submits a request and sleeps; whoever steps the engine hands the
-step's output to `deliver`, which wakes the rollouts that it concerns. `RolloutClient` is what one rollout sees of it.
+A rollout submits a request through its `RolloutClient` and awaits the completion. After each engine step, `EngineClient`
+delivers the step's output, which wakes the rollouts that wait for it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import Engine, StepOutput, Tokenizer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
 
-TURNS_TO_REACT = 2
-"""Turns of the event loop from a finished completion to a finished rollout, or to its next request. Code that awaits more
-than that is seen one engine step later."""
+PASSES_TO_REACT = 2
+"""Event-loop passes that a rollout needs from a finished completion to its end or its next request. If its code awaits more
+often, the result is seen one engine step later."""
 CANCELLED = 4096
-"""Completions of given up requests that are kept until somebody takes them."""
+"""Limit on the completions of cancelled requests kept for `take_cancelled`."""
 
 
 class _Open(NamedTuple):
-    """A request in the engine: where its completion goes and, if it streams, its tokens (None after the last)."""
+    """A request in the engine. `tokens` is set for a stream; None in the queue marks its end."""
 
     completion: asyncio.Future[Completion]
     tokens: asyncio.Queue[TokenEvent | None] | None
 
 
 class EngineClient:
-    """Lets coroutines await completions of an `Engine` that somebody else steps."""
+    """Lets coroutines await completions of an `Engine`. The owner of the client calls `step`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -42,19 +42,19 @@ class EngineClient:
         self._cancelled: deque[Completion] = deque(maxlen=CANCELLED)
 
     def take_cancelled(self) -> list[Completion]:
-        """What the engine had sampled for requests that were given up, as far as it has ended them since the last call."""
+        """Completions of cancelled requests that the engine has ended since the last call."""
         taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED)
         return taken
 
     @property
     def open_requests(self) -> int:
-        """Requests that somebody awaits."""
+        """Number of requests that are awaited."""
         return len(self._open)
 
     def deliver(self, output: StepOutput) -> None:
-        """Hand one step's tokens and completions to those who await them.
+        """Pass one step's tokens and completions to the coroutines that await them.
 
-        Raises RuntimeError for a completion that nobody asked for, unless it is one that was given up.
+        Raises RuntimeError for a completion of an unknown request, unless it was cancelled.
         """
         for event in output.tokens:
             request = self._open.get(event.request_id)
@@ -64,10 +64,10 @@ class EngineClient:
             request = self._open.pop(completion.request_id, None)
             if request is None:
                 if completion.finish_reason != "cancelled":
-                    raise RuntimeError(f"the engine finished {completion.request_id!r}, which nobody awaits")
+                    raise RuntimeError(f"the engine finished {completion.request_id!r}, which is not awaited")
                 self._cancelled.append(completion)
                 continue
-            if not request.completion.done():  # it is done when the awaiting task was cancelled a moment ago
+            if not request.completion.done():  # done if the awaiting task was just cancelled
                 request.completion.set_result(completion)
             if request.tokens is not None:
                 request.tokens.put_nowait(None)
@@ -79,24 +79,24 @@ class EngineClient:
                 request.tokens.put_nowait(None)
 
     async def step(self) -> bool:
-        """One engine step, delivered; then the rollouts that it wakes run. False, and no step, if the engine is empty."""
+        """Run one engine step, deliver its output and let rollouts react. Returns False, without a step, if it is empty."""
         if self._engine.in_progress + self._engine.queued == 0:
             return False
         output = self._engine.step()
         self.deliver(output)
-        await let_rollouts_run(TURNS_TO_REACT if output.finished or output.failed else 1)
+        await let_rollouts_run(PASSES_TO_REACT if output.finished or output.failed else 1)
         return True
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Submit and await. Raises RequestError, at once or later, if it can't be served; cancelling cancels the request."""
+        """Submit and await. Raises RequestError, at once or later, if it can't be served. Cancelling cancels the request."""
         opened = self._submit(request, None)
         try:
             return await opened.completion
         finally:
-            self._give_up(request.id)
+            self._cancel(request.id)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
-        """Every token as it is made and, last, the completion. Closing the iterator early cancels the request."""
+        """Every token as it is sampled, then the completion. Closing the iterator early cancels the request."""
         tokens: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
         opened = self._submit(msgspec.structs.replace(request, stream=True), tokens)
         try:
@@ -104,7 +104,7 @@ class EngineClient:
                 yield event
             yield opened.completion.result()
         finally:
-            self._give_up(request.id)
+            self._cancel(request.id)
 
     def _submit(self, request: GenerationRequest, tokens: asyncio.Queue[TokenEvent | None] | None) -> _Open:
         if request.id in self._open:
@@ -114,13 +114,13 @@ class EngineClient:
         self._open[request.id] = opened
         return opened
 
-    def _give_up(self, request_id: str) -> None:
+    def _cancel(self, request_id: str) -> None:
         if self._open.pop(request_id, None) is not None:
             self._engine.cancel(request_id)
 
 
 class Produced(NamedTuple):
-    """What went into the engine and what came out, for one request of a rollout."""
+    """Prompt and completion of one request of a rollout."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
@@ -130,8 +130,8 @@ class RolloutClient:
     """One rollout's view of the engine; implements `interfaces.GenerationClient`.
 
     `name` identifies the rollout in the run (`g12.a3`): its requests are `g12.a3.t0`, `g12.a3.t1`, ... `sampling` holds
-    the run's parameters; `max_tokens` there is both the default and the upper limit. `seed` is the rollout's: each
-    request draws with a seed derived from it.
+    the run's parameters; its `max_tokens` is both the default and the upper limit. `seed` is the rollout's; each request
+    gets a seed derived from it.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class RolloutClient:
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
         """One completion of at most `max_tokens` tokens (never more than the run's limit).
 
-        Raises PromptTooLongError or RequestError at once for what the engine can't serve.
+        Raises PromptTooLongError or RequestError at once if the engine can't serve the request.
         """
         request = self._request(prompt_ids, max_tokens)
         completion = await self._client.generate(request)
@@ -170,7 +170,7 @@ class RolloutClient:
         return completion
 
     async def stream(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> AsyncIterator[TokenEvent]:
-        """The same, token by token. Leaving the loop early cancels the request; `completions[-1]` is then what was seen."""
+        """The same, token by token. Leaving the loop early cancels the request; `completions[-1]` has its tokens so far."""
         request = self._request(prompt_ids, max_tokens)
         seen: list[TokenEvent] = []
         self._streamed[request.id] = (request.prompt_ids, seen)
@@ -185,11 +185,11 @@ class RolloutClient:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """All that this client produced so far, streams that were left early (reason `cancelled`) last."""
+        """All completions so far. Streams that were left early (reason `cancelled`) come last."""
         return tuple(produced.completion for produced in self.produced().values())
 
     def produced(self) -> dict[str, Produced]:
-        """Everything this client produced, by request id."""
+        """Prompts and completions so far, by request id."""
         unfinished = {
             request_id: Produced(prompt_ids, _completion_of(request_id, events))
             for request_id, (prompt_ids, events) in self._streamed.items()
@@ -197,7 +197,7 @@ class RolloutClient:
         return self._produced | unfinished
 
     def close(self) -> None:
-        """The rollout is over: whatever code of it still runs gets a RolloutError instead of tokens."""
+        """End the rollout. Code of it that still runs gets a RolloutError from then on."""
         self._closed = True
 
     def _request(self, prompt_ids: Sequence[int], max_tokens: int | None) -> GenerationRequest:
@@ -212,19 +212,19 @@ class RolloutClient:
         )
 
 
-async def let_rollouts_run(turns: int = TURNS_TO_REACT) -> None:
-    """Let every coroutine that is ready run, `turns` times."""
-    for _ in range(turns):
+async def let_rollouts_run(passes: int = PASSES_TO_REACT) -> None:
+    """Let every ready coroutine run, for `passes` passes of the event loop."""
+    for _ in range(passes):
         await asyncio.sleep(0)
 
 
 def rollout_of(request_id: str) -> str:
-    """The name of the rollout whose request this is: `g12.a3` of `g12.a3.t0`."""
+    """The name of the request's rollout: `g12.a3` for `g12.a3.t0`."""
     return request_id.rpartition(".")[0]
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed of 63 bits from whatever identifies its use: the same parts give the same seed, on any machine."""
+    """A 63-bit seed derived from `parts`, which identify its use. Equal parts give equal seeds on any machine."""
     digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

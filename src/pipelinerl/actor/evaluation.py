@@ -1,4 +1,4 @@
-"""Held-out problems, answered once each through the engine that trains: same code path, none of it trained on."""
+"""Evaluation: held-out problems, answered once each by the training run's engine and never trained on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDLE_S = 0.002
 
 
 class RecordSink(Protocol):
-    """Where readable records go, one a line (`files.JsonLines`)."""
+    """Writes readable records, one per line (`files.JsonLines`)."""
 
     def write(self, record: Any) -> None: ...
 
@@ -37,8 +37,8 @@ class RecordSink(Protocol):
 class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
     """One held-out problem and its answer.
 
-    Of several turns, `prompt` is the first one's and `completion` all the model's texts in order; `token_ids`,
-    `weight_versions` and `length` are over all sampled tokens. An attempt that failed has reward 0 and says why.
+    With several turns, `prompt` is that of the first turn and `completion` the model's texts in order; `token_ids`,
+    `weight_versions` and `length` cover all sampled tokens. A failed attempt has reward 0, and `failure` says why.
     """
 
     problem_id: str
@@ -55,7 +55,7 @@ class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`reward` is the mean over all problems, failed attempts as 0; None without problems. `failed` is by reason."""
+    """`reward` is the mean over all problems, failed attempts as 0; None without problems. `failed` counts by reason."""
 
     problems: tuple[EvaluatedProblem, ...]
     reward: float | None
@@ -70,7 +70,7 @@ class Evaluation:
 
     @property
     def tokens_by_version(self) -> dict[int, int]:
-        """How many of all sampled tokens each version of the weights has sampled."""
+        """Number of sampled tokens by weight version."""
         tokens: Counter[int] = Counter()
         for problem in self.problems:
             for span in problem.weight_versions:
@@ -78,11 +78,11 @@ class Evaluation:
         return dict(sorted(tokens.items()))
 
 
-class Answers:
-    """Problems being answered once each by an engine that somebody else steps.
+class EvaluationPass:
+    """EvaluationPass each problem once. The caller steps the engine.
 
-    Seeds depend on a problem's place in `problems` alone, so that evaluations of different weights, and of different runs,
-    differ by their weights only. `name` tells the requests from all others in the engine.
+    Seeds depend only on a problem's position in `problems`, so that evaluations of different weights, or in different runs,
+    differ only by the weights. `name` is the prefix of the request ids and must be unique in the engine.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Answers:
 
     @property
     def done(self) -> int:
-        """Problems that are answered, or failed."""
+        """Problems that were answered or failed."""
         return len(self._done)
 
     @property
@@ -121,62 +121,65 @@ class Answers:
         return len(self._running)
 
     def start(self, slots: int) -> bool:
-        """Start answers until `slots` are running or none is left. They begin at the next turn. Was any started?"""
+        """Start attempts until `slots` are running or none are left. They begin in the next event-loop pass.
+
+        Returns whether any was started.
+        """
         before = self.running
         while self._waiting and self.running < slots:
             number = self._waiting.popleft()
             seed = derive_seed("evaluation", number)
             view = RolloutClient(self._client, self._tokenizer, self._sampling, name=f"{self._name}.{number}", seed=seed)
-            answer = attempt(self._environment, self._problems[number], view, self._limits)
-            self._running[asyncio.create_task(answer)] = number
+            attempted = attempt(self._environment, self._problems[number], view, self._limits)
+            self._running[asyncio.create_task(attempted)] = number
         return self.running > before
 
     def collect(self) -> None:
-        """Take in the answers that have ended. An attempt that fails is the record of one problem."""
+        """Record the attempts that have ended. A failed attempt fails one problem only."""
         for task in [task for task in self._running if task.done()]:
             number = self._running.pop(task)
             self._done[number] = evaluated(self._problems[number], task.result(), self._tokenizer)
 
     def cancel(self) -> None:
-        """Give up what is running."""
+        """Cancel running attempts."""
         for task in self._running:
             task.cancel()
 
     def result(self) -> Evaluation | None:
-        """Once all problems are dealt with; in the order of `problems`."""
+        """The evaluation, in the order of `problems`, or None while attempts are missing."""
         return Evaluation.of(self._done[number] for number in range(self.total)) if self.done == self.total else None
 
 
 async def evaluate(
-    answers: Answers,
+    evaluation_pass: EvaluationPass,
     client: EngineClient,
     *,
     slots: int,
     records: RecordSink,
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> Evaluation:
-    """Step the engine of `client`, at most `slots` answers at a time, until all are there.
+    """Run `evaluation_pass` to its end, at most `slots` attempts at a time, stepping the engine of `client`.
 
-    Nothing else may be using the engine. `on_progress` is called after every engine step with the number of problems done.
-    Records are written at the end, in the order of the problems.
+    Nothing else may use the engine meanwhile. `on_progress` is called after every engine step with the number of problems
+    done. Records are written at the end, in the order of the problems.
     """
     try:
-        while (evaluation := answers.result()) is None:
-            answers.start(slots)
+        while (evaluation := evaluation_pass.result()) is None:
+            evaluation_pass.start(slots)
             await let_rollouts_run(2)
             if not await client.step():
                 await asyncio.sleep(IDLE_S)
-            answers.collect()
-            on_progress(answers.done)
+            evaluation_pass.collect()
+            on_progress(evaluation_pass.done)
     finally:
-        answers.cancel()
+        evaluation_pass.cancel()
     for record in evaluation.problems:
         write_record(records, record)
     return evaluation
 
 
 def write_record(records: RecordSink, record: object) -> None:
-    """Raises RunDirectoryError when it can't be written (a full disk)."""
+    """Write one record. Raises RunDirectoryError if that fails (full disk)."""
     try:
         records.write(record)
     except OSError as error:
@@ -186,7 +189,7 @@ def write_record(records: RecordSink, record: object) -> None:
 
 
 def held_out_problems(environment: Environment, count: int) -> Sequence[Problem]:
-    """The environment's first `count` held-out problems. Raises EnvironmentSetupError if it can't give them."""
+    """The environment's first `count` held-out problems. Raises EnvironmentSetupError if it fails to return them."""
     try:
         problems = tuple(environment.held_out(count))
     except Exception as error:
@@ -201,7 +204,7 @@ def held_out_problems(environment: Environment, count: int) -> Sequence[Problem]
 
 
 def evaluated(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer) -> EvaluatedProblem:
-    """The record of one answer."""
+    """The record of one problem."""
     if isinstance(outcome, Failure):
         return EvaluatedProblem(problem_id=str(problem.id), reward=0.0, failure=f"{outcome.reason}: {outcome.message}")
     completions = [turn.completion for turn in outcome.turns]
@@ -224,11 +227,9 @@ def evaluated(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Evaluations while training goes on: held-out problems between rollouts, in the same engine.
-#
-# They are no rollouts: neither admission nor the schedule knows of them, so that they are in no count, no round waits for
-# them and no weights do.
+# ---- evaluation during training, in the engine that generates rollouts
+# Its attempts are not rollouts: admission and the schedule do not count them, and rounds and weight updates do not wait
+# for them.
 
 
 logger = logging.getLogger(__name__)
@@ -237,14 +238,14 @@ logger = logging.getLogger(__name__)
 class OnlineEvaluation:
     """Evaluations one at a time, in a share of the engine's slots.
 
-    One is due when the engine's weights reach or pass a multiple of `every`, before `until`, whose weights are evaluated
-    after training. It does not hold on to these weights: they change while it is answered, and each token says which
-    sampled it. One that is due while another is running is left out and counted, as is one that training does not wait for.
+    One is due when the engine's version reaches or passes a multiple of `every`, before version `until`, which is evaluated
+    after training. Weights keep changing while it runs; each token records the version that sampled it. An evaluation that
+    is due while another one runs is skipped and counted, as is one that is still running when training ends.
     """
 
     def __init__(
         self,
-        begin: Callable[[int], Answers],
+        begin: Callable[[int], EvaluationPass],
         *,
         every: int,
         until: int,
@@ -252,43 +253,43 @@ class OnlineEvaluation:
         reached: int,
         on_done: Callable[[int, Evaluation], None],
     ) -> None:
-        """`begin` makes the answers of the evaluation that begins at a version; `on_done` gets that version and the result.
+        """`begin(version)` creates the pass of an evaluation; `on_done(version, evaluation)` receives its result.
 
-        What is due up to the version `reached` has taken place.
+        Evaluations due up to version `reached` have already taken place.
         """
         self.skipped = 0
-        """Evaluations left out since the last one that ended; to be set to 0 by whoever has written that down."""
+        """Evaluations skipped since the last reset. The caller resets it to 0 after recording it."""
         self._begin = begin
         self._every = every
         self._until = until
         self._slots = slots
         self._due = reached // every
         self._on_done = on_done
-        self._running: tuple[int, Answers] | None = None
+        self._running: tuple[int, EvaluationPass] | None = None
         self._ended = 0
 
     @property
     def running(self) -> int:
-        """Answers that are being given."""
+        """Attempts in progress."""
         return self._running[1].running if self._running else 0
 
     @property
     def answered(self) -> int:
-        """Over all evaluations: what grows as long as they go on."""
+        """Problems done over all evaluations."""
         return self._ended + (self._running[1].done if self._running else 0)
 
     @property
-    def doing(self) -> str:
-        """In words; nothing when no evaluation is running."""
+    def status(self) -> str:
+        """Progress in words; empty when no evaluation is running."""
         if self._running is None:
             return ""
-        version, answers = self._running
-        return f"evaluates since version {version}: {answers.done} of {answers.total} held-out problems"
+        version, running = self._running
+        return f"evaluates since version {version}: {running.done} of {running.total} held-out problems"
 
-    def turn(self, version: int) -> bool:
-        """Between two engine steps: take in answers, begin what is due with the weights of `version`, start answers.
+    def advance(self, version: int) -> bool:
+        """Between two engine steps: record finished attempts, begin an evaluation if one is due, start attempts.
 
-        Returns whether any was started. Raises what `on_done` raises.
+        Returns whether any attempt was started. Raises what `on_done` raises.
         """
         self._collect()
         if version < self._until and version // self._every > self._due:
@@ -296,26 +297,26 @@ class OnlineEvaluation:
             if self._running is None:
                 self._running = (version, self._begin(version))
             else:
-                self._skip(f"the evaluation due at version {version} is left out: {self.doing}")
+                self._skip(f"the evaluation due at version {version} is skipped: {self.status}")
         return self._running is not None and self._running[1].start(self._slots)
 
     def end(self) -> None:
-        """Training is over: give up what is running, if it has not just ended."""
+        """End of training: cancel and skip the running evaluation, unless it has just ended."""
         self._collect()
         if self._running is not None:
-            self._skip(f"the evaluation is given up as training is over: {self.doing}")
+            self._skip(f"the evaluation is cancelled because training is over: {self.status}")
             self._running[1].cancel()
             self._running = None
 
     def _collect(self) -> None:
         if self._running is None:
             return
-        version, answers = self._running
-        answers.collect()
-        evaluation = answers.result()
+        version, running = self._running
+        running.collect()
+        evaluation = running.result()
         if evaluation is not None:
             self._running = None
-            self._ended += answers.total
+            self._ended += running.total
             self._on_done(version, evaluation)
 
     def _skip(self, why: str) -> None:

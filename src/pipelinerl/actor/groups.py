@@ -1,4 +1,4 @@
-"""Groups while their K attempts are running."""
+"""Runs the K attempts of each open group."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.types import Group, Problem, Rollout, SamplingParams
 
 RECENT_ATTEMPTS = 1024
-"""How many attempts `started_length_mean` is over."""
+"""Number of attempts that `started_length_mean` is computed over."""
 
 
 @dataclass
 class OpenGroup:
-    """`problem` is the one that is recorded; `outcomes` has one entry per attempt that has ended, by attempt. `lengths` are
-    their sampled tokens, in order of completion."""
+    """A group with running attempts.
+
+    `problem` is the one that is recorded. `outcomes` maps the number of each ended attempt to its outcome. `lengths` are the
+    sampled tokens of ended attempts, in order of completion.
+    """
 
     index: int
     problem: Problem
@@ -41,14 +44,14 @@ class OpenGroup:
 
     @property
     def in_progress(self) -> int:
-        """Attempts that are neither dropped nor handed over: running, or waiting for the others."""
+        """Attempts that are running, or finished and waiting for the rest of the group. Failed ones are excluded."""
         return self.size - self.failed
 
     def rollout_name(self, number: int) -> str:
         return f"g{self.index}.a{number}"
 
     def record(self) -> Group:
-        """The finished group, rollouts in the order of their attempts. All may have failed: then it has none."""
+        """The finished group, with rollouts in order of attempt; without rollouts if all attempts failed."""
         ended = sorted(self.outcomes.items())
         rollouts = tuple(
             msgspec.structs.replace(outcome, id=self.rollout_name(number), attempt=number)
@@ -69,7 +72,7 @@ class OpenGroup:
 class GroupRunner:
     """Runs the attempts of groups as tasks of the event loop.
 
-    `finished` holds complete groups, first finished first; `running` counts attempts that have not ended.
+    `finished` holds complete groups in order of completion. `running` counts attempts that have not ended.
     """
 
     def __init__(
@@ -96,34 +99,34 @@ class GroupRunner:
         self._seed = seed
         self._failures = failures
         self._open: dict[int, OpenGroup] = {}
-        self._ended_early: dict[int, list[int]] = {}  # lengths of complete groups that started after an open one
+        self._waiting_lengths: dict[int, list[int]] = {}  # lengths of complete groups started after an open one
         self._started_lengths: deque[int] = deque(maxlen=RECENT_ATTEMPTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._crash: BaseException | None = None
 
     @property
     def in_progress(self) -> int:
-        """Rollouts that are neither dropped nor taken from `finished`."""
+        """Rollouts of open groups and of groups still in `finished`, without failed attempts."""
         waiting = sum(len(group.rollouts) for group in self.finished)
         return waiting + sum(group.in_progress for group in self._open.values())
 
     @property
     def started_lengths(self) -> int:
-        """How many attempts `started_length_mean` is over."""
+        """Number of attempts that `started_length_mean` is computed over."""
         return len(self._started_lengths)
 
     @property
     def started_length_mean(self) -> float | None:
-        """Mean sampled tokens of the latest attempts in order of start, of groups before the oldest one that is open.
+        """Mean sampled tokens of the latest attempts in order of start, among groups started before the oldest open group.
 
-        In order of completion, what is there of the latest groups is the short ones.
+        A mean over completed attempts would be biased: of the latest groups, short attempts complete first.
         """
         return fmean(self._started_lengths) if self._started_lengths else None
 
     def start(self, index: int, version: int) -> None:
-        """Start the attempts at problem `index`; the engine has the weights of `version`. They begin at the next turn.
+        """Start the attempts at problem `index`; `version` is the engine's. They begin in the next event-loop pass.
 
-        A problem that the environment can't make is a group all of whose attempts failed.
+        If the environment fails to create the problem, all attempts of the group count as failed.
         """
         self.groups_started += 1
         made = problem_for(self._environment, index, self._limits)
@@ -137,16 +140,16 @@ class GroupRunner:
                 continue
             task = asyncio.create_task(self._attempt(group, number, made[0]))
             self._tasks.add(task)
-            task.add_done_callback(self._forget)
+            task.add_done_callback(self._on_task_done)
 
     def check(self) -> None:
-        """Raises TooManyFailuresError when too many attempts failed."""
+        """Raises TooManyFailuresError when too many attempts failed, and errors that are not the environment's."""
         if self._crash is not None:
             raise self._crash
         self._failures.check()
 
     def cancel(self) -> None:
-        """Cancel what is running. It stays counted as in progress."""
+        """Cancel running attempts. They stay counted as in progress."""
         for task in tuple(self._tasks):
             task.cancel()
 
@@ -169,13 +172,13 @@ class GroupRunner:
         if group.complete:
             del self._open[group.index]
             self.finished.append(group.record())
-            self._ended_early[group.index] = group.lengths
+            self._waiting_lengths[group.index] = group.lengths
             oldest = min(self._open, default=None)
-            for index in sorted(self._ended_early):
+            for index in sorted(self._waiting_lengths):
                 if oldest is None or index < oldest:
-                    self._started_lengths.extend(self._ended_early.pop(index))
+                    self._started_lengths.extend(self._waiting_lengths.pop(index))
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._crash = task.exception()  # not the environment's doing, so `check` raises it
+            self._crash = task.exception()  # an error of ours, not of the environment: `check` raises it

@@ -1,19 +1,23 @@
-"""Which rollouts were started and are neither trained nor dropped yet, over all generation processes. Pure bookkeeping."""
+"""Counts rollouts that were started and are neither trained nor dropped yet, over all generation processes."""
 
 from __future__ import annotations
 
 import msgspec
 
+LATENCY_WEIGHT = 0.1
+"""Weight of the latest group in the running mean `Outstanding.latency`."""
+
 
 class Outstanding(msgspec.Struct):
-    """The record that generation processes share; small, whatever the size of the run.
+    """The record that generation processes share. Its size does not grow with the run.
 
-    next_index       groups from here on were never started in this session
+    next_index       lowest group index that was not started in this session
     opened           groups may be started (the evaluation before training is over)
-    newest_version   the newest weights that any engine has taken
-    settled          rollouts that the trainer is known to have trained or dropped, since the beginning of the run
+    newest_version   newest weights that any engine has applied
+    settled          rollouts that the trainer has trained or dropped since the beginning of the run, as far as known here
     in_progress      rollouts of groups that were started and not handed over, by the version they were started with
     handed_over      rollouts in the stream or with the trainer
+    latency          optimizer steps from the start of a group to its hand-over, a running mean; None before the first
     """
 
     next_index: int = 0
@@ -22,6 +26,7 @@ class Outstanding(msgspec.Struct):
     settled: int = 0
     in_progress: dict[int, int] = {}
     handed_over: int = 0
+    latency: float | None = None
 
     @property
     def rollouts(self) -> int:
@@ -29,32 +34,34 @@ class Outstanding(msgspec.Struct):
 
     @property
     def oldest_in_progress(self) -> int | None:
-        """The lowest version that a rollout in progress was started with; None without any."""
+        """The lowest version that a rollout in progress was started with; None if there is none."""
         return min(self.in_progress, default=None)
 
     def in_progress_before(self, version: int) -> int:
-        """Rollouts of groups that are not handed over and were started with older weights than those of `version`."""
+        """Rollouts in progress that were started with weights older than `version`."""
         return sum(rollouts for started, rollouts in self.in_progress.items() if started < version)
 
     def start(self, index: int, version: int, rollouts: int) -> None:
-        """The group `index` is started, by an engine with the weights of `version`."""
+        """Count group `index` as started, by an engine with the weights of `version`."""
         self.next_index = index + 1
         self.in_progress[version] = self.in_progress.get(version, 0) + rollouts
 
     def hand_over(self, version: int, *, started: int, rollouts: int) -> None:
-        """A group of `started` attempts is in the stream, with `rollouts` rollouts; the others are dropped."""
+        """Count a group of `started` attempts as handed over with `rollouts` rollouts. Its other attempts were dropped."""
         left = self.in_progress[version] - started
         if left:
             self.in_progress[version] = left
         else:
             del self.in_progress[version]
         self.handed_over += rollouts
+        steps = max(0, self.newest_version - version)
+        self.latency = steps if self.latency is None else self.latency + LATENCY_WEIGHT * (steps - self.latency)
 
     def drop(self, rollouts: int) -> None:
-        """The stream replaced these by fresher ones."""
+        """Count `rollouts` as dropped: the stream replaced them by newer ones."""
         self.handed_over = max(0, self.handed_over - rollouts)
 
     def settle(self, total: int) -> None:
-        """The trainer has dealt with `total` rollouts by now, since the beginning. Fewer than before changes nothing."""
+        """The trainer has trained or dropped `total` rollouts since the beginning of the run. A lower total is ignored."""
         newly, self.settled = max(0, total - self.settled), max(total, self.settled)
         self.handed_over = max(0, self.handed_over - newly)

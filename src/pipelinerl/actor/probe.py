@@ -1,7 +1,7 @@
-"""After each weight update: what does the engine compute with now? The trainer compares it with its own model.
+"""Weight probe: after each update, samples a token whose log-prob the trainer compares with its own model's.
 
-A checksum says what an engine was given, and an echo what it says it holds. Only what comes out of it says what it uses.
-The question is an ordinary request, one token after a fixed prompt, so any engine can answer it.
+Checksums prove what an engine was sent and what it stores; only its output proves which weights it uses. The probe is an
+ordinary request for one token after a fixed prompt, so it works with any engine.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from pipelinerl.interfaces import Engine
 from pipelinerl.types import GenerationRequest, ProbeReading, SamplingParams
 
 READINGS_KEPT = 16
-LONGEST_S = 60.0
-"""A probe that was not answered by then is given up: other versions have been asked about since."""
+TIMEOUT_S = 60.0
+"""Timeout of a probe. Later versions have been probed by then."""
 
 
 class WeightProbe:
-    """`readings` are the latest answers, oldest first; `news` says that there is one which was not told yet.
+    """Probes an engine's weights.
 
-    `asked` is the version that was asked about last.
+    `readings` are the latest results, oldest first. `unreported` is true if there are new ones; the reader resets it.
+    `asked` is the version probed last.
     """
 
     def __init__(self, engine: Engine, client: EngineClient, name: str) -> None:
         self.readings: deque[ProbeReading] = deque(maxlen=READINGS_KEPT)
-        self.news = False
+        self.unreported = False
         self._engine = engine
         self._client = client
         self._name = name
@@ -36,7 +37,7 @@ class WeightProbe:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ask(self, prompt_ids: Sequence[int]) -> None:
-        """Ask every copy of the model, once for each version. Does not wait."""
+        """Probe every replica of the model, once per version. Does not wait."""
         version = self._engine.version
         if version == self.asked or not prompt_ids:
             return
@@ -58,14 +59,14 @@ class WeightProbe:
 
     async def _read(self, request: GenerationRequest, copy: int) -> None:
         try:
-            completion = await asyncio.wait_for(self._client.generate(request), LONGEST_S)
+            completion = await asyncio.wait_for(self._client.generate(request), TIMEOUT_S)
         except (RequestError, TimeoutError):
             return
         versions = {span.version for span in (*completion.prompt_versions, *completion.weight_versions)}
-        if len(versions) == 1 and completion.token_ids:  # else an update came in the middle of it
+        if len(versions) == 1 and completion.token_ids:  # otherwise an update came during the probe
             name = self._name if self._engine.copies == 1 else f"{self._name}[{copy}]"
             reading = ProbeReading(
                 engine=name, version=versions.pop(), token_id=completion.token_ids[0], logprob=completion.logprobs[0]
             )
             self.readings.append(reading)
-            self.news = True
+            self.unreported = True

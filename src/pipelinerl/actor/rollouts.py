@@ -1,7 +1,7 @@
-"""One attempt at one problem: run the environment's code under deadlines, then believe nothing that it returns.
+"""Runs one attempt at one problem: the environment's code under deadlines, with everything it returns checked.
 
-An attempt ends in a checked `Rollout` or in a `Failure` with one of four reasons. It never raises what the
-environment raised: one bad attempt costs that attempt.
+An attempt ends in a checked `Rollout` or in a `Failure` with one of four reasons. Errors of the environment are not
+propagated, so that a bad attempt costs only itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HERE = Path(__file__).parent
 
 
 class Failure(NamedTuple):
-    """Why an attempt gave no rollout. `message` is one line; `traceback` starts at the environment's own code."""
+    """Why an attempt produced no rollout. `message` is one line; `traceback` starts at the environment's own code."""
 
     reason: FailureReason
     message: str
@@ -39,7 +39,7 @@ class Failure(NamedTuple):
 
 
 class TimeLimits(NamedTuple):
-    """`rollout_s` bounds a rollout as a whole, `alarm` any stretch of its code that doesn't yield."""
+    """`rollout_s` limits the whole rollout, `alarm` the time that its code may run without yielding."""
 
     rollout_s: float
     alarm: CodeAlarm
@@ -48,7 +48,7 @@ class TimeLimits(NamedTuple):
 async def attempt(
     environment: Environment, problem: Problem, client: RolloutClient, limits: TimeLimits
 ) -> Rollout | Failure:
-    """Run one rollout to its end, its failure or its deadline. Cancelling this cancels the rollout and raises."""
+    """Run one rollout until it ends, fails or times out. Cancelling this cancels the rollout and raises CancelledError."""
     deadline = CodeDeadline(limits.alarm)
     task = asyncio.current_task()
     expired = False
@@ -60,7 +60,7 @@ async def attempt(
 
     timer = asyncio.get_running_loop().call_later(limits.rollout_s, expire)
     try:
-        outcome = await _play(environment, problem, client, deadline, task)
+        outcome = await _run_rollout(environment, problem, client, deadline, task)
     except asyncio.CancelledError as error:
         if not expired:
             raise
@@ -68,7 +68,7 @@ async def attempt(
     finally:
         timer.cancel()
         client.close()
-    while task is not None and task.cancelling():  # by `expire`, or by the environment itself: seen to
+    while task is not None and task.cancelling():  # cancelled by `expire` or by the environment: handled
         task.uncancel()
     if expired:
         where = outcome.traceback if isinstance(outcome, Failure) else ""
@@ -78,28 +78,28 @@ async def attempt(
 
 
 def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tuple[Problem, Problem] | Failure:
-    """The problem number `index`, as the environment made it and as a reader of its JSON will see it."""
+    """Problem number `index`: the environment's object, and a copy that went through JSON, as it is recorded."""
     try:
         problem = limits.alarm.call(lambda: environment.problem(index))
         if not isinstance(cast("object", problem), Problem):
-            return Failure("raised", f"problem({index}) returned {_kind(problem)}, not a Problem")
+            return Failure("raised", f"problem({index}) returned {_type_name(problem)}, not a Problem")
         return problem, msgspec.json.decode(msgspec.json.encode(problem), type=Problem)
     except CodeGivenUpError as error:
         return Failure("timeout", str(error))
     except CodeDeadlineError as error:
         return Failure("timeout", f"problem({index}): {error}", _format(error))
-    except Exception as error:  # noqa: BLE001 - code that isn't ours: it is reported as this problem's failure
+    except Exception as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this problem
         return Failure("raised", f"problem({index}): {_one_line(error)}", _format(error))
 
 
-async def _play(
+async def _run_rollout(
     environment: Environment,
     problem: Problem,
     client: RolloutClient,
     deadline: CodeDeadline,
     task: asyncio.Task[Any] | None,
 ) -> Rollout | Failure:
-    async def play() -> Rollout:  # so that code of a `rollout` that isn't `async def` is under the deadline as well
+    async def play() -> Rollout:  # puts a `rollout` that is not `async def` under the deadline, too
         return await environment.rollout(problem, client)
 
     try:
@@ -111,12 +111,12 @@ async def _play(
         if task is not None and task.cancelling():
             raise
         return Failure("raised", "the environment awaited something that was cancelled", _format(error))
-    except BaseException as error:  # noqa: BLE001 - code that isn't ours: it is reported as this attempt's failure
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this attempt
         return _failure(error)
 
 
 def _failure(error: BaseException) -> Failure:
-    """What went wrong, also if it comes wrapped in a group: the gravest of its parts says what the whole is."""
+    """Convert an error to a Failure. In an exception group, a deadline error takes precedence, then a too long prompt."""
     parts = list(_leaves(error))
     for part in parts:
         if isinstance(part, CodeDeadlineError):
@@ -126,7 +126,7 @@ def _failure(error: BaseException) -> Failure:
             return Failure("prompt_too_long", str(part))
     if isinstance(error, RolloutError):
         return Failure("bad_rollout", str(error))
-    if isinstance(error, TimeoutError) and str(error):  # a call of the user's functions that ran into its limit
+    if isinstance(error, TimeoutError) and str(error):  # a user function that exceeded its time limit
         return Failure("timeout", str(error), _format(error))
     return Failure("raised", _one_line(error), _format(error))
 
@@ -140,12 +140,12 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout:
-    """`returned` as a rollout that is safe to record and to train on: exactly what the engine produced, and a finite reward.
+    """Check and normalise `returned`: turns must be exactly what the engine produced; reward and metrics must be finite.
 
     Raises RolloutError, saying what is wrong.
     """
     if not isinstance(returned, Rollout):
-        raise RolloutError(f"the environment returned {_kind(returned)}, not a Rollout")
+        raise RolloutError(f"the environment returned {_type_name(returned)}, not a Rollout")
     if not isinstance(returned.turns, (tuple, Sequence)) or not returned.turns:
         raise RolloutError("the rollout has no turns")
     turns: dict[str, Turn] = {}
@@ -155,14 +155,14 @@ def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout
             raise RolloutError(f"turn {number} repeats request {checked.completion.request_id}")
         turns[checked.completion.request_id] = checked
     if not isinstance(returned.metrics, (dict, Mapping)):
-        raise RolloutError(f"metrics are {_kind(returned.metrics)}, not a dict of numbers")
+        raise RolloutError(f"metrics are {_type_name(returned.metrics)}, not a dict of numbers")
     metrics = {str(name): _finite(value, f"metric {name!r}") for name, value in returned.metrics.items()}
     return Rollout(turns=tuple(turns.values()), reward=_finite(returned.reward, "the reward"), metrics=metrics)
 
 
 def _check_turn(turn: object, number: int, produced: Mapping[str, Produced]) -> Turn:
     if not isinstance(turn, Turn) or not isinstance(turn.completion, Completion):
-        raise RolloutError(f"turn {number} is {_kind(turn)}, not a Turn with a Completion")
+        raise RolloutError(f"turn {number} is {_type_name(turn)}, not a Turn with a Completion")
     request_id = turn.completion.request_id
     if request_id not in produced:
         raise RolloutError(f"turn {number}: this rollout's client has produced no completion {request_id!r}")
@@ -176,17 +176,17 @@ def _check_turn(turn: object, number: int, produced: Mapping[str, Produced]) -> 
     if not completion.token_ids:
         raise RolloutError(f"turn {number}: {request_id} has no tokens")
     if not isinstance(turn.text, str):
-        raise RolloutError(f"turn {number}: `text` is {_kind(turn.text)}, not a string")
+        raise RolloutError(f"turn {number}: `text` is {_type_name(turn.text)}, not a string")
     text = turn.text.encode(errors="replace").decode()  # a lone surrogate can't be written as JSON
     return Turn(prompt_ids=prompt_ids, completion=completion, text=text)
 
 
 def _finite(value: object, what: str) -> float:
-    """Any real number (bool, int, float, NumPy's) as a float."""
-    if type(value) is float and math.isfinite(value):  # nearly always; asking for abstract types is slow
+    """Convert a finite real number (bool, int, float, NumPy scalar) to float. Raises RolloutError for anything else."""
+    if type(value) is float and math.isfinite(value):  # fast path for the common case: checks of abstract types are slow
         return value
     if not isinstance(value, numbers.Real):
-        raise RolloutError(f"{what} is {_kind(value)}, not a number")
+        raise RolloutError(f"{what} is {_type_name(value)}, not a number")
     try:
         number = float(value)
     except OverflowError:
@@ -196,7 +196,7 @@ def _finite(value: object, what: str) -> float:
     return number
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -206,29 +206,31 @@ def _one_line(error: BaseException) -> str:
 
 
 def _format(error: BaseException) -> str:
-    """The traceback from the first line that isn't the actor's own."""
+    """The traceback, without the leading frames in the actor package."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Counts failed attempts, shows the first few, and ends the run when too many fail.
+# ---- failed attempts: counted, logged, and limited
 
 
 logger = logging.getLogger(__name__)
 
 SHOWN_PER_REASON = 3
 FIRST_ATTEMPTS = 16
-"""When every one of the first attempts failed, the run ends before a whole window is wasted."""
+"""If all of the first attempts fail, the run ends without waiting for a full window."""
 TRACEBACK_LINES = 6
 REMEMBERED = 4096
-"""Failed attempts of which a completion may still be in the engine, which ends it at its next step."""
+"""Limit on remembered failed attempts. The engine may still hold a completion of theirs until its next step."""
 
 
 class FailureLog:
-    """`max_fraction` is the largest share of the last `window` attempts that may fail; 1 lets everything fail."""
+    """Counts failed attempts, logs the first few, and raises when too many fail.
+
+    `max_fraction` is the largest share of the last `window` attempts that may fail; 1 disables the limit.
+    """
 
     def __init__(self, max_fraction: float, window: int) -> None:
         self._max_fraction = max_fraction
@@ -253,8 +255,7 @@ class FailureLog:
         self._recent.append(None)
 
     def failure(self, failure: Failure, rollout: str, tokens: int = 0) -> None:
-        """Count one failure of the attempt called `rollout`, which had sampled `tokens`; the first few of each reason are
-        logged in full."""
+        """Count a failure of the attempt named `rollout`, which sampled `tokens` tokens. Log the first few per reason."""
         self._tokens[failure.reason] += tokens
         self._unfinished[rollout] = failure.reason
         if len(self._unfinished) > REMEMBERED:
@@ -263,17 +264,17 @@ class FailureLog:
         self._counts[failure.reason] += 1
         nth = self._counts[failure.reason]
         if nth <= SHOWN_PER_REASON:
-            last = " (more of this kind are counted, not shown)" if nth == SHOWN_PER_REASON else ""
+            last = " (further ones are counted, not shown)" if nth == SHOWN_PER_REASON else ""
             trace = f"\n{failure.traceback}" if failure.traceback else ""
             logger.warning("rollout %s is dropped, %s: %s%s%s", rollout, failure.reason, failure.message, last, trace)
 
     def cancelled(self, rollout: str, tokens: int) -> None:
-        """The engine ended a completion of `rollout`; if that attempt has failed, its tokens count with it."""
+        """Count the tokens of a cancelled completion of `rollout`, if that attempt failed."""
         if reason := self._unfinished.pop(rollout, None):
             self._tokens[reason] += tokens
 
     def check(self) -> None:
-        """Raises TooManyFailuresError when more than the allowed share of recent attempts failed."""
+        """Raises TooManyFailuresError if more than the allowed share of recent attempts failed."""
         if not self._counts:
             return
         failed = [failure for failure in self._recent if failure is not None]

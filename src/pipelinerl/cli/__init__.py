@@ -1,4 +1,4 @@
-"""The `pipelinerl` command: `main` reads the arguments, a module of this package per subcommand does what they ask."""
+"""The `pipelinerl` command: `main` parses the arguments, and each subcommand has a module."""
 
 from pipelinerl.cli.main import main
 

@@ -24,22 +24,24 @@ _EPILOG = (
 
 
 def add_to(commands: Commands) -> None:
-    text = "Look at the rollouts of a run, also while it runs: groups, attempts side by side, tokens by what made them."
+    text = "Browse the rollouts of a run, also while it runs: groups, attempts side by side, tokens by version or log-prob."
     parser = commands.add("browse", text, epilog=_EPILOG)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument(
-        "--find", metavar="QUERY", help="begin at the first rollout that fits; others are not listed or exported"
+        "--find", metavar="QUERY", help="start at the first matching rollout; others are not listed or exported"
     )
     parser.add_argument(
-        "--evaluations", action="store_true", help="answers to held-out problems instead, of all evaluations side by side"
+        "--evaluations",
+        action="store_true",
+        help="browse answers to held-out problems instead, all evaluations side by side",
     )
-    parser.add_argument("--plain", action="store_true", help="print a table (what happens anyway without a terminal)")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write a row a rollout: a .jsonl or .parquet file")
+    parser.add_argument("--plain", action="store_true", help="print a table (the default without a terminal)")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write one row per rollout to a .jsonl or .parquet file")
     parser.add_argument(
         "--weights",
         type=Path,
         metavar="DIR",
-        help="a model folder whose log-probs the engine's are compared with (default: the run's newest checkpoint)",
+        help="model folder for log-probs to compare with the engine's (default: the run's newest checkpoint)",
     )
     parser.set_defaults(run=run)
 
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     query = parse(options.find) if options.find else None
     if options.evaluations and options.export:
         raise UserError(
-            "--export: evaluations are a row an answer already, in rollouts/evaluation-*.jsonl; take these files"
+            "--export: evaluations already have one row per answer, in rollouts/evaluation-*.jsonl; use these files"
         )
     if options.export:
         return _export(options, RunRollouts(options.run_dir), query)
@@ -99,13 +101,13 @@ def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query | N
 
     texts = _texts(_config(options.run_dir))
     if texts.missing:
-        _warn(f"prompts are left out, and completions that the environment kept no text of: {texts.missing}")
+        _warn(f"prompts, and completions without recorded text, are left out: {texts.missing}")
     count = export(rollouts, texts, options.export, query, _warn)
     return write(f"{count} rollouts: {options.export}\n")
 
 
 def _config(run_dir: Path) -> RunConfig | str:
-    """The run's, or why it can't be read: its rollouts can be looked at all the same."""
+    """The run's configuration, or why it can't be read, as rollouts can be browsed without it."""
     path = run_dir / "config.yaml"
     try:
         return config_from_yaml(path.read_text(encoding="utf-8"), str(path))

@@ -14,13 +14,13 @@ DEFAULT_OUTPUT = Path("calibration.json")
 
 def add_to(commands: Commands) -> None:
     text = (
-        "Measure what this machine takes for the steps of a run (none: the demo's), for `pipelinerl plan` and `simulate`. "
-        "Under a minute for the demo."
+        "Measure how long the steps of a run (default: the demo) take on this machine, for `pipelinerl plan` and "
+        "`pipelinerl simulate`. Takes under a minute for the demo."
     )
     parser = commands.add("calibrate", text, epilog=SETTINGS_HELP)
     parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUTPUT, metavar="FILE", help=f"where it is written (default: {DEFAULT_OUTPUT})"
+        "--out", type=Path, default=DEFAULT_OUTPUT, metavar="FILE", help=f"output file (default: {DEFAULT_OUTPUT})"
     )
     parser.set_defaults(run=run)
 

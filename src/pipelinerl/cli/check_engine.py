@@ -20,34 +20,36 @@ _WITHOUT = {
     "http": frozenset[str](),
     "vllm": frozenset({"seeds", "idempotent requests", "endpoints of ours"}),
 }
-"""Features that a kind of server is known not to have."""
+"""Features that each kind of server is known to lack."""
 
 
 def add_to(commands: Commands) -> None:
-    text = "Check that an engine server keeps the contract: exact tokens, log-probs and versions, limits, retries, updates."
+    text = "Check that an engine server meets the contract: exact tokens, log-probs and versions, limits, retries, updates."
     parser = commands.add("check-engine", text)
     parser.add_argument("url", metavar="URL", help="the server's address, e.g. http://127.0.0.1:8000")
-    parser.add_argument("--kind", choices=sorted(_WITHOUT), default="http", help="what it speaks (default: http, our own)")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
-    parser.add_argument("--update-url", metavar="URL", help="where it takes weights, if that is another address")
+    parser.add_argument(
+        "--kind", choices=sorted(_WITHOUT), default="http", help="the server's protocol (default: http, our own)"
+    )
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's API key")
+    parser.add_argument("--update-url", metavar="URL", help="the server's address for weight updates, if different")
     parser.add_argument(
         "--model",
         metavar="DIR",
-        help="the model that it serves: log-probs and weight updates are checked too (it must be idle)",
+        help="the model that it serves: also check log-probs and weight updates (the server must be idle)",
     )
     parser.add_argument(
         "--update-dir",
         type=Path,
         default=_SHARED_MEMORY,
         metavar="DIR",
-        help=f"for files of weights (default: {_SHARED_MEMORY})",
+        help=f"folder for weight files (default: {_SHARED_MEMORY})",
     )
-    parser.add_argument("--tolerance", type=float, default=1e-3, metavar="X", help="of log-probs (default: 0.001)")
+    parser.add_argument("--tolerance", type=float, default=1e-3, metavar="X", help="tolerance of log-probs (default: 0.001)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    """Exit status 1 if a check failed."""
+    """Returns exit status 1 if a check failed."""
     refuse_settings("pipelinerl check-engine", settings)
     server = _server(options)
     with ExitStack() as stack:
@@ -78,7 +80,7 @@ def _server(options: argparse.Namespace) -> EngineServer:
     key = api_key_from(options.api_key_env)
     if options.kind == "vllm":
         if options.update_url is not None:
-            raise UserError("--update-url is for --kind http: vLLM takes weights at its one address")
+            raise UserError("--update-url is for --kind http: vLLM has only one address")
         from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 (only this kind needs it)
 
         return VllmServer(options.url, api_key=key)

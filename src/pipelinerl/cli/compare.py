@@ -24,36 +24,43 @@ def add_to(commands: Commands) -> None:
         "--schedules", metavar="LIST", help="e.g. pipeline,conventional:1,conventional:4,async:2 (G after the colon)"
     )
     parser.add_argument(
-        "--seeds", type=int, metavar="K", help="repetitions, each with a seed of its own (2; with --quick 1)"
+        "--seeds", type=int, metavar="K", help="repetitions, each with a different seed (default: 2; with --quick 1)"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer schedules, seeds, steps and settings: some minutes")
-    parser.add_argument("--no-tune", action="store_true", help="use the run file's settings; try no others")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer schedules, seeds, steps and settings: takes some minutes"
+    )
+    parser.add_argument("--no-tune", action="store_true", help="use only the run file's settings, without tuning")
     parser.add_argument(
         "--target",
         "--target-reward",
         dest="target",
         type=float,
         metavar="R",
-        help="the reward to reach (chosen from the runs)",
+        help="the reward to reach (default: chosen from the runs)",
     )
     parser.add_argument(
         "--held-out",
         type=int,
         metavar="N",
-        help="held-out problems that decide when a run reached it, answered after it by copies of its weights (512; with "
-        "--quick 256); 0: training rewards decide, which depend on each schedule's lag",
+        help="held-out problems that decide when a run reached the target, answered later by copies of its weights "
+        "(default: 512; with --quick 256); 0: training rewards decide, which depend on each schedule's lag",
     )
     parser.add_argument(
-        "--evaluate-every", type=int, metavar="E", help="optimizer steps between these copies (a sixteenth of all steps)"
+        "--evaluate-every",
+        type=int,
+        metavar="E",
+        help="optimizer steps between these copies (default: a sixteenth of all steps)",
     )
     parser.add_argument(
         "--held-out-arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="of environment.args, when held-out problems are answered: no delay, say; may be repeated",
+        help="value of environment.args for held-out problems only, e.g. to remove a delay; may be repeated",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="a new folder, or one to go on with (runs/compare-DATE)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a new folder, or one to continue (default: runs/compare-DATE)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -80,14 +87,14 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         held_out_args=keyed_values("--held-out-arg", options.held_out_arg),
     )
     check_held_out(request)
-    print(f"results and runs: {out} (the same command with --out {out} goes on if this is stopped)", flush=True)
+    print(f"results and runs: {out} (if stopped, the same command with --out {out} continues)", flush=True)
     contents = compare(
         request, out, train=train, evaluate=answer_held_out, target=target, say=lambda text: print(text, flush=True)
     )
-    return write(_came_to(contents, out))
+    return write(_result_text(contents, out))
 
 
-def _came_to(contents: dict[str, Any], out: Path) -> str:
+def _result_text(contents: dict[str, Any], out: Path) -> str:
     lines = [f"target: a {contents['reward']} reward of {contents['target_reward']}"]
     for key in ("ratio_time_to_reward", "ratio_samples_per_s"):
         ratio = contents[key]

@@ -12,7 +12,9 @@ from pipelinerl.cli.parser import Commands, refuse_settings, write
 def add_to(commands: Commands) -> None:
     text = "Convert a GGUF file to a Hugging Face model folder (extra `pipelinerl[gguf]`)."
     parser = commands.add("convert-gguf", text)
-    parser.add_argument("source", metavar="FILE_OR_PACKAGE", help="a .gguf file, a wheel, or an installed package with one")
+    parser.add_argument(
+        "source", metavar="FILE_OR_PACKAGE", help="a .gguf file, or a wheel or installed package that contains one"
+    )
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="the new model folder")
     parser.set_defaults(run=run)
 

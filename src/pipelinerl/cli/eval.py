@@ -24,15 +24,17 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     "MODEL: a folder, a hub id, `demo`, or a run directory: RUN_DIR is its last checkpoint, RUN_DIR@7 that of version 7, "
-    "RUN_DIR@0 the model it started from, RUN_DIR@all every checkpoint. What is not given is as in the run of the first "
-    "MODEL, if it has one."
+    "RUN_DIR@0 the model it started from, RUN_DIR@all every checkpoint. If the first MODEL is of a run, its settings are "
+    "the defaults."
 )
 
 
 def add_to(commands: Commands) -> None:
     text = "Measure models on held-out problems: mean@K, pass@k with intervals, a record of every attempt."
     parser = commands.add("eval", text, epilog=_EPILOG)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="several become rows of one table, compared to the first")
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="several models become rows of one table and are compared with the first"
+    )
     _add_question_flags(parser)
     _add_sampling_flags(parser)
     _add_engine_flags(parser)
@@ -42,44 +44,51 @@ def add_to(commands: Commands) -> None:
 
 
 def _add_question_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--env", metavar="KIND", help="environment, as environment.kind of a run file")
+    parser.add_argument("--env", metavar="KIND", help="environment, like environment.kind in a run file")
     parser.add_argument(
-        "--env-arg", action="append", default=[], metavar="KEY=VALUE", help="of environment.args; may be repeated"
+        "--env-arg", action="append", default=[], metavar="KEY=VALUE", help="value of environment.args; may be repeated"
     )
-    parser.add_argument("--problems", type=int, default=100, metavar="N", help="most problems (default: 100)")
+    parser.add_argument("--problems", type=int, default=100, metavar="N", help="largest number of problems (default: 100)")
     parser.add_argument(
         "--training",
         action="store_true",
-        help="training problems instead of held-out ones, for their pass rates",
+        help="use training problems instead of held-out ones, to get their pass rates",
     )
-    parser.add_argument("--attempts", type=int, default=4, metavar="K", help="attempts at each (default: 4)")
-    parser.add_argument("--pass-at", type=float, default=1.0, metavar="R", help="least reward of a pass (default: 1)")
+    parser.add_argument("--attempts", type=int, default=4, metavar="K", help="attempts per problem (default: 4)")
+    parser.add_argument(
+        "--pass-at", type=float, default=1.0, metavar="R", help="lowest reward that counts as a pass (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling and resampling (default: 0)")
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default: 1)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus truncation (default: 1, off)")
-    parser.add_argument("--top-k", type=int, default=0, help="truncation to the k likeliest tokens (default: 0, off)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest completion (default: 256)")
+    parser.add_argument("--top-k", type=int, default=0, help="truncation to the k most likely tokens (default: 0, off)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest completion, in tokens (default: 256)")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, metavar="H", help="sequences in progress at once (default: 64)")
-    parser.add_argument("--max-length", type=int, help="longest prompt + completion (default: what the model can)")
+    parser.add_argument("--max-length", type=int, help="longest prompt + completion, in tokens (default: the model's)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="type of the weights (default: float32)")
-    parser.add_argument("--device", help="where it computes (default: cpu)")
+    parser.add_argument("--device", help="torch device (default: cpu)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument(
-        "--engine-url", action="append", metavar="URL", help="a server of MODEL that answers instead; may be repeated"
+        "--engine-url",
+        action="append",
+        metavar="URL",
+        help="server of MODEL to use instead of a local engine; may be repeated",
     )
-    parser.add_argument("--engine-kind", choices=["http", "vllm"], default="http", help="what it speaks (default: http)")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
+    parser.add_argument(
+        "--engine-kind", choices=["http", "vllm"], default="http", help="the server's protocol (default: http)"
+    )
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's API key")
 
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    """Raises RunInterruptedError, once all is written, if it was asked to stop."""
+    """Raises RunInterruptedError after an interrupt, once the results so far are written."""
     refuse_settings("pipelinerl eval", settings)
     _check(options)
     arguments = keyed_values("--env-arg", options.env_arg)
@@ -94,7 +103,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         summary = evaluate(plan, lambda: interrupts.count > 0, _say)
     status = write(f"{evaluation_table(summary)}\n{plan.out / 'summary.json'}\n")
     if summary.status == "interrupted":
-        raise RunInterruptedError(f"stopped before all was done; what was done is in {plan.out}")
+        raise RunInterruptedError(f"stopped before the evaluation was complete; the results so far are in {plan.out}")
     return status
 
 
@@ -162,7 +171,7 @@ def _environment(kind: str | None, arguments: dict[str, Any], of_run: RunConfig 
     if kind is not None:
         return EnvironmentConfig(kind=kind, args=arguments)
     if of_run is None:
-        raise UserError("the first MODEL is no run directory, so give --env KIND: what it is to be evaluated on")
+        raise UserError("the first MODEL is not a run directory: give the environment to evaluate on, --env KIND")
     find_class(of_run.environment.kind)
     return EnvironmentConfig(kind=of_run.environment.kind, args=of_run.environment.args | arguments)
 
@@ -179,7 +188,7 @@ def _with_flags(target: Target, options: argparse.Namespace) -> Target:
 
 
 def _engine(options: argparse.Namespace, of_run: EngineConfig) -> EngineConfig:
-    """Servers are only those that are given: those of a run have other weights by now, if they are there at all."""
+    """Servers come only from --engine-url: those of the run, if they still run, have other weights by now."""
     return EngineConfig(
         kind=options.engine_kind if options.engine_url else "local",
         urls=tuple(options.engine_url or ()),

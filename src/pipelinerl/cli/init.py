@@ -14,9 +14,11 @@ FILES = ("README.md", "problems.jsonl", "rewards.py", "run.yaml")
 
 
 def add_to(commands: Commands) -> None:
-    text = "Write an example project that runs at once: problems, a reward function, a run file."
+    text = "Write an example project that can be run at once: problems, a reward function, a run file."
     parser = commands.add("init", text)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the project's folder, new or without files of these names")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="the project's folder; existing files are never overwritten"
+    )
     parser.set_defaults(run=run)
 
 
@@ -28,10 +30,10 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def write_project(folder: Path) -> None:
-    """Raises UserError, and writes nothing, if one of the files is there already or the folder can't be made."""
+    """Write the example files. Raises UserError, without writing any, if one exists already or the folder can't be made."""
     there = [name for name in FILES if (folder / name).exists()]
     if there:
-        raise UserError(f"{folder} already has {', '.join(there)}, which stays as it is; choose another folder")
+        raise UserError(f"{folder} already has {', '.join(there)}; choose another folder")
     source = resources.files("pipelinerl") / "assets" / "project"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The `pipelinerl` command. Parses arguments, turns errors into one line and an exit status; the work is done elsewhere.
+"""The `pipelinerl` command: parses arguments, runs a subcommand, and turns errors into one line and an exit status.
 
-Exit status: 0 the run reached its goal (or the command did what was asked), 2 the user's mistake, 130 interrupted; see
-`errors.py` for the others. Heavy modules are imported by the subcommand that needs them, once its arguments are right.
+Exit status: 0 the run reached its goal (or the command succeeded), 2 user error, 130 interrupted; see `errors.py` for the
+others. Each subcommand imports heavy modules only after it has checked its arguments.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _SUBCOMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. Nothing escapes but bugs."""
+    """Run one command and return its exit status. Raises only on bugs."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     failure: BaseException
     try:
         return _run(arguments)
-    except RunInterruptedError as stopped:  # asked for, so not an error
+    except RunInterruptedError as stopped:  # requested by the user, so the message has no "error: "
         status, message, failure = stopped.exit_status, str(stopped), stopped
     except PipelineRLError as error:
         status, message, failure = error.exit_status, f"error: {error}", error

@@ -1,4 +1,4 @@
-"""What subcommands share: their parsers, flags that set keys of the run file, and printing."""
+"""Shared by the subcommands: their parsers, flags that set keys of the run file, and printing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pipelinerl.config import RunConfig, load_config, yaml_text
 from pipelinerl.errors import UserError
 
 SETTINGS_HELP = (
-    "every key of the run file is a flag too: --trainer.steps 20; `pipelinerl config` prints them with their docs"
+    "every key of the run file is also a flag, e.g. --trainer.steps 20; `pipelinerl config` prints all keys with their docs"
 )
 """Epilog of the subcommands that take a run file."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports what is wrong the way everything else does: one line, exit status 2."""
+    """Reports a wrong command line as other user errors: one line, exit status 2."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see `{self.prog} --help`)")
@@ -33,29 +33,29 @@ class Commands:
     def __init__(self) -> None:
         self.root = Parser(
             prog="pipelinerl",
-            description="Reinforcement learning for language models, with weight updates in the midst of generation.",
+            description="Reinforcement learning for language models, with in-flight weight updates.",
             allow_abbrev=False,
         )
         self.root.add_argument("--version", action="version", version=f"pipelinerl {__version__}")
         self.root.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
-        self._everywhere = Parser(add_help=False)
-        self._everywhere.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        self._common_flags = Parser(add_help=False)
+        self._common_flags.add_argument("--debug", action="store_true", help="show the traceback of an error")
         self._subparsers = self.root.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
         self._parsers: dict[str, argparse.ArgumentParser] = {}
 
     def add(self, name: str, text: str, epilog: str | None = None) -> argparse.ArgumentParser:
-        """A subcommand's parser. It sets `run`: a function of (options, settings) that returns the exit status."""
+        """Add the parser of a subcommand, which must set the default `run`: (options, settings) -> exit status."""
         parser = self._subparsers.add_parser(
-            name, help=text, description=text, parents=[self._everywhere], allow_abbrev=False, epilog=epilog
+            name, help=text, description=text, parents=[self._common_flags], allow_abbrev=False, epilog=epilog
         )
         self._parsers[name] = parser
         return parser
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Arguments for argparse, and those that set keys of the run file (`--key value`, `--key=value`, `--switch`).
+        """Split into arguments for argparse and run-file settings (`--key value`, `--key=value`, `--switch`).
 
-        What follows a flag of the run file is its value unless it is a flag itself (values that start with `--` are given
-        with `=`), so that a run file may stand anywhere but right behind a switch.
+        An argument after a run-file flag is its value unless it starts with `--`; such values need `--key=value`. The path
+        of the run file may therefore stand anywhere except right after a switch.
         """
         flags = self._flags(arguments)
         own: list[str] = []
@@ -84,7 +84,7 @@ class Commands:
         raise UserError(f"unknown command {command!r}; {hint} (see `pipelinerl --help`)")
 
     def _flags(self, arguments: Sequence[str]) -> Mapping[str, argparse.Action]:
-        """The flags that the subcommand among the arguments has for itself."""
+        """The flags of the subcommand among the arguments, and the common ones."""
         command = next((argument for argument in arguments if argument in self._parsers), None)
         parsers = [self.root] if command is None else [self.root, self._parsers[command]]
         return {flag: action for parser in parsers for action in parser._actions for flag in action.option_strings}
@@ -110,12 +110,12 @@ def _check_spelling(settings: Sequence[str], flags: Mapping[str, argparse.Action
 
 
 def load(run_file: Path | None, settings: Sequence[str]) -> RunConfig:
-    """The configuration of a run file (none: the demo's) with flags on top. Raises ConfigError."""
+    """The configuration of a run file (None: the demo) with flags applied on top. Raises ConfigError."""
     return load_config(run_file, settings)
 
 
 def keyed_values(flag: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Of a flag that takes KEY=VALUE; values are YAML, as they are in flags of a run file. Raises UserError."""
+    """Parse the values of a KEY=VALUE flag. Each VALUE is YAML, as in run-file flags. Raises UserError."""
     found = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -126,13 +126,13 @@ def keyed_values(flag: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_settings(command: str, settings: Sequence[str]) -> None:
-    """For subcommands without a run file: raises UserError if flags were given that are not theirs."""
+    """For subcommands without a run file: raises UserError for flags that the subcommand does not have."""
     if settings:
-        raise UserError(f"{command} knows no flag {settings[0].partition('=')[0]} (see `pipelinerl --help`)")
+        raise UserError(f"{command} has no flag {settings[0].partition('=')[0]} (see `pipelinerl --help`)")
 
 
 def api_key_from(variable: str | None) -> str | None:
-    """The key in an environment variable, so that none stands on a command line. Raises UserError if it is not set."""
+    """The API key in an environment variable, which keeps it off the command line. Raises UserError if it is not set."""
     if variable is None:
         return None
     if not (key := os.environ.get(variable)):
@@ -141,12 +141,12 @@ def api_key_from(variable: str | None) -> str | None:
 
 
 def write(text: str) -> int:
-    """Print a command's result. Returns its exit status: 0, or 141 when whoever read it (`| head`) has gone."""
+    """Print a command's result. Returns its exit status: 0, or 141 if the reader of the pipe (`| head`) has closed it."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python would complain at exit, when it flushes what is left.
+        # Otherwise Python prints an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0

@@ -24,13 +24,13 @@ _FLAGS = (
 
 def add_to(commands: Commands) -> None:
     text = (
-        "Find the fastest split of accelerators and number of slots, and compare with conventional RL at equal lag. Without "
-        "arguments: the paper's case study."
+        "Find the fastest split of accelerators and number of slots, and compare it with conventional RL at equal lag. "
+        "Without arguments: the paper's case study."
     )
     parser = commands.add("plan", text, epilog=SETTINGS_HELP)
     parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="plan for this run file")
     parser.add_argument("--accelerators", type=int, metavar="N", help="accelerators, or processes on a CPU")
-    parser.add_argument("--hardware", metavar="NAME", help="h100, h200, or what `pipelinerl calibrate` wrote (a .json file)")
+    parser.add_argument("--hardware", metavar="NAME", help="h100, h200, or the .json file that `pipelinerl calibrate` wrote")
     parser.add_argument(
         "--conventional", metavar="FILE", help="calibration with schedule.kind conventional: the baseline's own costs"
     )
@@ -42,7 +42,10 @@ def add_to(commands: Commands) -> None:
         help="the model's parameters, e.g. 7.6e9 or 7B (h100, h200)",
     )
     parser.add_argument(
-        "--kv-bytes-per-token", type=float, metavar="BYTES", help="of the cache, if U(h) is to count it exactly (h100, h200)"
+        "--kv-bytes-per-token",
+        type=float,
+        metavar="BYTES",
+        help="bytes of KV cache per token, to count it exactly in U(h) (h100, h200)",
     )
     parser.add_argument("--batch", type=int, metavar="B", help="rollouts per optimizer step")
     parser.add_argument("--lengths", metavar="WHAT", help="uniform:L, a JSON file of length -> count, or a run directory")
@@ -56,7 +59,7 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load(options.run_file, settings) if options.run_file or settings else None
-    from pipelinerl.experiments.planner.plan import make_plan, plan_json  # noqa: PLC0415 (numpy, which a mistake above needs not wait for)
+    from pipelinerl.experiments.planner.plan import make_plan, plan_json  # noqa: PLC0415 (loads numpy: after the checks above)
     from pipelinerl.experiments.planner.question import Flags, ask, calibration_of  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.simulation.calibrated import doubts  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.table import plan_text  # noqa: PLC0415 (as above)
@@ -76,7 +79,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def _amount(text: str) -> float:
-    """`7.6e9`, `7B`, `135M`."""
+    """Parse `7.6e9`, `7B` or `135M`. Raises ValueError."""
     scales = {"K": 1e3, "M": 1e6, "B": 1e9}
     scale = scales.get(text[-1:].upper(), 1.0)
     amount = float(text[:-1] if scale > 1 else text) * scale

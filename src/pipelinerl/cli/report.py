@@ -10,9 +10,11 @@ from pipelinerl.cli.parser import Commands, refuse_settings, write
 
 
 def add_to(commands: Commands) -> None:
-    parser = commands.add("report", "Draw the figures and numbers of runs into one self-contained page of HTML.")
+    parser = commands.add("report", "Write the figures and numbers of one or more runs to a self-contained HTML page.")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="the page (report.html in the first run directory)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="output file (default: report.html in the first run directory)"
+    )
     parser.set_defaults(run=run)
 
 

@@ -20,8 +20,8 @@ DEFAULT_CALIBRATION = Path("calibration.json")
 
 def add_to(commands: Commands) -> None:
     text = (
-        "Predict a run (none: the demo) by simulating it event by event, from the calibration of a machine. Or simulate "
-        "what a run did, and compare."
+        "Predict a run (default: the demo) by discrete-event simulation, from the calibration of a machine. With --compare: "
+        "simulate a past run, and compare with what it measured."
     )
     parser = commands.add("simulate", text, epilog=SETTINGS_HELP)
     parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
@@ -30,14 +30,21 @@ def add_to(commands: Commands) -> None:
         type=Path,
         default=DEFAULT_CALIBRATION,
         metavar="FILE",
-        help=f"what `pipelinerl calibrate` wrote (default: {DEFAULT_CALIBRATION})",
+        help=f"the file that `pipelinerl calibrate` wrote (default: {DEFAULT_CALIBRATION})",
     )
     parser.add_argument(
-        "--engines", type=int, metavar="I", help="engines of `engine.slots` slots (default: engine.processes)"
+        "--engines",
+        type=int,
+        metavar="I",
+        help="number of engines, each with `engine.slots` slots (default: engine.processes)",
     )
-    parser.add_argument("--trainers", type=int, default=1, metavar="T", help="trainers that share each batch (default: 1)")
+    parser.add_argument(
+        "--trainers", type=int, default=1, metavar="T", help="number of trainers that share each batch (default: 1)"
+    )
     parser.add_argument("--lengths", metavar="WHAT", help="uniform:L, a JSON file of length -> count, or a run directory")
-    parser.add_argument("--compare", type=Path, metavar="RUN_DIR", help="predict this run, and show what it measured")
+    parser.add_argument(
+        "--compare", type=Path, metavar="RUN_DIR", help="simulate this run, and show its measurements next to the prediction"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole prediction as JSON")
     parser.set_defaults(run=run)
 
@@ -45,12 +52,12 @@ def add_to(commands: Commands) -> None:
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     _check(options)
     config = load(_run_file(options), settings)
-    from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (loads numpy)
     from pipelinerl.experiments.planner.simulation import simulate  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.simulation.calibrated import calibrated_costs, doubts, run_scenario  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.simulation.recorded import read_measured  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.simulation.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
-    from pipelinerl.launch.stages.streams import stream_capacity  # noqa: PLC0415 (what follows loads numpy)
+    from pipelinerl.launch.stages.streams import stream_capacity  # noqa: PLC0415 (as above)
 
     calibration = read_calibration(options.calibration)
     measured = read_measured(options.compare, config) if options.compare else None
@@ -86,7 +93,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _run_file(options: argparse.Namespace) -> Path | None:
-    """The run file that was named, or that of the run to be compared with."""
+    """The given run file, or that of the run to compare with."""
     if options.run_file is not None or options.compare is None:
         run_file: Path | None = options.run_file
         return run_file
@@ -97,7 +104,7 @@ def _run_file(options: argparse.Namespace) -> Path | None:
 
 
 def _workload(options: argparse.Namespace, config: RunConfig, calibration: Calibration) -> tuple[Workload, str]:
-    """The work to be simulated, and where it comes from, in words."""
+    """The workload to simulate, and the source of its lengths as text."""
     from pipelinerl.experiments.planner.lengths import parse_lengths  # noqa: PLC0415 (loads numpy)
     from pipelinerl.experiments.planner.simulation.calibrated import calibrated_workload  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.simulation.recorded import read_workload  # noqa: PLC0415 (as above)

@@ -14,26 +14,31 @@ _EPILOG = (
     "kv-cache: KL to the on-policy policy of sequences whose weights changed while they were being generated, with stale "
     "and with recomputed KV, against conventional lags. Needs a run that saved consecutive checkpoints: pipelinerl train "
     "--trainer.checkpoint_every 1 --trainer.keep_checkpoints N, where N is the number of steps. Keys of the run file are "
-    "flags here too (--engine.device cpu)."
+    "also flags here (--engine.device cpu)."
 )
 
 
 def add_to(commands: Commands) -> None:
-    parser = commands.add("study", "Measure something on the checkpoints of a run.", epilog=_EPILOG)
+    parser = commands.add("study", "Run a study on the checkpoints of a run.", epilog=_EPILOG)
     parser.add_argument("what", choices=["kv-cache"], help="the study")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run with consecutive checkpoints")
-    parser.add_argument("--lag", type=int, default=16, metavar="G", help="g_max, steps from C to the policy (default: 16)")
+    parser.add_argument(
+        "--lag", type=int, default=16, metavar="G", help="g_max, number of steps from version C to the policy (default: 16)"
+    )
     parser.add_argument(
         "--from",
         dest="starts",
         default="early,middle,late",
         metavar="C,...",
-        help="versions C to start from, or early, middle, late (default: these three)",
+        help="versions C to start from, or early, middle, late (default: early,middle,late)",
     )
-    parser.add_argument("--problems", type=int, default=64, metavar="N", help="problems (default: 64)")
-    parser.add_argument("--attempts", type=int, default=4, metavar="K", help="attempts at each (default: 4)")
+    parser.add_argument("--problems", type=int, default=64, metavar="N", help="number of problems (default: 64)")
+    parser.add_argument("--attempts", type=int, default=4, metavar="K", help="attempts per problem (default: 4)")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="L", help="longest completion (default: what 90%% of the run's do not exceed)"
+        "--max-tokens",
+        type=int,
+        metavar="L",
+        help="longest completion, in tokens (default: the 90th percentile of the run's)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling and resampling (default: 0)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: RUN_DIR/study)")

@@ -13,11 +13,11 @@ from pipelinerl.errors import RunDirectoryError, UserError
 def add_to(commands: Commands) -> None:
     parser = commands.add("train", "Train a model. Without a run file: the built-in demo.", epilog=SETTINGS_HELP)
     parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
-    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on with a run from its last checkpoint")
+    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check settings and environment (with an empty answer), say what memory the run will take, train nothing",
+        help="check settings, memory, and the environment (with an empty answer) without training",
     )
     parser.set_defaults(run=run)
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415 - as below
 
         return write("\n".join(dry_run(config)) + "\n")
-    from pipelinerl.launch import train  # noqa: PLC0415 (loads torch, which a mistake above should not wait for)
+    from pipelinerl.launch import train  # noqa: PLC0415 (loads torch: after the checks above)
 
     train(config, resume=options.resume)
     return 0

@@ -1,4 +1,4 @@
-"""Combinations of settings that make no sense or could never finish. Each check names the key and the fix."""
+"""Checks for combinations of settings that are invalid or could never finish. Each error names the key and the fix."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
 MAX_PROCESSES = 64
-"""As many receivers as a file of weights has room for (`weights/shared_file.py`)."""
+"""Equal to `MAX_RECEIVERS` of `weights/shared_file.py`: the shared file has room for this many receivers."""
 _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError with the first thing that is wrong with how the settings fit together."""
+    """Raise ConfigError for the first invalid combination of settings."""
     for checks in (
         _model,
         _schedule,
@@ -35,7 +35,7 @@ def check(config: RunConfig) -> None:
 
 
 def groups_needed(config: RunConfig) -> int:
-    """How many groups the trainer must have before it may take its next step: one step's, or a whole round's."""
+    """Number of groups that the trainer needs for its next step: those of one step, or of a whole round."""
     rounds = 1 if config.schedule.kind == "pipeline" else config.schedule.steps_per_round
     return -(-config.trainer.batch_size * rounds // config.actor.group_size)
 
@@ -43,7 +43,7 @@ def groups_needed(config: RunConfig) -> int:
 def _model(config: RunConfig) -> Iterator[str]:
     if config.model.head_dtype is not None and config.engine.kind == "vllm":
         yield (
-            "model.head_dtype: vLLM computes its output head in model.dtype, and the trainer should do as it does; set it "
+            "model.head_dtype: vLLM computes its output head in model.dtype, and the trainer should do the same; set it "
             "to null, or engine.kind to local or http"
         )
     targets = config.model.lora.target_modules if config.model.lora is not None else None
@@ -58,8 +58,8 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     kind, max_lag, steps = config.schedule.kind, config.schedule.max_lag, config.schedule.steps_per_round
     if kind == "pipeline" and steps > 1:
         yield (
-            f"schedule.steps_per_round: {steps} is for rounds, and `pipeline` has none; remove it, or set schedule.kind to "
-            "conventional or async"
+            f"schedule.steps_per_round: {steps} applies to rounds, and `pipeline` has none; remove it, or set schedule.kind "
+            "to conventional or async"
         )
     if kind != "pipeline" and max_lag is not None:
         yield (
@@ -74,20 +74,20 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     samples, group = config.trainer.batch_size * steps, config.actor.group_size
     if kind != "pipeline" and samples % group:
         yield (
-            f"trainer.batch_size: a round of `{kind}` is batch_size * steps_per_round = {samples} rollouts, which is no "
+            f"trainer.batch_size: a round of `{kind}` is batch_size * steps_per_round = {samples} rollouts, which is not a "
             f"whole number of groups of actor.group_size {group}; make it a multiple of {group}"
         )
     if kind == "pipeline" and max_lag == 0 and samples % group:
         yield (
             f"trainer.batch_size: with schedule.max_lag 0 the rest of a group is too old for the next step and dropped, "
-            f"and {samples} rollouts are no whole number of groups of actor.group_size {group}; make it a multiple of "
+            f"and {samples} rollouts are not a whole number of groups of actor.group_size {group}; make it a multiple of "
             f"{group}, or set schedule.max_lag to 1 or more"
         )
     threshold = config.trainer.ess_threshold
     if kind != "pipeline" and steps > 1 and threshold > 0:
         yield (
-            f"trainer.ess_threshold: within a round of `{kind}` no fresher data can come, so the guard would wait for ever; "
-            "set it to 0, or schedule.steps_per_round to 1"
+            f"trainer.ess_threshold: within a round of `{kind}` no fresher data can come, so the trainer would wait "
+            "forever; set it to 0, or schedule.steps_per_round to 1"
         )
 
 
@@ -103,19 +103,19 @@ def _stream(config: RunConfig) -> Iterator[str]:
     if stream.capacity is not None and stream.capacity < needed:
         unit = "a step" if kind == "pipeline" else "a round"
         yield (
-            f"stream.capacity: {unit} takes {needed} groups and only {stream.capacity} may wait, so that the trainer and "
-            f"the actor would wait for each other for ever; set it to {needed} or more, or to null"
+            f"stream.capacity: {unit} takes {needed} groups, but the stream holds only {stream.capacity}, so that the "
+            f"trainer and the actor would wait for each other forever; set it to {needed} or more, or to null"
         )
     if stream.when_full == "drop_oldest" and kind != "pipeline":
         yield (
-            f"stream.when_full: `drop_oldest` would take groups out of a round of `{kind}`, which needs all of its groups; "
+            f"stream.when_full: `drop_oldest` would drop groups of a round of `{kind}`, which needs all of its groups; "
             "set it to block"
         )
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
     actor = config.actor
-    why = "cuts tokens off the distribution that rollouts are sampled from, and the trainer's ratio is over all of it"
+    why = "truncates the distribution that rollouts are sampled from, but the trainer's ratio is over the whole distribution"
     if actor.top_p < 1:
         yield f"actor.top_p: {actor.top_p} {why}; set it to 1 for training"
     if actor.top_k > 0:
@@ -148,15 +148,15 @@ def _trainer(config: RunConfig) -> Iterator[str]:
     if trainer.kl_coefficient > 0 and config.preprocess.zero_advantage == "skip":
         yield (
             "preprocess.zero_advantage: with trainer.kl_coefficient above 0, samples of zero advantage have a gradient too, "
-            "and `skip` would lose it; set it to keep (or to drop, to leave such samples out)"
+            "which `skip` would lose; set it to keep (or to drop, to leave such samples out)"
         )
     if trainer.ess_threshold >= 1:
         yield (
-            "trainer.ess_threshold: rounding alone keeps the effective sample size a little below 1, so that no step would "
-            "ever be taken; set it below 1, e.g. to 0.5"
+            "trainer.ess_threshold: rounding errors keep the effective sample size slightly below 1, so that no step would "
+            "be taken; set it below 1, e.g. to 0.5"
         )
     if not all(0 <= beta < 1 for beta in trainer.betas):
-        yield f"trainer.betas: {list(trainer.betas)} must both be at least 0 and below 1; the usual ones are [0.9, 0.95]"
+        yield f"trainer.betas: {list(trainer.betas)} must both be at least 0 and below 1; usual values are [0.9, 0.95]"
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
@@ -166,17 +166,17 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 def _hardware(config: RunConfig) -> Iterator[str]:
     if config.engine.processes > MAX_PROCESSES:
-        yield f"engine.processes: weights can't be handed to {config.engine.processes}; set it to {MAX_PROCESSES} or fewer"
+        yield f"engine.processes: {config.engine.processes} processes can't get weights; set it to {MAX_PROCESSES} or fewer"
     if config.engine.processes > 1 and config.launch.kind == "embedded":
         yield (
-            f"engine.processes: the embedded launcher has one process for everything, not {config.engine.processes} for "
+            f"engine.processes: the embedded launcher runs everything in one process, not {config.engine.processes} for "
             "generation; set it to 1, or launch.kind to processes"
         )
     for section, part in (("engine", config.engine), ("trainer", config.trainer)):
         if not _DEVICE.fullmatch(part.device):
             yield f"{section}.device: {part.device!r} is not a device; set it to cpu, cuda, cuda:N or mps"
         if part.threads is not None and part.threads < 1:
-            yield f"{section}.threads: {part.threads} threads can't compute; set it to 1 or more, or to null"
+            yield f"{section}.threads: {part.threads} is below 1; set it to 1 or more, or to null"
 
 
 def _engines(config: RunConfig) -> Iterator[str]:
@@ -191,15 +191,15 @@ def _engines(config: RunConfig) -> Iterator[str]:
             "to 1, and engine.servers (or engine.urls) to have more engines"
         )
     if engine.kind != "vllm" and engine.python is not None:
-        yield f"engine.python: it starts vLLM, and engine.kind is {engine.kind}; remove it, or set engine.kind to vllm"
+        yield f"engine.python: this key is for vLLM, and engine.kind is {engine.kind}; remove it, or set engine.kind to vllm"
     if engine.kind == "vllm":
         if not engine.urls and engine.python is None:
             yield (
-                "engine.python: to start vLLM, name the interpreter that it is installed for (/path/to/its/bin/python); or "
-                "set engine.urls to servers that run already"
+                "engine.python: to start vLLM, give the interpreter that has it installed (/path/to/its/bin/python); or set "
+                "engine.urls to servers that run already"
             )
         if engine.kv_on_update == "recompute":
-            yield "engine.kv_on_update: vLLM servers keep the KV cache at an update here; set it to keep"
+            yield "engine.kv_on_update: vLLM servers always keep the KV cache at an update; set it to keep"
     yield from _urls(config)
 
 
@@ -207,7 +207,7 @@ def _urls(config: RunConfig) -> Iterator[str]:
     engine = config.engine
     if engine.urls and engine.servers > 1:
         yield (
-            f"engine.servers: with engine.urls the run starts no servers, let alone {engine.servers}; set it to 1, or "
+            f"engine.servers: with engine.urls the run can't start {engine.servers} servers of its own; set it to 1, or "
             "engine.urls to []"
         )
     if engine.api_key_env is not None and not engine.urls:
@@ -218,13 +218,13 @@ def _urls(config: RunConfig) -> Iterator[str]:
         yield "engine.weights_dir: with weights.kind collective no file is written; remove one of the two"
     for url in engine.urls:
         if not re.fullmatch(r"https?://[^/\s]+/?", url):
-            yield f"engine.urls: {url!r} is not the address of a server; write http://HOST:PORT"
+            yield f"engine.urls: {url!r} is not a server's address; write http://HOST:PORT"
     if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
         yield "engine.urls: a server is named twice; name each once"
 
 
 def _processes(config: RunConfig) -> Iterator[str]:
-    """What needs processes, and the embedded launcher has but one."""
+    """Settings that need several processes, while the embedded launcher has one."""
     if config.launch.kind != "embedded":
         return
     wanted = {
@@ -235,4 +235,4 @@ def _processes(config: RunConfig) -> Iterator[str]:
     }
     for key, (value, fix) in wanted.items():
         if value not in (fix, "memory"):
-            yield f"{key}: `{value}` is for a run of several processes; set launch.kind to processes, or {key} to {fix}"
+            yield f"{key}: `{value}` needs several processes; set launch.kind to processes, or {key} to {fix}"

@@ -1,7 +1,7 @@
-"""What null means in `correction` and in the clipping keys of `trainer`, and which of them go together.
+"""Defaults for null in `correction` and in the clipping keys of `trainer`, and checks of their combinations.
 
-`trainer.loss` is the objective. `correction` says what becomes of tokens that another policy than the trained one sampled.
-The formulas are in `trainer/losses/corrections.py`, their sources in `docs/corrections.md`.
+`trainer.loss` is the objective. `correction` is the treatment of tokens sampled by another policy than the trained one. The
+formulas are in `trainer/losses/corrections.py`, their sources in `docs/corrections.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipelinerl.config.schema import CorrectionConfig, RunConfig, SequenceCorrection, TokenCorrection, TrainerConfig
 
 WEIGHTED_LOSSES = ("reinforce", "decoupled")
-"""Objectives that multiply a token by an importance weight without a gradient. The others bound the ratio themselves."""
+"""Losses that multiply each token by an importance weight without a gradient. The others bound the ratio themselves."""
 
 TOKEN_THRESHOLDS: dict[TokenCorrection, tuple[float | None, float | None]] = {
     "none": (None, None),
@@ -22,21 +22,21 @@ TOKEN_THRESHOLDS: dict[TokenCorrection, tuple[float | None, float | None]] = {
     "band": (0.5, 5.0),
     "tv": (0.2, 0.2),
 }
-"""Defaults of `token_low` and `token_high`; None: this kind has no such threshold."""
+"""Defaults of `token_low` and `token_high` by kind; None: the kind has no such threshold."""
 
 SEQUENCE_THRESHOLDS: dict[SequenceCorrection, tuple[float | None, float | None]] = {
     "none": (None, None),
     "truncate": (None, 5.0),
     "geo_mask": (0.9, 1.1),
 }
-"""The same for `sequence_low` and `sequence_high`."""
+"""Defaults of `sequence_low` and `sequence_high` by kind."""
 
 _CLIP_RANGES = {"ppo": (0.2, 0.2), "cispo": (0.2, 0.2), "decoupled": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A `CorrectionConfig` without nulls. A threshold that its kind does not have is 0 (low) or infinite (high)."""
+    """A `CorrectionConfig` with nulls resolved. A threshold that the kind does not have is 0 (low) or infinite (high)."""
 
     token: TokenCorrection
     token_low: float
@@ -48,9 +48,9 @@ class Correction:
 
 
 def token_correction(trainer: TrainerConfig, correction: CorrectionConfig) -> TokenCorrection:
-    """`correction.token`, or what null means: `truncate` where the objective has a weight to truncate, else `none`.
+    """`correction.token`, with null resolved: `truncate` if the loss has an importance weight, else `none`.
 
-    A weight of the whole sequence takes the place of the tokens' weights: null is `none` then, too.
+    With `sequence: truncate`, one weight of the sequence replaces the tokens' weights, so null is `none` then, too.
     """
     if correction.token is not None:
         return correction.token
@@ -58,7 +58,7 @@ def token_correction(trainer: TrainerConfig, correction: CorrectionConfig) -> To
 
 
 def resolve(trainer: TrainerConfig, correction: CorrectionConfig) -> Correction:
-    """The correction that a run uses, with every default filled in."""
+    """The correction that a run uses, with all defaults filled in."""
     token = token_correction(trainer, correction)
     token_low, token_high = _filled(TOKEN_THRESHOLDS[token], correction.token_low, correction.token_high)
     sequence_low, sequence_high = _filled(
@@ -80,19 +80,19 @@ def clip_range(trainer: TrainerConfig) -> tuple[float, float]:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Combinations that make no sense, each with the key and the fix."""
+    """Error messages for invalid combinations, each with the key and the fix."""
     trainer, correction = config.trainer, config.correction
     loss, token, sequence = trainer.loss, token_correction(trainer, correction), correction.sequence
     for key, kind in (("token", token), ("sequence", sequence)):
         if kind == "truncate" and loss not in WEIGHTED_LOSSES:
             yield (
-                f"correction.{key}: `truncate` limits the importance weight of reinforce and decoupled; `{loss}` has none, "
+                f"correction.{key}: `truncate` limits the importance weight of reinforce and decoupled; `{loss}` has none: "
                 "it bounds the ratio itself (trainer.clip_low, clip_high). Remove this key, or set it to a mask"
             )
     if sequence == "truncate" and correction.token == "truncate":
         yield (
-            "correction.sequence: `truncate` puts one weight of the whole rollout in the place of the tokens' weights, so "
-            "that there is nothing to truncate by token; remove one of the two"
+            "correction.sequence: `truncate` replaces the tokens' weights with one weight of the whole rollout, so that no "
+            "token weight is left to truncate; remove one of the two"
         )
     yield from _threshold_problems("token", token, TOKEN_THRESHOLDS[token], correction.token_low, correction.token_high)
     yield from _threshold_problems(
@@ -111,8 +111,8 @@ def problems(config: RunConfig) -> Iterator[str]:
         )
     if correction.drift > 0 and config.preprocess.zero_advantage == "skip":
         yield (
-            "preprocess.zero_advantage: with correction.drift above 0, samples of zero advantage have a gradient too, and "
-            "`skip` would lose it; set it to keep (or to drop, to leave such samples out)"
+            "preprocess.zero_advantage: with correction.drift above 0, samples of zero advantage have a gradient too, "
+            "which `skip` would lose; set it to keep (or to drop, to leave such samples out)"
         )
 
 

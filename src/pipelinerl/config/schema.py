@@ -1,7 +1,7 @@
-"""The run file's schema: typed, frozen, every field documented where it is defined.
+"""The run file's schema: typed, frozen, each field documented where it is defined.
 
-`msgspec` checks types and ranges while decoding, and rejects unknown keys; `checks.py` rejects combinations that make no
-sense. This package imports neither torch nor transformers, so that a mistake in a run file costs no start-up time.
+`msgspec` checks types and ranges while decoding, and rejects unknown keys; `checks.py` rejects invalid combinations. This
+package imports neither torch nor transformers, so that mistakes in a run file are reported at once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class LoraConfig(Section, frozen=True):
-    """Low-rank adapters. No dropout: the policy that samples has none."""
+    """Low-rank adapters. There is no dropout, since the policy that samples has none."""
 
-    rank: Annotated[int, Meta(ge=1, description="r: the change of each layer is scale * B A, of rank r at most.")] = 16
+    rank: Annotated[
+        int, Meta(ge=1, description="r: the change of each layer's weight is scale * B A, of rank at most r.")
+    ] = 16
     alpha: Annotated[
         float,
         Meta(gt=0, description="scale = alpha / rank. With alpha fixed, the best learning rate hardly depends on the rank."),
     ] = 32.0
     target_modules: Annotated[
         tuple[str, ...] | None,
-        Meta(description="Names of linear layers, like `[q_proj, v_proj]`. null: all but the output head."),
+        Meta(description="Names of linear layers, like `[q_proj, v_proj]`. null: all except the output head."),
     ] = None
 
 
@@ -36,22 +38,22 @@ class ModelConfig(Section, frozen=True):
     ] = "demo"
     dtype: Annotated[
         Literal["float32", "bfloat16"],
-        Meta(description="Type of the trainer's and engine's weights. float32 is the fast one on most CPUs."),
+        Meta(description="Type of the trainer's and engine's weights. float32 is the faster one on most CPUs."),
     ] = "float32"
     trust_remote_code: Annotated[
-        bool, Meta(description="Run Python code that comes with the model. Only for models you have read.")
+        bool, Meta(description="Run Python code that comes with the model. Only for models whose code you have read.")
     ] = False
     head_dtype: Annotated[
         Literal["float32"] | None,
         Meta(
-            description="float32: trainer and engine compute logits in float32 though weights are bfloat16, and agree "
-            "better on log-probabilities. null: in `dtype`."
+            description="float32: trainer and engine compute logits in float32 even if weights are bfloat16, so that their "
+            "log-probabilities agree better. null: in `dtype`."
         ),
     ] = None
     lora: Annotated[
         LoraConfig | None,
         Meta(
-            description="Train low-rank adapters (extra `lora`), not the weights themselves; engines get merged weights. "
+            description="Train low-rank adapters (extra `lora`) instead of the weights; engines get merged weights. "
             "`{}`: with the defaults. null: train all weights."
         ),
     ] = None
@@ -62,10 +64,10 @@ class EnvironmentConfig(Section, frozen=True):
         str,
         Meta(
             description="`gcd`, `math`, `math_words`, `countdown`, `guess_number`, `calculator`, `reasoning_gym`, "
-            "`verifiers` (environments of these packages), `function` (a reward function of yours), `tools` (and functions "
-            "that the model may call), `agent` (a program of yours that speaks to an OpenAI-compatible API), `mixture`, "
-            "`curriculum`, or a class of yours: `path/to/file.py:ClassName` or "
-            "`package.module:ClassName`."
+            "`verifiers` (environments of these packages), `function` (your reward function), `tools` (a reward function "
+            "and functions that the model may call), `agent` (your program, as a client of an OpenAI-compatible API), "
+            "`mixture` (several environments), `difficulty_filter` (problems selected by pass rate), or your class: "
+            "`path/to/file.py:ClassName` or `package.module:ClassName`."
         ),
     ] = "gcd"
     args: Annotated[dict[str, Any], Meta(description="Keyword arguments of the environment's constructor.")] = {}
@@ -75,17 +77,17 @@ class ScheduleConfig(Section, frozen=True):
     kind: Annotated[
         Literal["pipeline", "conventional", "async"],
         Meta(
-            description="`pipeline`: generation and training at once, new weights in flight after every step. "
-            "`conventional`: generate B*G samples with frozen weights, then G steps. `async`: generate for the next G "
-            "steps while training on the last; weights change between rounds."
+            description="`pipeline`: generate and train at the same time, with an in-flight weight update after every step. "
+            "`conventional`: generate B*G samples with frozen weights, then take G steps. `async`: generate for the next G "
+            "steps while training on the samples of the last round; weights change between rounds."
         ),
     ] = "pipeline"
     steps_per_round: Annotated[int, Meta(ge=1, description="G, optimizer steps per round (conventional and async).")] = 1
     max_lag: Annotated[
         int | None,
         Meta(
-            description="pipeline: no token older than this many optimizer steps is trained on. The actor starts no group "
-            "that could break the bound, so that nothing has to be dropped. null: no bound."
+            description="pipeline: the largest lag, in optimizer steps, of a token that is trained on. The actor starts no "
+            "group that could exceed it, so that none has to be dropped. null: no bound."
         ),
     ] = None
 
@@ -99,95 +101,97 @@ class ActorConfig(Section, frozen=True):
         int,
         Meta(
             ge=0,
-            description="Truncation to the k likeliest tokens, 0 = off. Must stay 0 in training: the trainer's ratio is "
+            description="Truncation to the k most likely tokens, 0 = off. Must stay 0 in training: the trainer's ratio is "
             "over the whole distribution.",
         ),
     ] = 0
     max_open_rollouts: Annotated[
         int | None,
         Meta(
-            description="pipeline: most rollouts that are open at once, in a process. Those that wait for a tool or a judge "
-            "take no slot; more of them keep the engine busy and raise lag. null: four per slot.",
+            description="pipeline: maximum number of open rollouts in a process. Rollouts that wait for a tool or a judge "
+            "take no slot; a higher limit keeps the engine busy and increases lag. null: four per slot.",
         ),
     ] = None
     rollout_timeout_s: Annotated[
-        float, Meta(gt=0, description="A rollout that takes longer than this is dropped (reason `timeout`).")
+        float, Meta(gt=0, description="A rollout that takes longer is dropped (reason `timeout`).")
     ] = 600.0
     code_timeout_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="Environment or reward code that computes for longer than this without yielding is interrupted "
+            description="Environment or reward code that computes for longer without yielding is interrupted "
             "(reason `timeout`).",
         ),
     ] = 20.0
     max_failure_fraction: Annotated[
         float,
-        Meta(ge=0, le=1, description="The run ends when more than this share of the last `failure_window` rollouts failed."),
+        Meta(ge=0, le=1, description="The run ends if more than this share of the last `failure_window` rollouts failed."),
     ] = 0.5
-    failure_window: Annotated[int, Meta(ge=1, description="How many rollouts the failure share is taken over.")] = 64
+    failure_window: Annotated[
+        int, Meta(ge=1, description="Number of rollouts over which the share of failures is computed.")
+    ] = 64
 
 
 class EngineConfig(Section, frozen=True):
     kind: Annotated[
         Literal["local", "http", "vllm"],
         Meta(
-            description="`local`: the embedded slot engine. `http`: engine servers (`pipelinerl serve`), in processes of "
-            "their own or on other machines. `vllm`: vLLM servers. Their weights are updated in flight all the same."
+            description="`local`: the embedded slot engine. `http`: engine servers (`pipelinerl serve`), in separate "
+            "processes or on other machines. `vllm`: vLLM servers. All are updated in flight."
         ),
     ] = "local"
     processes: Annotated[
         int,
         Meta(
             ge=1,
-            description="Generation processes, each with an actor and an engine of `slots` slots, `threads` threads. More "
-            "than one lets `conventional` use every core in its generation phase. With `http` and `vllm` there is one, and "
-            "`servers` do the work.",
+            description="Generation processes, each with an actor and an engine of `slots` slots and `threads` threads. "
+            "With more than one, `conventional` uses all cores while it generates. `http` and `vllm` need exactly one: "
+            "set `servers` instead.",
         ),
     ] = 1
     servers: Annotated[
-        int, Meta(ge=1, description="http and vllm: how many servers the run starts here, if `urls` names none.")
+        int, Meta(ge=1, description="http and vllm: number of servers that the run starts here, if `urls` is empty.")
     ] = 1
     urls: Annotated[
         tuple[str, ...],
         Meta(
-            description="http and vllm: servers that run already, like `[http://10.0.0.5:8000]`. They have slots, lengths "
-            "and devices of their own, and are not ended."
+            description="http and vllm: servers that already run, like `[http://10.0.0.5:8000]`. They have their own slots, "
+            "lengths and devices, and keep running after the run."
         ),
     ] = ()
     api_key_env: Annotated[
-        str | None, Meta(description="Name of the environment variable that holds the key of the servers in `urls`.")
+        str | None, Meta(description="Name of the environment variable that holds the API key of the servers in `urls`.")
     ] = None
     weights_dir: Annotated[
         str | None,
         Meta(
-            description="Directory through which weights reach the servers in `urls`: the same path here and there. null: "
-            "shared memory, for servers on this machine."
+            description="Directory through which the servers in `urls` get weights; its path must be the same here and "
+            "there. null: shared memory, for servers on this machine."
         ),
     ] = None
     python: Annotated[
         str | None,
-        Meta(description="vllm: the interpreter that vLLM is installed for, like `/opt/vllm/bin/python`; to start servers."),
+        Meta(description="vllm: to start servers, the interpreter that has vLLM installed, like `/opt/vllm/bin/python`."),
     ] = None
     slots: Annotated[
-        int, Meta(ge=1, description="H, sequences in progress at once (of each process, or of each server started here).")
+        int, Meta(ge=1, description="H, sequences in progress at once (per process, or per server started here).")
     ] = 64
     max_length: Annotated[
         int | None,
-        Meta(description="Longest prompt + completion a slot holds. null: the model's maximum, at most 2048."),
+        Meta(description="Longest prompt + completion of a slot, in tokens. null: the model's maximum, at most 2048."),
     ] = None
     kv_on_update: Annotated[
         Literal["keep", "recompute"],
-        Meta(description="What happens to the KV cache at a weight update: keep the old entries, or recompute them."),
+        Meta(description="The KV cache at a weight update: keep the old entries, or recompute them."),
     ] = "keep"
     prefill_tokens: Annotated[
-        int, Meta(ge=1, description="Most prompt tokens processed in one engine step; longer prompts come in chunks.")
+        int, Meta(ge=1, description="Maximum prompt tokens in one engine step; longer prompts are split into chunks.")
     ] = 2048
     device: Annotated[str, Meta(description="torch device of the engine, e.g. `cpu` or `cuda:0`.")] = "cpu"
     threads: Annotated[
         int | None,
         Meta(
-            description="CPU threads of an engine. null: half the cores, or 1 of several processes or servers; "
+            description="CPU threads of an engine. null: half the cores, or 1 each for several processes or servers; "
             "`conventional`: all."
         ),
     ] = None
@@ -204,20 +208,20 @@ class StreamConfig(Section, frozen=True):
     url: Annotated[
         str | None,
         Meta(
-            description="redis: the server, like `redis://10.0.0.5:6379/0`. null: the run starts one of its own, which "
-            "keeps its data in the run directory and ends with the run."
+            description="redis: the server, like `redis://10.0.0.5:6379/0`. null: the run starts its own server, which "
+            "keeps its data in the run directory and stops with the run."
         ),
     ] = None
     capacity: Annotated[
         int | None,
         Meta(
-            description="Most groups waiting in the stream. null: two optimizer steps' worth, or a round, and the pipeline "
-            "starts no group while two steps' worth of rollouts are finished."
+            description="Maximum number of groups in the stream. null: enough for two optimizer steps, or a round, and the "
+            "pipeline starts no group while enough rollouts for two steps are finished."
         ),
     ] = None
     when_full: Annotated[
         Literal["block", "drop_oldest"],
-        Meta(description="A full stream makes the actor wait, or replaces the oldest group with fresh data (counted)."),
+        Meta(description="If the stream is full: make the actor wait, or drop the oldest group for the new one (counted)."),
     ] = "block"
 
 
@@ -225,8 +229,8 @@ class WeightsConfig(Section, frozen=True):
     kind: Annotated[
         Literal["shared", "collective"],
         Meta(
-            description="How weights get from the trainer to engines. `shared`: shared memory, then to servers as a file. "
-            "`collective`: broadcast by torch.distributed, straight into servers; nccl if every end has a GPU, else gloo."
+            description="Weight transfer from the trainer to engines. `shared`: shared memory, then to servers as a file. "
+            "`collective`: broadcast by torch.distributed, directly to servers; nccl if all ends have a GPU, else gloo."
         ),
     ] = "shared"
 
@@ -234,20 +238,20 @@ class WeightsConfig(Section, frozen=True):
 class PreprocessConfig(Section, frozen=True):
     advantage: Annotated[
         Literal["group_mean", "leave_one_out"],
-        Meta(description="Baseline v of a rollout: mean reward of its group (the paper), or of the others in it."),
+        Meta(description="Baseline v of a rollout: mean reward of its group (the paper), or of the group's other rollouts."),
     ] = "group_mean"
     normalize_std: Annotated[bool, Meta(description="Divide advantages by the group's standard deviation (GRPO).")] = False
     zero_advantage: Annotated[
         Literal["skip", "keep", "drop"],
         Meta(
-            description="Samples whose advantage is 0 have no gradient. `skip`: they count among the B of a step but cost "
-            "no forward pass (not possible with a KL penalty or `correction.drift`). `keep`: compute them all the same. "
-            "`drop`: leave them out, so that a step has B others."
+            description="Samples whose advantage is 0 have no gradient. `skip`: they count towards the B of a step but "
+            "cost no forward pass (not possible with a KL penalty or `correction.drift`). `keep`: compute them anyway. "
+            "`drop`: leave them out, so that a step has B other samples."
         ),
     ] = "skip"
     overlong: Annotated[
         Literal["keep", "drop"],
-        Meta(description="Completions cut at their token limit: train on them, or drop them (counted by length)."),
+        Meta(description="Completions that reached their token limit: train on them, or drop them (counted by length)."),
     ] = "keep"
 
 
@@ -257,15 +261,15 @@ SequenceCorrection = Literal["none", "truncate", "geo_mask"]
 
 
 class CorrectionConfig(Section, frozen=True):
-    """What becomes of tokens that another policy sampled. r = pi / mu: trained policy over the one that sampled."""
+    """Correction for tokens sampled by another policy. r = pi / mu: trained policy over behaviour policy."""
 
     token: Annotated[
         TokenCorrection | None,
         Meta(
-            description="By token. `truncate`: importance weights are at most token_high (reinforce, decoupled). `mask`: no "
-            "gradient where r > token_high. `band`: none where r is outside token_low to token_high. `tv`: none where A > 0 "
-            "and pi - mu > token_high, or A < 0 and mu - pi > token_low. null: truncate at 5 for reinforce (the paper's "
-            "clamp) and decoupled, none for the losses that bound the ratio themselves."
+            description="Per token. `truncate`: importance weights are at most token_high (reinforce, decoupled). `mask`: "
+            "no gradient if r > token_high. `band`: none if r is outside token_low to token_high. `tv`: none if A > 0 and "
+            "pi - mu > token_high, or A < 0 and mu - pi > token_low. null: truncate at 5 for reinforce (the paper's clamp) "
+            "and decoupled, none for the losses that bound the ratio themselves."
         ),
     ] = None
     token_low: Annotated[
@@ -278,9 +282,9 @@ class CorrectionConfig(Section, frozen=True):
     sequence: Annotated[
         SequenceCorrection,
         Meta(
-            description="By rollout. `truncate`: all its tokens have the weight min(sequence_high, product of r), not their "
-            "own (reinforce, decoupled). `geo_mask`: no gradient from a rollout where the geometric mean of r is outside "
-            "sequence_low to sequence_high."
+            description="Per rollout. `truncate`: all its tokens have the weight min(sequence_high, product of r) instead "
+            "of their own (reinforce, decoupled). `geo_mask`: no gradient from a rollout if the geometric mean of r is "
+            "outside sequence_low to sequence_high."
         ),
     ] = "none"
     sequence_low: Annotated[
@@ -292,7 +296,7 @@ class CorrectionConfig(Section, frozen=True):
     drift: Annotated[
         float,
         Meta(
-            ge=0, description="Weight of the penalty (log r)^2 on every sampled token, masked ones included; 1e-3 is usual."
+            ge=0, description="Weight of the penalty (log r)^2 on all sampled tokens, including masked ones; 1e-3 is usual."
         ),
     ] = 0.0
 
@@ -303,10 +307,10 @@ class TrainerConfig(Section, frozen=True):
     loss: Annotated[
         Literal["reinforce", "ppo", "gspo", "cispo", "decoupled"],
         Meta(
-            description="The objective; `correction` says what becomes of stale tokens. `reinforce`: importance-weighted "
-            "REINFORCE, with the default correction the method of the PipelineRL paper. `ppo`: PPO-clip, with group "
-            "advantages this is GRPO. `gspo`: sequence-level ratios. `cispo`: weight clipped on both sides. `decoupled`: "
-            "PPO-clip around a proximal policy between the one that sampled and the trained one (A-3PO)."
+            description="The objective; stale tokens are treated as `correction` says. `reinforce`: importance-weighted "
+            "REINFORCE; with the default correction, the method of the PipelineRL paper. `ppo`: PPO-clip; with group "
+            "advantages, this is GRPO. `gspo`: sequence-level ratios. `cispo`: weight clipped on both sides. `decoupled`: "
+            "PPO-clip around a proximal policy between the behaviour policy and the trained one (A-3PO)."
         ),
     ] = "reinforce"
     clip_low: Annotated[
@@ -326,19 +330,20 @@ class TrainerConfig(Section, frozen=True):
     dual_clip: Annotated[
         Annotated[float, Meta(gt=1)] | None,
         Meta(
-            description="ppo and decoupled: for a negative advantage the ratio counts as this at most; a token beyond it "
-            "has no gradient. null: no limit."
+            description="ppo and decoupled: upper limit of the ratio for negative advantages; a token above it has no "
+            "gradient. null: no limit."
         ),
     ] = 3.0
     loss_normalization: Annotated[
         Literal["sequences", "tokens"],
-        Meta(description="Divide the summed loss by the number of rollouts of the step, or of its sampled tokens."),
+        Meta(description="Divide the summed loss by the step's number of rollouts, or of sampled tokens."),
     ] = "tokens"
     kl_coefficient: Annotated[
         float,
         Meta(
             ge=0,
-            description="Weight of the KL penalty to the initial model; above 0 costs a forward and, but for LoRA, a copy.",
+            description="Weight of the KL penalty to the initial model. Above 0 it costs a forward pass and, except with "
+            "LoRA, a copy of the model.",
         ),
     ] = 0.0
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
@@ -350,7 +355,8 @@ class TrainerConfig(Section, frozen=True):
         ),
     ] = "off"
     lr_schedule: Annotated[
-        Literal["constant", "linear", "cosine"], Meta(description="What the rate does after warm-up, down to 10%.")
+        Literal["constant", "linear", "cosine"],
+        Meta(description="The learning rate after warm-up: constant, or a decay to 10%."),
     ] = "constant"
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps of linear warm-up.")] = 0
     betas: Annotated[tuple[float, float], Meta(description="AdamW's beta1 and beta2.")] = (0.9, 0.95)
@@ -358,15 +364,15 @@ class TrainerConfig(Section, frozen=True):
     max_grad_norm: Annotated[float, Meta(gt=0, description="Gradients are clipped to this global norm.")] = 1.0
     micro_batch_tokens: Annotated[
         int,
-        Meta(ge=1, description="Token budget of one packed forward/backward; the step does not depend on it."),
+        Meta(ge=1, description="Token budget of one packed forward/backward; does not change the step's result."),
     ] = 8192
     ess_threshold: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="When a batch's normalised effective sample size is below this, no step is taken: the batch and "
-            "what is stale are dropped (counted) and the trainer waits for on-policy data. 0: off.",
+            description="If a batch's normalised effective sample size is below this, no step is taken: the batch and all "
+            "stale rollouts are dropped (counted) and the trainer waits for on-policy data. 0: off.",
         ),
     ] = 0.0
     checkpoint_every: Annotated[
@@ -377,40 +383,45 @@ class TrainerConfig(Section, frozen=True):
         int,
         Meta(
             ge=0,
-            description="Optimizer steps between copies of the weights alone, in `weights/`, all of which are kept: cheaper "
-            "than checkpoints, for `pipelinerl eval RUN_DIR@all`. 0: none.",
+            description="Optimizer steps between copies of the weights in `weights/`, for `pipelinerl eval RUN_DIR@all`. "
+            "All copies are kept; they are cheaper than checkpoints. 0: none.",
         ),
     ] = 0
-    gradient_checkpointing: Annotated[bool, Meta(description="Trade compute for activation memory.")] = False
+    gradient_checkpointing: Annotated[
+        bool, Meta(description="Recompute activations in the backward pass, to save memory.")
+    ] = False
     device: Annotated[str, Meta(description="torch device of the trainer.")] = "cpu"
     threads: Annotated[
         int | None,
-        Meta(description="CPU threads of the trainer. null: half the cores, or what engines leave; `conventional`: all."),
+        Meta(
+            description="CPU threads of the trainer. null: half the cores, or those that engines leave; `conventional`: all."
+        ),
     ] = None
 
 
 class EvaluationConfig(Section, frozen=True):
     problems: Annotated[
-        int, Meta(ge=0, description="Held-out problems answered once each, before and after training; 0: no evaluation.")
+        int,
+        Meta(ge=0, description="Held-out problems, each attempted once before and once after training; 0: no evaluation."),
     ] = 0
     temperature: Annotated[float, Meta(ge=0, description="Sampling temperature of evaluations; 0 = greedy.")] = 1.0
     every: Annotated[
         int,
         Meta(
             ge=0,
-            description="Optimizer steps between evaluations while training goes on, by the weights that the engine has "
-            "meanwhile; 0: none but before and after.",
+            description="Optimizer steps between evaluations during training, which use the engine's current weights; "
+            "0: only before and after training.",
         ),
     ] = 0
     share: Annotated[
-        float, Meta(gt=0, le=1, description="Share of the slots that an evaluation may take while training goes on.")
+        float, Meta(gt=0, le=1, description="Share of the slots that an evaluation may take during training.")
     ] = 0.25
 
 
 class MetricsConfig(Section, frozen=True):
     view: Annotated[
         Literal["auto", "live", "plain", "none"],
-        Meta(description="What the terminal shows; `auto`: live in a terminal, plain lines otherwise."),
+        Meta(description="The view in the terminal; `auto`: live in a terminal, plain lines otherwise."),
     ] = "auto"
     tensorboard: Annotated[bool, Meta(description="Also write TensorBoard events (extra `tensorboard`).")] = False
     plot: Annotated[bool, Meta(description="Draw `curves.png` into the run directory at the end.")] = True
@@ -420,7 +431,7 @@ class LaunchConfig(Section, frozen=True):
     kind: Annotated[
         Literal["processes", "embedded"],
         Meta(
-            description="`processes`: generation and training in a process each. `embedded`: all in one process, "
+            description="`processes`: generation and training in separate processes. `embedded`: all in one process, "
             "deterministic, for debugging, teaching and tests."
         ),
     ] = "processes"
@@ -428,27 +439,27 @@ class LaunchConfig(Section, frozen=True):
         Literal["with_trainer", "process"],
         Meta(
             description="Where rollouts are prepared, and scored by the reference model of a KL penalty: in the trainer's "
-            "process, or in one of its own, at the same time."
+            "process, or in a separate process in parallel."
         ),
     ] = "with_trainer"
     watchdog_s: Annotated[
         float,
-        Meta(gt=0, description="When nothing has moved for this long, the run says who waits on whom and ends (status 3)."),
+        Meta(
+            gt=0,
+            description="If no stage makes progress for this long, the run prints which stage waits on which and exits "
+            "with status 3.",
+        ),
     ] = 180.0
-    startup_timeout_s: Annotated[float, Meta(gt=0, description="Longest time for the processes to load and be ready.")] = (
-        600.0
-    )
+    startup_timeout_s: Annotated[float, Meta(gt=0, description="Longest time for all processes to become ready.")] = 600.0
 
 
 class RunConfig(Section, frozen=True):
-    """A whole run. Every field has a default; the defaults of the demo are in its own run file."""
+    """The configuration of a run. Every field has a default; the demo has its own run file."""
 
-    run_dir: Annotated[
-        str | None, Meta(description="Where everything is written. null: `runs/<date>-<environment>-<schedule>`.")
-    ] = None
-    seed: Annotated[
-        int, Meta(ge=0, le=2**63 - 1, description="Seed of problems, sampling and everything else that is random.")
-    ] = 0
+    run_dir: Annotated[str | None, Meta(description="The run directory. null: `runs/<date>-<environment>-<schedule>`.")] = (
+        None
+    )
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Seed of problems, sampling and all other randomness.")] = 0
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -1,11 +1,11 @@
-"""The attention of the slot engine, called by any Hugging Face model that has a pluggable attention function.
+"""The engine's attention, called by any Hugging Face model with a pluggable attention function.
 
-The model runs on one ragged row of tokens, `[1, T]`: first one token for each decoding slot, then chunks of prompts. It
-knows nothing of slots: our function receives the projected queries, keys and values of each layer together with the
-`StepBatch` that was passed through the forward's keyword arguments, writes the keys and values into the slots, and
-attends to exactly what each token may see. There is no mask and no cache on the model's side to go wrong.
+The model runs on one packed batch of tokens, `[1, T]`: first one token for each decoding row, then chunks of prompts. It
+needs no mask and no cache: for each layer it calls our function with the projected queries, keys and values, and with the
+`StepBatch` that was passed through the forward's keyword arguments. The function writes keys and values to the KV cache
+and attends to exactly the positions that each token may see.
 
-Shapes: Hq query heads, Hk key/value heads, G = Hq / Hk, D head size, R decoding rows, L length of a row class.
+Shapes: Hq query heads, Hk key/value heads, G = Hq / Hk, D head size, R decoding rows, L length of a length bucket.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from torch import Tensor
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import attend, refuse_unknown_features
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The slots' keys and values: one preallocated tensor for all layers of the same shape.
+# ---- the KV cache
 
 
 Rows = Sequence[int] | npt.NDArray[np.int64]
 
 
 class LayerShape(NamedTuple):
-    """Key/value heads of a layer and the sizes of one head's key and value."""
+    """Number of key/value heads of a layer, and the key and value sizes of one head."""
 
     heads: int
     key_dim: int
@@ -49,8 +48,8 @@ class Move(NamedTuple):
 class KVCache:
     """Keys [layers, H, heads, max_length, key_dim] and values likewise, for H slots (rows) of `max_length` tokens.
 
-    Layers of different shapes get tensors of their own. All of it is there from the start, so an engine that could be built
-    does not run out of memory later.
+    One tensor pair for all layers of the same shape. Everything is allocated at the start, so that an engine that could be
+    built does not run out of memory later.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class KVCache:
         return self._layers[index]
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy contents of rows, all at once: a row may be both source and target, and a permutation is fine."""
+        """Copy rows, as if all at once: a row may be both source and target, so permutations work."""
         contents = [
             (block, move, block[:, move.sources, :, : move.length])
             for move in moves
@@ -92,17 +91,19 @@ class KVCache:
             block[:, move.targets, :, : move.length] = content
 
 
+# ---- attention
+
 ATTENTION_NAME = "pipelinerl_slots"
 
 _SMALL, _MANY = 4096, 24
-"""One token's attention is two products instead of a fused kernel for up to this many numbers in the keys of a head, and at
-least this many rows (measured)."""
+"""Decoding uses two batched products instead of the fused kernel if the keys of a head have at most `_SMALL` elements and
+there are at least `_MANY` rows (measured)."""
 
 
-class RowClass(NamedTuple):
-    """Decoding rows `start <= row < end`, none of which holds more than `length` tokens, this step's included.
+class LengthBucket(NamedTuple):
+    """Decoding rows `start <= row < end` with at most `length` tokens each, this step's included.
 
-    `equal` rows all hold exactly `length`: there is nothing to hide from them.
+    If `equal`, every row holds exactly `length` tokens, and no mask is needed.
     """
 
     start: int
@@ -113,7 +114,7 @@ class RowClass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `begin <= t < begin + count` of the ragged row: positions `offset...` of the sequence in `row`."""
+    """Tokens `begin <= t < begin + count` of the packed batch, at positions `offset...` of the sequence in `row`."""
 
     begin: int
     count: int
@@ -123,7 +124,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBatch:
-    """Neighbouring chunks of the same count and offset, attended to at once: `rows_N`, from token `begin` of the row on."""
+    """Adjacent chunks of equal count and offset, attended to in one call. `begin`: their first token in the packed batch."""
 
     begin: int
     count: int
@@ -132,7 +133,7 @@ class ChunkBatch:
 
 
 def batch_chunks(chunks: Sequence[Chunk], device: torch.device) -> tuple[ChunkBatch, ...]:
-    """Chunks in the order of the ragged row -> as few batches as there are runs of equal count and offset."""
+    """Group `chunks`, in packed order, into one batch per run of equal count and offset."""
     batches = []
     for (count, offset), run in groupby(chunks, key=lambda chunk: (chunk.count, chunk.offset)):
         members = list(run)
@@ -143,17 +144,19 @@ def batch_chunks(chunks: Sequence[Chunk], device: torch.device) -> tuple[ChunkBa
 
 @dataclass(slots=True)
 class StepBatch:
-    """Everything that one forward needs to know about slots.
+    """Slots, positions and chunks of one forward.
 
-    `positions_R` are the decoding tokens' positions in rows `rows_R`; `longest` is what a sequence may grow to. Once a model
-    is `checked` its layers are not asked again whether they want what is not here. `equal_length` is the number of tokens of
-    every decoding row, this step's included, if it is the same for all; else `places` index the slots' [rows, position].
+    positions_R     position of each decoding token, in the cache rows `rows_R`
+    longest         length that a sequence may grow to
+    checked         the model has been checked for unsupported attention features; its layers are not checked again
+    equal_length    number of tokens in every decoding row, this step's included, if all are equal; else None
+    places          index of the decoding tokens into a layer's keys and values
     """
 
     kv: KVCache
     positions_R: Tensor
     rows_R: Tensor
-    classes: tuple[RowClass, ...]
+    buckets: tuple[LengthBucket, ...]
     chunks: tuple[ChunkBatch, ...]
     longest: int
     checked: bool = False
@@ -164,7 +167,7 @@ class StepBatch:
 
     def __post_init__(self) -> None:
         self.decoding = int(self.positions_R.shape[0])
-        self.equal_length = self.classes[0].length if len(self.classes) == 1 and self.classes[0].equal else None
+        self.equal_length = self.buckets[0].length if len(self.buckets) == 1 and self.buckets[0].equal else None
         self.places = (self.rows_R, slice(None), self.positions_R)
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -173,7 +176,7 @@ class StepBatch:
         return attend_rows(self, call, query, key, value)
 
     def _refuse_other_shapes(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Raise UnsupportedModelError if attention gets other keys and values than the model's cache keeps."""
+        """Raise UnsupportedModelError if attention receives keys or values of other shapes than the model's cache keeps."""
         for what, given, slots in zip(("keys", "values"), (key, value), self.kv.layer(layer), strict=True):
             found, kept = (given.shape[1], given.shape[3]), (slots.shape[1], slots.shape[3])
             if found != kept:
@@ -183,14 +186,14 @@ class StepBatch:
                 )
 
     def decode_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [r, 1, 1, L] of a row class, made once a step for each window size; None if nothing is hidden."""
-        part = self.classes[index]
-        if part.equal and (window is None or part.length <= window):
+        """Additive mask [r, 1, 1, L] of a bucket, made once per step and window size; None if nothing is masked."""
+        bucket = self.buckets[index]
+        if bucket.equal and (window is None or bucket.length <= window):
             return None
         mask = self._masks.get((index, window))
         if mask is None:
-            last_r1 = self.positions_R[part.start : part.end, None]
-            columns_L = torch.arange(part.length, device=last_r1.device)
+            last_r1 = self.positions_R[bucket.start : bucket.end, None]
+            columns_L = torch.arange(bucket.length, device=last_r1.device)
             hidden = columns_L > last_r1
             if window is not None:
                 hidden |= columns_L <= last_r1 - window
@@ -201,7 +204,7 @@ class StepBatch:
 
 
 class LayerCall(NamedTuple):
-    """One layer's settings of attention: which it is, the scale of its scores, its sliding window and its soft cap."""
+    """Attention settings of one layer: its index, the scale of its scores, its sliding window and its soft cap."""
 
     layer: int
     scale: float
@@ -210,7 +213,7 @@ class LayerCall(NamedTuple):
 
 
 class AttentionSite(Protocol):
-    """What a model's forward is given as `slot_batch`: where its attention happens."""
+    """Computes attention for a model. Passed to the model's forward as `slot_batch`."""
 
     @property
     def checked(self) -> bool: ...
@@ -236,7 +239,7 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query [1, Hq, T, D], key and value [1, Hk, T, D] -> output [1, T, Hq, D].
 
-    Raises UnsupportedModelError if the model asks for something that this function would not honour.
+    Raises UnsupportedModelError if the model asks for a feature that this function does not support.
     """
     if slot_batch is None:
         raise UnsupportedModelError(
@@ -253,7 +256,7 @@ def slot_attention(
 
 
 def attend_rows(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Write this step's keys and values into the slots, and attend: shapes as in `slot_attention`."""
+    """Write this step's keys and values to the cache and attend. Shapes as in `slot_attention`."""
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if not batch.chunks:
         return _decode(batch, call, query, key, value)[None]
@@ -263,7 +266,7 @@ def attend_rows(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, v
 
 
 def _decode(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of the decoding rows' tokens, [R, Hq, D]."""
+    """Attention output [R, Hq, D] of the decoding rows."""
     rows, heads, kv_heads = batch.decoding, query.shape[1], key.shape[1]
     keys, values = batch.kv.layer(call.layer)
     if batch.chunks:
@@ -274,10 +277,10 @@ def _decode(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value
     else:
         keys[batch.places] = key
         values[batch.places] = value
-    # The query heads that share a key/value head become the query positions of that head: no copy of keys or values.
+    # Query heads that share a key/value head become query positions of that head, which avoids copying keys and values.
     query = query.unsqueeze(2) if heads == kv_heads else query.reshape(rows, kv_heads, -1, query.shape[-1])
     parts = []
-    for index, (start, end, length, _) in enumerate(batch.classes):
+    for index, (start, end, length, _) in enumerate(batch.buckets):
         rows_r = slice(start, end)
         query_r = query if end - start == rows else query[rows_r]
         mask = batch.decode_mask(index, call.window, query.dtype)
@@ -287,11 +290,11 @@ def _decode(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call: LayerCall) -> Tensor:
-    """Attention of one token a row: query [r, Hk, G, D], keys and values [r, Hk, L, D], mask [r, 1, 1, L] -> like query."""
+    """One token per row: query [r, Hk, G, D], keys and values [r, Hk, L, D], mask [r, 1, 1, L] -> [r, Hk, G, D]."""
     small = keys.shape[2] * keys.shape[3] <= _SMALL and keys.shape[0] >= _MANY
     if call.softcap is not None or query.device.type != "cpu" or not small:
         return attend(query, keys, values, mask, scale=call.scale, softcap=call.softcap, causal=False)
-    # So little work a row that the fused kernel's overhead for each is what takes time: two batched products are faster.
+    # With so little work per row, the fused kernel's overhead per row dominates; two batched products are faster.
     scores = torch.matmul(query, keys.transpose(2, 3)).mul_(call.scale)
     if mask is not None:
         scores.add_(mask)
@@ -299,7 +302,7 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 
 
 def _prefill(kv: KVCache, chunk: ChunkBatch, call: LayerCall, projected: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Attention of a batch of chunks, [n * count, Hq, D], given all tokens' queries, keys and values."""
+    """Attention output [n * count, Hq, D] of a batch of chunks; `projected` holds all tokens' queries, keys and values."""
     n, count, offset = len(chunk.rows_N), chunk.count, chunk.offset
     tokens, end = slice(chunk.begin, chunk.begin + n * count), offset + count
     query, new_keys, new_values = (x[tokens].reshape(n, count, *x.shape[1:]).transpose(1, 2) for x in projected)

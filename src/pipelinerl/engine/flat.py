@@ -1,9 +1,8 @@
-"""A model's forward as one flat list of tensor operations.
+"""Runs a model's forward as an exported graph: a flat list of tensor operations.
 
-Between two tensor operations of a Hugging Face model lies a good deal of Python: module calls, keyword arguments handed
-down, output objects. A small model's decode step is mostly that. `torch.export` records the operations that the forward
-comes to, for any number of tokens; they are then run one after another, on the model's own parameters, so that weights
-copied into the model are what the next step computes with.
+A Hugging Face model spends much time in Python between tensor operations: module calls, keyword arguments, output objects.
+For a small model this is most of a decode step. `torch.export` records the operations of the forward once, for any number of
+tokens. They run on the model's own parameters, so a weight update takes effect in the next step.
 """
 
 from __future__ import annotations
@@ -23,38 +22,38 @@ _ATEN = torch.ops.aten
 _CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.type_as.default)
 _TO_THE_END = 2**62
 _TOKENS, _KEPT = 13, 11
-"""Sizes to export with: both become variables, and no size of a real model is taken for one of them."""
+"""Sizes to export with. Both become symbolic, so they must not coincide with a size in a real model."""
 PACK_FROM = 1 << 18
-"""Weights of linear layers are packed from this size on: a smaller product takes no longer than calling what is packed."""
+"""Weights of linear layers with at least this many elements are packed: smaller ones gain nothing (call overhead)."""
 _PACK_FOR_ROWS = 16
 
 
 class FlatForward:
-    """Logits [P, V] of a ragged row [1, T] of tokens at its indices `keep` [P]; the same numbers as the model's own forward.
+    """Computes logits [P, V] at the indices `keep` [P] of a packed batch [1, T], equal to those of the model's own forward.
 
-    The model's attention must be `slot_attention`. Raises whatever `torch.export` raises for a model that it can't export:
-    one whose operations depend on its data.
+    The model's attention must be `slot_attention`. Raises what `torch.export` raises for a model that it can't export, such
+    as one with data-dependent operations.
     """
 
     def __init__(self, model: nn.Module) -> None:
         calls = _AttentionCalls()
         program = _export(model, calls)
         graph = program.graph_module.graph
-        _remove_idle(graph)
-        _share_repeated(graph)
-        _call_attention(graph, calls)
-        self._inputs = _own_tensors(program, model)
-        self._converted = _convert_once(graph, self._inputs)
-        _shorten_rms(graph)
+        _remove_no_ops(graph)
+        _merge_repeated(graph)
+        _insert_attention(graph, calls)
+        self._inputs = _graph_tensors(program, model)
+        self._converted = _hoist_conversions(graph, self._inputs)
+        _simplify_rms(graph)
         self._packed = _pack_linears(graph, self._inputs)
-        _bind_fast(graph)
+        _use_python_functions(graph)
         graph.eliminate_dead_code()
         graph.lint()
         program.graph_module.recompile()
         self._run: Callable[..., tuple[Tensor]] = program.graph_module.forward
 
     def weights_changed(self) -> None:
-        """To be called whenever the model's parameters were written to: some are used in another type or layout."""
+        """Must be called after every write to the model's parameters, to refresh copies in another dtype or layout."""
         for converted in self._converted:
             converted.convert()
         for linear in self._packed:
@@ -65,7 +64,7 @@ class FlatForward:
 
 
 class _AttentionCalls:
-    """Takes the place of a `StepBatch` while the forward is recorded: notes each layer's settings."""
+    """Replaces the `StepBatch` during export and records each layer's attention settings."""
 
     checked = False
     longest = 1
@@ -75,7 +74,7 @@ class _AttentionCalls:
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.noted.append(call)
-        attended: Tensor = _attention_mark()(query, key, value, len(self.noted) - 1)
+        attended: Tensor = _attention_placeholder()(query, key, value, len(self.noted) - 1)
         return attended
 
 
@@ -89,7 +88,7 @@ class _Forward(nn.Module):
         logits: Tensor = self.model(
             input_ids=ids_1T,
             position_ids=positions_1T,
-            # A ready-made mask, which our attention ignores: the model then builds none.
+            # A dummy mask, which our attention ignores, keeps the model from building one.
             attention_mask=torch.zeros(1, 1, 1, 1),
             use_cache=False,
             logits_to_keep=keep_P,
@@ -99,18 +98,18 @@ class _Forward(nn.Module):
 
 
 @cache
-def _attention_mark() -> Callable[..., Tensor]:
-    """An operator that stands for attention in the recorded graph. It is never run."""
+def _attention_placeholder() -> Callable[..., Tensor]:
+    """A placeholder operator for attention in the exported graph. It is never run."""
 
     @torch.library.custom_op("pipelinerl::slot_attention", mutates_args=())
-    def mark(query: Tensor, key: Tensor, value: Tensor, call: int) -> Tensor:
-        raise NotImplementedError("this operator only marks a place")
+    def placeholder(query: Tensor, key: Tensor, value: Tensor, call: int) -> Tensor:
+        raise NotImplementedError("this operator is a placeholder")
 
-    @mark.register_fake
+    @placeholder.register_fake
     def _(query: Tensor, key: Tensor, value: Tensor, call: int) -> Tensor:  # noqa: ARG001 - the signature of the operator
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
-    return mark
+    return placeholder
 
 
 def _export(model: nn.Module, calls: _AttentionCalls) -> torch.export.ExportedProgram:
@@ -128,7 +127,7 @@ def _export(model: nn.Module, calls: _AttentionCalls) -> torch.export.ExportedPr
         )
 
 
-def _own_tensors(program: torch.export.ExportedProgram, model: nn.Module) -> list[Tensor]:
+def _graph_tensors(program: torch.export.ExportedProgram, model: nn.Module) -> list[Tensor]:
     """The tensors that the graph takes before its inputs, in order: parameters and buffers of `model`, and constants."""
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     tensors: list[Tensor] = []
@@ -140,20 +139,20 @@ def _own_tensors(program: torch.export.ExportedProgram, model: nn.Module) -> lis
     return tensors
 
 
-# ---------------------------------------------------------------------------------------------- what is not needed
+# ---- graph passes that remove operations
 
 
-def _remove_idle(graph: fx.Graph) -> None:
-    """Remove what does nothing: assertions, conversions to the type that is there, dropout of a model at rest, times 1."""
+def _remove_no_ops(graph: fx.Graph) -> None:
+    """Remove operations without effect: assertions, conversions to the same dtype, dropout in eval mode, products with 1."""
     for node in list(graph.nodes):
         if node.target is _ATEN._assert_tensor_metadata.default:
             graph.erase_node(node)
-        elif _is_idle(node):
+        elif _is_no_op(node):
             _replace(graph, node, node.args[0])
     graph.eliminate_dead_code()
 
 
-def _is_idle(node: Any) -> bool:
+def _is_no_op(node: Any) -> bool:
     if node.target in _CONVERSIONS:
         before, after = node.args[0].meta["val"], node.meta["val"]
         return bool(before.dtype == after.dtype and before.device == after.device)
@@ -162,8 +161,8 @@ def _is_idle(node: Any) -> bool:
     return node.target is _ATEN.mul.Tensor and isinstance(node.args[1], float) and node.args[1] == 1.0
 
 
-def _share_repeated(graph: fx.Graph) -> None:
-    """Compute once what is computed again from the same inputs. Nothing in these graphs writes to its inputs."""
+def _merge_repeated(graph: fx.Graph) -> None:
+    """Merge operations with equal inputs. This is safe because no operation in these graphs writes to its inputs."""
     seen: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or _is_random(node):
@@ -177,7 +176,7 @@ def _share_repeated(graph: fx.Graph) -> None:
 
 def _is_random(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or node.target is _attention_mark()
+    return torch.Tag.nondeterministic_seeded in tags or node.target is _attention_placeholder()
 
 
 def _key(value: object) -> object:
@@ -191,24 +190,24 @@ def _replace(graph: fx.Graph, node: fx.Node, by: fx.Node) -> None:
     graph.erase_node(node)
 
 
-# ---------------------------------------------------------------------------------------------- what takes its place
+# ---- graph passes that replace operations
 
 
-def _call_attention(graph: fx.Graph, calls: _AttentionCalls) -> None:
-    """Put the engine's attention where the recorded forward has its mark. The step's batch becomes the last input."""
+def _insert_attention(graph: fx.Graph, calls: _AttentionCalls) -> None:
+    """Replace the attention placeholders by the engine's attention. The step's batch becomes the last input."""
     last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last_input):
         batch = graph.placeholder("batch")
-    mark = torch.ops.pipelinerl.slot_attention.default
+    placeholder = torch.ops.pipelinerl.slot_attention.default
     for node in list(graph.nodes):
-        if node.target is mark:
+        if node.target is placeholder:
             *tensors, call = node.args
             node.target = _Attention(calls.noted[call])
             node.args = (batch, *tensors)
 
 
 class _Attention:
-    """`attend_rows` of one layer, as a function with a name: a graph's code calls its functions by theirs."""
+    """`attend_rows` of one layer. It has a `__name__` because the code generated from a graph calls functions by name."""
 
     def __init__(self, call: LayerCall) -> None:
         self._call = call
@@ -219,17 +218,17 @@ class _Attention:
         return attend_rows(batch, self._call, query, key, value)
 
 
-def _bind_fast(graph: fx.Graph) -> None:
-    """Call the functions that Python code calls: they are bound more tightly than operators looked up by name."""
+def _use_python_functions(graph: fx.Graph) -> None:
+    """Replace ATen operators by the functions of torch's Python API, which have less call overhead."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.slice.Tensor:
             _bind_slice(node)
         elif node.op == "call_function":
-            node.target = _FAST.get(node.target, node.target)
+            node.target = _PYTHON_FUNCTIONS.get(node.target, node.target)
 
 
-def _shorten_rms(graph: fx.Graph) -> None:
-    """Root mean squares in fewer operations: 1 / rms(x), which is rsqrt(mean(x^2) + eps), from the norm of x."""
+def _simplify_rms(graph: fx.Graph) -> None:
+    """Compute 1 / rms(x), that is rsqrt(mean(x^2) + eps), from the norm of x, which takes fewer operations."""
     for rsqrt in [node for node in graph.nodes if node.target is _ATEN.rsqrt.default]:
         chain = [rsqrt]
         for target in (_ATEN.add.Tensor, _ATEN.mean.dim, _ATEN.pow.Tensor_Scalar):
@@ -263,12 +262,12 @@ class _InverseRms:
         return torch.addcmul(self._epsilon, norm, norm, value=self._share).rsqrt_()
 
 
-class _Converted:
-    """A copy of a weight in another type: a head in float32 would else be converted at every step."""
+class _ConvertedWeight:
+    """A copy of a weight in another dtype, so that it is not converted at every step (as for a float32 head)."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self._weight = weight
-        with torch.inference_mode(False):  # it is written to outside of it
+        with torch.inference_mode(False):  # because it is later written to outside of inference mode
             self.copy = torch.empty_like(weight, dtype=dtype, requires_grad=False)
         self.convert()
 
@@ -277,13 +276,13 @@ class _Converted:
         self.copy.copy_(self._weight)
 
 
-def _convert_once(graph: fx.Graph, inputs: list[Tensor]) -> list[_Converted]:
-    """Make what the graph converts of its own tensors inputs too, behind those that are in `inputs`, and add it there."""
+def _hoist_conversions(graph: fx.Graph, inputs: list[Tensor]) -> list[_ConvertedWeight]:
+    """Convert the graph's own tensors once: the converted copies are appended to `inputs` as further inputs of the graph."""
     own = dict(zip([node for node in graph.nodes if node.op == "placeholder"], inputs, strict=False))
-    found: list[_Converted] = []
+    found: list[_ConvertedWeight] = []
     last = list(own)[-1]
     for node in [node for node in graph.nodes if node.target is _ATEN.to.dtype and node.args[0] in own]:
-        found.append(_Converted(own[node.args[0]], node.meta["val"].dtype))
+        found.append(_ConvertedWeight(own[node.args[0]], node.meta["val"].dtype))
         inputs.append(found[-1].copy)
         with graph.inserting_after(last):
             last = graph.placeholder(f"converted_{len(found)}")
@@ -293,7 +292,7 @@ def _convert_once(graph: fx.Graph, inputs: list[Tensor]) -> list[_Converted]:
 
 
 class _PackedLinear:
-    """`F.linear` with a copy of its weight in the layout of the CPU's kernels: 1.2 to 2.3 times as fast at 1 to 64 rows."""
+    """`F.linear` with a copy of the weight packed for the CPU's kernels: 1.2 to 2.3 times as fast for 1 to 64 rows."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -312,7 +311,7 @@ class _PackedLinear:
 
 
 def _pack_linears(graph: fx.Graph, inputs: list[Tensor]) -> list[_PackedLinear]:
-    """Give large linear layers on a CPU weights in a layout that is made for multiplying."""
+    """Replace large float32 linear layers on a CPU by `_PackedLinear`."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     own = dict(zip(placeholders, inputs, strict=False))
     packed: dict[fx.Node, _PackedLinear] = {}
@@ -343,7 +342,7 @@ def _bind_slice(node: Any) -> None:
     node.args = (source, (Ellipsis, part, *[slice(None)] * (dims - 1 - dim % dims)))
 
 
-_FAST: dict[object, Callable[..., Any]] = {
+_PYTHON_FUNCTIONS: dict[object, Callable[..., Any]] = {
     _ATEN.add.Tensor: torch.add,
     _ATEN.cat.default: torch.cat,
     _ATEN.chunk.default: torch.chunk,

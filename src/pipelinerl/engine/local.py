@@ -1,4 +1,4 @@
-"""The embedded engine: H sequences in progress, one token each a step, new weights between two steps."""
+"""The embedded engine: H sequences in progress, one token per sequence and step, weight updates between two steps."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ _NOTHING = StepOutput((), ())
 class LocalEngine:
     """Continuous batching over any Hugging Face causal LM, in this process and thread.
 
-    `step` reads: schedule, run, sample, hand out. The engine owns `model` (give it a copy of its own).
+    The engine owns `model` and changes it: pass a copy. Raises UnsupportedModelError for a model it can't run exactly.
 
-    Parameters: `slots` H; `max_length` of prompt + completion; `prefill_tokens`, the most prompt tokens in one step;
-    `kv_on_update`, whether KV entries computed by older weights are kept or recomputed at an update; `version` of the
-    weights that `model` holds now; `flatten`, whether to run its operations without its modules, which is faster. Raises
-    UnsupportedModelError for a model it can't run exactly.
+    slots            H, the number of sequences in progress
+    max_length       limit on prompt + completion, in tokens
+    prefill_tokens   limit on the prompt tokens processed in one step
+    kv_on_update     whether a weight update keeps or recomputes the KV entries of older weights
+    version          version of the weights that `model` holds now
+    flatten          run the model as an exported graph (`flat.py`), which is faster
     """
 
     def __init__(
@@ -67,11 +69,11 @@ class LocalEngine:
         self._table = RowTable(slots, max_length)
         self._waiting: deque[Sequence] = deque()
         self._prefills: list[Prefill] = []
-        self._known: dict[str, Sequence] = {}
+        self._requests: dict[str, Sequence] = {}
         self._streaming: set[str] = set()
         self._cancelled: set[str] = set()
-        self._rearrange = False
-        self._ahead: StepsAhead | None = None
+        self._rows_changed = False
+        self._steps_ahead: StepsAhead | None = None
         self._inference = torch.inference_mode()
         self._last_R = torch.empty(0, dtype=torch.long)
         self._uniforms_R = torch.empty(0, dtype=torch.double)
@@ -98,7 +100,7 @@ class LocalEngine:
         return 1
 
     def progress(self) -> EngineProgress:
-        """Counts since the engine was made."""
+        """Counts since the engine was created."""
         return EngineProgress(
             version=self._version,
             slots=self.slots,
@@ -111,12 +113,12 @@ class LocalEngine:
             pauses_s=tuple(self._pauses_s),
         )
 
-    # ---------------------------------------------------------------------------------------------- requests
+    # ---- requests
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises PromptTooLongError or RequestError, for this request alone, if it can't be served."""
+        """Queue a request. Raises PromptTooLongError or RequestError if this request can't be served."""
         prompt, sampling = request.prompt_ids, request.sampling
-        if request.id in self._known:
+        if request.id in self._requests:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request an id of its own")
         if not prompt:
             raise RequestError(f"request {request.id!r} has an empty prompt; give it at least one token")
@@ -135,18 +137,18 @@ class LocalEngine:
             raise RequestError(f"request {request.id!r} has sampling parameters out of range: {sampling}")
         key = request_key(request.id, sampling.seed)
         sequence = Sequence(request=request, key=key)
-        self._known[request.id] = sequence
+        self._requests[request.id] = sequence
         self._waiting.append(sequence)
         if request.stream:
             self._streaming.add(request.id)
 
     def cancel(self, request_id: str) -> None:
-        """End a request at the next token boundary, with what it has. Unknown ids (already ended) are ignored."""
-        if request_id in self._known:
+        """End a request at the next token boundary, keeping its tokens so far. Unknown ids (already ended) are ignored."""
+        if request_id in self._requests:
             self._cancelled.add(request_id)
 
     def generate(self, requests: Iterable[GenerationRequest]) -> list[Completion]:
-        """Serve `requests` to the end and return their completions in the same order (for use without an actor)."""
+        """Run `requests` to completion and return the completions in the same order (for use without an actor)."""
         order = []
         for request in requests:
             self.submit(request)
@@ -156,34 +158,34 @@ class LocalEngine:
             done |= {completion.request_id: completion for completion in self.step().finished}
         return [done[request_id] for request_id in order]
 
-    # ---------------------------------------------------------------------------------------------- one step
+    # ---- one step
 
     def step(self) -> StepOutput:
-        """One token boundary (cancellations, admissions), then one token for every sequence that has its prompt.
+        """Process cancellations and admissions, then sample one token for every sequence whose prompt is complete.
 
-        Raises LogitsError if the model's logits are not finite, before any token that was sampled from them is returned.
+        Raises LogitsError if the model's logits are not finite, before any token sampled from them is returned.
         """
-        if not self._known:
+        if not self._requests:
             return _NOTHING
         started_s = time.perf_counter()
         with self._inference:
             try:
                 output = self._step()
             except FloatingPointError as error:
-                raise self._no_distribution() from error
+                raise self._logits_error() from error
         self._busy_s += time.perf_counter() - started_s
         return output
 
     def _step(self) -> StepOutput:
-        # Most steps have nothing of all this, and a small model's step is short: what isn't called costs nothing.
+        # Most steps skip all of these calls, which matters for small models, whose steps are short.
         finished = self._take_cancelled() if self._cancelled else []
         fresh = self._admit() if self._waiting else []
-        if fresh or self._rearrange or self._table.outgrown():
-            moves = self._table.arrange(fresh)
+        if fresh or self._rows_changed or self._table.overflowed():
+            moves = self._table.compact(fresh)
             self._runner.kv.move(moves)
-            if fresh or self._rearrange or moves:  # else the same rows go on, in longer classes
-                self._ahead = None
-            self._rearrange = False
+            if fresh or self._rows_changed or moves:  # otherwise the rows are the same, only in longer buckets
+                self._steps_ahead = None
+            self._rows_changed = False
         chunks = self._next_chunks() if self._prefills else []
         tokens: list[TokenEvent] = []
         if self._table.decoding or chunks:
@@ -191,7 +193,7 @@ class LocalEngine:
             tokens = self._sample(logits_PV, [prefill for prefill, _ in chunks], finished)
         return StepOutput(tokens, finished) if tokens or finished else _NOTHING
 
-    def _no_distribution(self) -> LogitsError:
+    def _logits_error(self) -> LogitsError:
         return LogitsError(
             f"engine {self.name!r} computes logits that are not finite with the weights of version {self._version}: they "
             "are broken; if training made them so, lower trainer.learning_rate"
@@ -199,18 +201,18 @@ class LocalEngine:
 
     def _take_cancelled(self) -> list[Completion]:
         ended: list[Completion] = []
-        for request_id in self._cancelled & self._known.keys():
-            sequence = self._known[request_id]
+        for request_id in self._cancelled & self._requests.keys():
+            sequence = self._requests[request_id]
             ended.append(self._end(sequence, "cancelled"))
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
             else:
-                self._leave_prefill(sequence)
+                self._remove_from_prefill(sequence)
         self._cancelled.clear()
         return ended
 
-    def _leave_prefill(self, sequence: Sequence) -> None:
-        """If the sequence is in a prefill: let the others go on without it."""
+    def _remove_from_prefill(self, sequence: Sequence) -> None:
+        """Remove the sequence from its prefill, if it is in one; the other members continue."""
         prefill = next((prefill for prefill in self._prefills if sequence in prefill.members), None)
         if prefill is None:
             return
@@ -221,7 +223,7 @@ class LocalEngine:
             self._prefills.remove(prefill)
 
     def _admit(self) -> list[Sequence]:
-        """Take waiting requests for which there is a row; those with the same prompt are prefilled together."""
+        """Take as many waiting requests as there are free rows. Requests with the same prompt share one prefill."""
         fresh = [self._waiting.popleft() for _ in range(min(self._table.free, len(self._waiting)))]
         by_prompt: dict[tuple[int, ...], Prefill] = {}
         for sequence in fresh:
@@ -231,7 +233,7 @@ class LocalEngine:
         return fresh
 
     def _next_chunks(self) -> list[tuple[Prefill, int]]:
-        """Prompt tokens to process in this step, oldest prompts first, within the budget."""
+        """Prefills to advance in this step, and by how many tokens: oldest first, within the token budget."""
         chunks: list[tuple[Prefill, int]] = []
         budget = self._prefill_tokens
         for prefill in self._prefills:
@@ -240,85 +242,85 @@ class LocalEngine:
             count = min(budget, len(prefill.prompt_ids) - prefill.done)
             budget -= count
             chunks.append((prefill, count))
-        # Equal chunks side by side: attention takes them at once.
+        # Adjacent chunks of equal shape are batched into one attention call.
         return sorted(chunks, key=lambda chunk: (chunk[0].done, chunk[1]))
 
     def _run(self, chunks: Seq[tuple[Prefill, int]]) -> torch.Tensor:
-        """Run the model over decoding rows and chunks; logits of the rows and of prompts that are now complete."""
+        """Run the model over decoding rows and chunks. Returns logits of the rows and of prompts that are now complete."""
         rows = self._table.decoding
         keep: list[int] | None = None
-        ragged: tuple[Chunk, ...] = ()
+        packed: tuple[Chunk, ...] = ()
         if chunks:
-            ids_T, positions_T, keep, ragged = self._with_chunks(chunks)
+            ids_T, positions_T, keep, packed = self._packed_inputs(chunks)
         else:
-            ids_T, positions_T = self._steady()
+            ids_T, positions_T = self._decode_inputs()
         self._decode_steps += 1
         return self._runner.forward(
-            self._runner.kv, ids_T, positions_T, keep=keep, decoding=rows, classes=self._table.classes(), chunks=ragged
+            self._runner.kv, ids_T, positions_T, keep=keep, decoding=rows, buckets=self._table.buckets(), chunks=packed
         )
 
-    def _steady(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions [R] of decoding rows alone."""
+    def _decode_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and positions [R] of a step without prefill."""
         table, rows = self._table, slice(0, self._table.decoding)
         if self._streaming:
-            table.settle()
+            table.flush()
             return torch.from_numpy(table.last[rows]), torch.from_numpy(table.positions[rows])
-        if self._ahead is None:
-            table.settle()
-            self._ahead = StepsAhead(table.keys[rows], table.counts[rows], table.positions[rows])
+        if self._steps_ahead is None:
+            table.flush()
+            self._steps_ahead = StepsAhead(table.keys[rows], table.counts[rows], table.positions[rows])
             self._last_R = torch.from_numpy(table.last[rows])
-        positions_R, self._uniforms_R = self._ahead.next()
+        positions_R, self._uniforms_R = self._steps_ahead.next()
         return self._last_R, positions_R
 
-    def _with_chunks(
+    def _packed_inputs(
         self, chunks: Seq[tuple[Prefill, int]]
     ) -> tuple[torch.Tensor, torch.Tensor, list[int], tuple[Chunk, ...]]:
-        """The ragged row of this step: ids and positions [T], which indices to keep logits of, and where chunks lie."""
+        """This step's packed batch: token ids and positions [T], the indices whose logits are needed, and the chunks."""
         table = self._table
-        table.settle()
+        table.flush()
         rows = begin = table.decoding
         ids, positions = [table.last[:rows]], [table.positions[:rows]]
         keep = list(range(rows))
-        ragged = []
+        packed = []
         for prefill, count in chunks:
             start, end = prefill.done, prefill.done + count
             ids.append(np.array(prefill.prompt_ids[start:end], dtype=np.int64))
             positions.append(np.arange(start, end))
-            ragged.append(Chunk(begin=begin, count=count, row=prefill.row, offset=start))
+            packed.append(Chunk(begin=begin, count=count, row=prefill.row, offset=start))
             begin += count
             if end == len(prefill.prompt_ids):
                 keep.append(begin - 1)
             prefill.versions.mark(self._version, start)
             prefill.done = end
         ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
-        return ids_T, positions_T, keep, tuple(ragged)
+        return ids_T, positions_T, keep, tuple(packed)
 
     def _sample(self, logits_PV: torch.Tensor, advanced: Seq[Prefill], finished: list[Completion]) -> list[TokenEvent]:
-        """Sample for every row that has logits, and hand out what comes of it."""
+        """Sample a token for every row with logits. Returns events for streams; appends ended requests to `finished`."""
         table, rows = self._table, self._table.decoding
         if not advanced and not self._streaming:
             ids_R, logprobs_R = self._draw(logits_PV, slice(0, rows), self._uniforms_R)
             self._last_R = ids_R
             self._tokens_generated += rows
-            if table.note(ids_R, logprobs_R):
+            if table.buffer(ids_R, logprobs_R):
                 self._end_rows(np.arange(rows), finished)
             return []
         row_n: list[int] = list(range(rows))
         source_n = list(row_n)
         for i, prefill in enumerate(prefill for prefill in advanced if prefill.done == len(prefill.prompt_ids)):
-            self._share(prefill)
+            self._finish_prefill(prefill)
             row_n += [sequence.row for sequence in prefill.members]
             source_n += [rows + i] * len(prefill.members)
         if not row_n:
             return []
         if len(source_n) > logits_PV.shape[0]:
             logits_PV = logits_PV[source_n]
-        table.settle()
+        table.flush()
         rows_n = np.array(row_n)
         uniforms_n = torch.from_numpy(uniforms(table.keys[rows_n], table.counts[rows_n]))
         ids_n, logprobs_n = (x.numpy(force=True) for x in self._draw(logits_PV, rows_n, uniforms_n))
         table.record(rows_n, ids_n, logprobs_n)
-        self._ahead = None
+        self._steps_ahead = None
         self._tokens_generated += len(row_n)
         events = []
         for row, token_id, logprob in zip(row_n, ids_n.tolist(), logprobs_n.tolist(), strict=True):
@@ -327,8 +329,8 @@ class LocalEngine:
         self._end_rows(rows_n, finished)
         return events
 
-    def _share(self, prefill: Prefill) -> None:
-        """The prompt is done: its keys and values go to the other members' rows, and all begin to decode."""
+    def _finish_prefill(self, prefill: Prefill) -> None:
+        """Copy the prompt's keys and values to the other members' rows and start decoding all members."""
         leader, *others = prefill.members
         copies = Move([leader.row] * len(others), [other.row for other in others], len(prefill.prompt_ids))
         self._runner.kv.move([copies])
@@ -338,12 +340,12 @@ class LocalEngine:
             sequence.versions.mark(self._version, 0)
             self._table.start_decoding(sequence)
         self._prefills.remove(prefill)
-        self._rearrange = True
+        self._rows_changed = True
 
     def _draw(
         self, logits_nV: torch.Tensor, rows_n: Ints | slice, uniforms_n: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sampled ids [n] and their log-probs [n]."""
+        """Sample ids [n] and their log-probs [n] for `rows_n`."""
         table, device = self._table, logits_nV.device
         if table.plain:
             return sample(logits_nV, None, uniforms_n.to(device))
@@ -355,20 +357,20 @@ class LocalEngine:
         return sample(logits_nV, parameters, uniforms_n.to(device))
 
     def _end_rows(self, rows_n: Ints, finished: list[Completion]) -> None:
-        """End the sequences in `rows_n` whose last token ended them."""
-        self._table.settle()
+        """End the sequences in `rows_n` whose last token was a stop token or used up their budget."""
+        self._table.flush()
         for row, by_stop_token in self._table.ended(rows_n):
             finished.append(self._end(self._table.owner(row), "stop" if by_stop_token else "length"))
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
-        """The request is over: free its row and return what it has."""
+        """Remove the request, free its row and return its completion."""
         table, row = self._table, sequence.row
-        table.settle()
+        table.flush()
         count = int(table.counts[row]) if row >= 0 else 0
         if row >= 0:
             table.release(sequence)
-            self._rearrange = True
-        del self._known[sequence.request.id]
+            self._rows_changed = True
+        del self._requests[sequence.request.id]
         self._streaming.discard(sequence.request.id)
         return Completion(
             request_id=sequence.request.id,
@@ -379,14 +381,14 @@ class LocalEngine:
             prompt_versions=sequence.prompt_versions,
         )
 
-    # ---------------------------------------------------------------------------------------------- weights
+    # ---- weight updates
 
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
-        """Replace all weights now. Sequences in progress go on with their next token.
+        """Replace all weights now. Sequences in progress continue with the new weights from their next token on.
 
-        The receipt carries the checksum of what the engine holds afterwards, computed from its own parameters. Raises
-        WeightUpdateError, before anything is changed, if names, shapes or the version do not fit or a weight is not finite.
-        Raises LogitsError if the logits of the weights so far were not finite.
+        The receipt carries a checksum of the engine's own parameters after the update. Raises WeightUpdateError before
+        anything is changed if names, shapes or the version do not fit or a weight is not finite, and after the copy if the
+        checksum differs. Raises LogitsError if the previous weights produced logits that are not finite.
         """
         started_s = time.perf_counter()
         if update.version < self._version:
@@ -394,9 +396,9 @@ class LocalEngine:
                 f"version {update.version} is older than the engine's {self._version}; nothing was changed"
             )
         try:
-            self._table.settle()
+            self._table.flush()
         except FloatingPointError as error:
-            raise self._no_distribution() from error
+            raise self._logits_error() from error
         load_weights(self._runner.model, update.tensors)
         self._runner.weights_changed()
         held = checksum(self._weights)
@@ -406,7 +408,7 @@ class LocalEngine:
                 f"{update.checksum}: it can't go on"
             )
         self._version = update.version
-        for sequence in self._known.values():
+        for sequence in self._requests.values():
             if sequence.row >= 0 and (count := int(self._table.counts[sequence.row])):
                 sequence.versions.mark(update.version, count)
         if self._recompute_kv:
@@ -414,7 +416,7 @@ class LocalEngine:
         pause_s = time.perf_counter() - started_s
         self._updates += 1
         self._pauses_s.append(pause_s)
-        self._busy_s += pause_s if self._known else 0.0
+        self._busy_s += pause_s if self._requests else 0.0
         return UpdateReceipt(
             engine=self.name,
             version=update.version,
@@ -424,11 +426,11 @@ class LocalEngine:
         )
 
     def _recompute(self) -> None:
-        """Compute all keys and values again with the weights of now, as if they had always been these."""
+        """Recompute all keys and values with the current weights."""
         table = self._table
         jobs: list[tuple[int, tuple[int, ...]]] = []
         prefilling = {sequence for prefill in self._prefills for sequence in prefill.members}
-        for sequence in self._known.values():
+        for sequence in self._requests.values():
             if sequence.row >= 0 and sequence not in prefilling:
                 sampled = table.tokens[sequence.row, : table.counts[sequence.row] - 1].tolist()
                 jobs.append((sequence.row, (*sequence.request.prompt_ids, *sampled)))
@@ -443,11 +445,11 @@ class LocalEngine:
             for start in range(0, len(ids), self._prefill_tokens)
         ]
         while pieces:
-            self._fill(pieces)
+            self._recompute_pieces(pieces)
 
     @torch.inference_mode()
-    def _fill(self, pieces: list[tuple[int, int, tuple[int, ...]]]) -> None:
-        """Process the first pieces (row, offset, ids), as many as the token budget allows, and remove them."""
+    def _recompute_pieces(self, pieces: list[tuple[int, int, tuple[int, ...]]]) -> None:
+        """Process the first pieces (row, offset, ids) that fit the token budget, and remove them from the list."""
         ids: list[int] = []
         positions: list[int] = []
         chunks = []

@@ -1,11 +1,11 @@
-"""Where each sequence lives in the KV cache: rows sorted into classes by length.
+"""Assigns KV cache rows to sequences and sorts them into length buckets.
 
-A decode step attends, for each class, to as many positions as its longest sequence has. Without classes one long sequence
-would make all others pay for its length; with them, a class costs one more attention call a layer. Sequences are moved so
-that decoding rows are always `0..R-1`, longest class first, followed by the rows of prompts still being processed.
+In a decode step, the rows of a bucket attend to as many positions as the longest of them has. Without buckets, one long
+sequence would make all others as expensive; each additional bucket costs one attention call per layer. Sequences are moved
+so that decoding rows are always `0..R-1`, longest bucket first, followed by the rows of prompts still being processed.
 
-Everything a step needs of its rows is kept in arrays, so that the work per token is not Python's. Between two arrangements
-the same rows decode, one token each a step: what is sampled then is only noted, and settled when someone looks.
+The state of all rows is kept in arrays, so that the work per token is done by NumPy, not by Python. Between two compactions
+the same rows decode one token per step: sampled tokens are buffered, and flushed to the arrays when these are read.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipelinerl.engine.attention import Move, RowClass
+from pipelinerl.engine.attention import LengthBucket, Move
 from pipelinerl.types import GenerationRequest, VersionSpan
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What the engine knows of one request while it serves it. Its tokens are in the row table until it ends.
+# ---- state of one request; its tokens are in the row table
 
 
 class VersionMarks:
-    """Which weights produced each of a growing row of tokens, kept as the points where the version changes."""
+    """The weight version of each token of a growing sequence, stored as the positions where the version changes."""
 
     __slots__ = ("_marks",)
 
@@ -35,12 +34,12 @@ class VersionMarks:
         self._marks: list[tuple[int, int]] = []
 
     def mark(self, version: int, start: int) -> None:
-        """Tokens from `start` on are by the weights of `version`."""
+        """Tokens from `start` on are produced by the weights of `version`."""
         if not self._marks or self._marks[-1][0] != version:
             self._marks.append((version, start))
 
     def spans(self, length: int) -> tuple[VersionSpan, ...]:
-        """Spans over the first `length` tokens; marks that no token followed leave no trace."""
+        """Spans over the first `length` tokens. A version that produced no token has no span."""
         starts = [start for _, start in self._marks]
         ends = [*starts[1:], length]
         return tuple(
@@ -52,7 +51,7 @@ class VersionMarks:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request in a row of the KV cache. `row` is -1 until it has one."""
+    """A request and its row in the KV cache. `row` is -1 until it has one; `key` is the key of its random numbers."""
 
     request: GenerationRequest
     key: int
@@ -63,7 +62,7 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Prefill:
-    """A prompt being processed, for one or more requests that share it: computed once, in the first one's row."""
+    """A prompt being processed for one or more requests that share it. It is computed once, in the first member's row."""
 
     prompt_ids: tuple[int, ...]
     members: list[Sequence]
@@ -78,14 +77,14 @@ class Prefill:
 Ints = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float32]
 
-# Attention lengths are rounded up to this, so that shapes repeat from step to step.
+# Attention lengths are rounded up to a multiple of this, so that tensor shapes repeat from step to step.
 _ROUND = 16
 _FREE, _PREFILLING, _DECODING = 0, 1, 2
 _NONE: Ints = np.arange(0)
 
 
-def class_limits(max_length: int, smallest: int = 48) -> tuple[int, ...]:
-    """Doubling class lengths up to `max_length`: 48, 96, 192, ..."""
+def bucket_limits(max_length: int, smallest: int = 48) -> tuple[int, ...]:
+    """Bucket lengths, doubling up to `max_length`: 48, 96, 192, ..."""
     limits = []
     length = smallest
     while length < max_length:
@@ -95,7 +94,10 @@ def class_limits(max_length: int, smallest: int = 48) -> tuple[int, ...]:
 
 
 class _Region(NamedTuple):
-    """Rows `start <= row < end` of a class as they were arranged: tokens of the longest and shortest, the next included."""
+    """Rows `start <= row < end` of a bucket at the last compaction.
+
+    `longest` and `shortest` are tokens per row, the next token included; `limit` is the length of the bucket.
+    """
 
     start: int
     end: int
@@ -103,26 +105,31 @@ class _Region(NamedTuple):
     longest: int
     shortest: int
 
-    def after(self, steps: int) -> RowClass:
-        """The class after `steps` tokens more in every row."""
+    def after(self, steps: int) -> LengthBucket:
+        """The bucket after `steps` more tokens in every row."""
         needed = self.longest + steps
         if self.longest == self.shortest:
-            return RowClass(self.start, self.end, needed, equal=True)
-        return RowClass(self.start, self.end, min(self.limit, -(-needed // _ROUND) * _ROUND))
+            return LengthBucket(self.start, self.end, needed, equal=True)
+        return LengthBucket(self.start, self.end, min(self.limit, -(-needed // _ROUND) * _ROUND))
 
 
 class RowTable:
-    """Assigns rows and holds their state, one entry a row.
+    """Assigns rows and holds their state in arrays with one entry per row.
 
-    `positions` is where the row's next token goes in the cache, `last` that token, `counts` how many tokens were sampled
-    of at most `budgets`; `tokens` and `logprobs` [rows, max_length] are the sampled ones. These five are up to date after
-    `settle`. `keys` is the request's randomness, `temperature`, `top_p`, `top_k` its sampling parameters and `stops` its
-    stop tokens, padded with -1.
-    `plain` says that all rows sample at temperature 1 and without truncation.
+    positions                    cache position of the row's next token
+    last                         id of that token: the one sampled last
+    counts, budgets              tokens sampled so far, and their limit
+    tokens, logprobs             sampled tokens and their log-probs [rows, max_length]
+    keys                         key of the request's random numbers
+    temperature, top_p, top_k    sampling parameters
+    stops                        stop tokens, padded with -1
+
+    `positions`, `last`, `counts`, `tokens` and `logprobs` are up to date after `flush`. `decoding` is the number of decoding
+    rows. `plain` is true if all rows sample at temperature 1 and without truncation.
     """
 
     def __init__(self, rows: int, max_length: int) -> None:
-        self._limits: Ints = np.array(class_limits(max_length))
+        self._limits: Ints = np.array(bucket_limits(max_length))
         self._integers: Ints = np.zeros((5, rows), dtype=np.int64)
         self.positions, self.last, self.counts, self.budgets, self.top_k = self._integers
         self._reals: Reals = np.zeros((2, rows), dtype=np.float32)
@@ -134,10 +141,10 @@ class RowTable:
         self._kinds: Ints = np.zeros(rows, dtype=np.int64)
         self._owners: list[Sequence | None] = [None] * rows
         self._row_starts: Ints = np.arange(rows) * max_length
-        self._unsettled: list[tuple[Tensor, Tensor]] = []
+        self._buffered: list[tuple[Tensor, Tensor]] = []
         self._regions: list[_Region] = []
-        self._age = 0  # steps since the rows were arranged
-        self._outgrown_at = self._ends_at = 0
+        self._age = 0  # steps since the last compaction
+        self._overflow_age = self._earliest_end_age = 0
         self._stop_ids: frozenset[int] = frozenset()
         self._used = 0
         self.decoding = 0
@@ -159,25 +166,25 @@ class RowTable:
         return owner
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence is over; its row is free."""
+        """Free the row of a sequence that has ended."""
         self._kinds[sequence.row] = _FREE
         self._owners[sequence.row] = None
         self._used -= 1
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """The sequence's prompt is in the cache."""
+        """Mark the sequence as decoding: its prompt is in the cache."""
         self._kinds[sequence.row] = _DECODING
 
-    def arrange(self, fresh: Seq[Sequence] = ()) -> list[Move]:
-        """Give every region its rows and `fresh` sequences, whose prompts are to be processed, rows of their own.
+    def compact(self, fresh: Seq[Sequence] = ()) -> list[Move]:
+        """Sort rows into contiguous buckets and give `fresh` sequences, whose prompts are still to be processed, a row each.
 
-        Rows stay where they are unless their region moved from under them. The caller copies the cache by the moves.
+        A row moves only if it lies outside its bucket's new range. The caller applies the returned moves to the cache.
         """
-        self.settle()
+        self.flush()
         alive = np.flatnonzero(self._kinds)
-        classes = np.searchsorted(self._limits, self.positions[alive] + 1)
+        buckets = np.searchsorted(self._limits, self.positions[alive] + 1)
         last_region = len(self._limits)
-        regions = np.where(self._kinds[alive] == _DECODING, last_region - 1 - classes, last_region)
+        regions = np.where(self._kinds[alive] == _DECODING, last_region - 1 - buckets, last_region)
         sizes = np.bincount(regions, minlength=last_region + 1)
         self.decoding = int(sizes[:last_region].sum())
         sizes[last_region] += len(fresh)
@@ -215,35 +222,35 @@ class RowTable:
         self.plain = bool(plain.all())
         decoding = slice(0, self.decoding)
         self._age = 0
-        self._outgrown_at = 1 + min((region.limit - region.longest for region in self._regions), default=0)
-        self._ends_at = int((self.budgets[decoding] - self.counts[decoding]).min()) if self.decoding else 0
+        self._overflow_age = 1 + min((region.limit - region.longest for region in self._regions), default=0)
+        self._earliest_end_age = int((self.budgets[decoding] - self.counts[decoding]).min()) if self.decoding else 0
         self._stop_ids = frozenset(self.stops[decoding].ravel().tolist())
         return moves
 
-    def outgrown(self) -> bool:
-        """Has a sequence grown beyond the length of its class?"""
-        return self._age >= self._outgrown_at
+    def overflowed(self) -> bool:
+        """Whether a sequence has grown beyond the length of its bucket."""
+        return self._age >= self._overflow_age
 
-    def classes(self) -> tuple[RowClass, ...]:
-        """The decoding rows by class, each with the attention length that this step needs."""
+    def buckets(self) -> tuple[LengthBucket, ...]:
+        """The buckets of decoding rows, each with the attention length that this step needs."""
         return tuple([region.after(self._age) for region in self._regions])
 
-    def note(self, ids_R: Tensor, logprobs_R: Tensor) -> bool:
-        """Take one token for each decoding row, after a step of these alone. Returns whether a row may have ended."""
-        self._unsettled.append((ids_R, logprobs_R))
+    def buffer(self, ids_R: Tensor, logprobs_R: Tensor) -> bool:
+        """Add one token per decoding row, after a step without prefill. Returns whether a row may have ended."""
+        self._buffered.append((ids_R, logprobs_R))
         self._age += 1
-        return self._age >= self._ends_at or not self._stop_ids.isdisjoint(ids_R.tolist())
+        return self._age >= self._earliest_end_age or not self._stop_ids.isdisjoint(ids_R.tolist())
 
-    def settle(self) -> None:
-        """Bring the arrays up to date with what was noted.
+    def flush(self) -> None:
+        """Write the buffered tokens to the arrays.
 
-        Raises FloatingPointError, as do all methods that look at the arrays, if the log-prob of a token is not finite: there
-        was no distribution to sample it from.
+        Raises FloatingPointError if the log-prob of a token is not finite: its logits defined no distribution. So do all
+        methods that flush.
         """
-        if not self._unsettled:
+        if not self._buffered:
             return
-        ids_SR, logprobs_SR = (torch.stack(noted).numpy(force=True) for noted in zip(*self._unsettled, strict=True))
-        self._unsettled.clear()
+        ids_SR, logprobs_SR = (torch.stack(tensors).numpy(force=True) for tensors in zip(*self._buffered, strict=True))
+        self._buffered.clear()
         _require_finite(logprobs_SR)
         rows, steps = slice(0, self.decoding), len(ids_SR)
         places_SR = self._row_starts[rows] + self.counts[rows] + np.arange(steps)[:, None]
@@ -254,8 +261,8 @@ class RowTable:
         self.positions[rows] += steps
 
     def record(self, rows_n: Ints, ids_n: Ints, logprobs_n: Reals) -> None:
-        """Take one token for each of `rows_n`: all the decoding rows, and those whose prompt this step completed."""
-        self.settle()
+        """Add one token for each of `rows_n`: all decoding rows and those whose prompt this step completed."""
+        self.flush()
         _require_finite(logprobs_n)
         self._age += 1
         self.positions[: self.decoding] += 1
@@ -266,21 +273,21 @@ class RowTable:
         self.counts[rows_n] += 1
 
     def ended(self, rows_n: Ints) -> list[tuple[int, bool]]:
-        """Those of `rows_n` that ended with their last token, and for each whether by a stop token (else by its budget)."""
+        """The rows of `rows_n` that ended with their last token; True for a stop token, False for a used-up budget."""
         stopped_n = (self.stops[rows_n] == self.last[rows_n, None]).any(axis=1)
         ended = np.flatnonzero(stopped_n | (self.counts[rows_n] >= self.budgets[rows_n]))
         return list(zip(rows_n[ended].tolist(), stopped_n[ended].tolist(), strict=True))
 
     def _move(self, sources: Ints, targets: Ints) -> list[Move]:
-        """Move the rows' state. The contents to copy are grouped by length, so that long rows don't make short ones long."""
+        """Move the rows' state. Cache copies are grouped by length: a short row is not copied at a long row's length."""
         if not len(sources):
             return []
         moved = [self.owner(row) for row in sources.tolist()]
         lengths = self.positions[sources]
-        classes = np.searchsorted(self._limits, lengths)
+        buckets = np.searchsorted(self._limits, lengths)
         moves = [
             Move(sources[chosen], targets[chosen], int(lengths[chosen].max()))
-            for chosen in (np.flatnonzero(classes == number) for number in np.unique(classes))
+            for chosen in (np.flatnonzero(buckets == number) for number in np.unique(buckets))
         ]
         self._integers[:, targets] = self._integers[:, sources]
         self._reals[:, targets] = self._reals[:, sources]

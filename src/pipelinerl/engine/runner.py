@@ -1,4 +1,4 @@
-"""The model behind the slots: one forward over a ragged row of tokens, and the proof that it is right for this model."""
+"""Runs the model over a packed batch of tokens, and checks at load time that the result is right for this model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipelinerl.engine.attention import (
     Chunk,
     KVCache,
     LayerShape,
+    LengthBucket,
     Move,
-    RowClass,
     StepBatch,
     batch_chunks,
     slot_attention,
@@ -24,19 +24,19 @@ from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import PipelineRLError, UnsupportedModelError
 from pipelinerl.models.attention import replace_attention, rope_limit
 
-_PROBE_TOKENS = 24
+_CHECK_TOKENS = 24
 
 _log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Runs a Hugging Face causal LM over slots. The model is this object's own from here on (its attention is replaced).
+    """Runs a Hugging Face causal LM over slots. Takes ownership of the model and replaces its attention.
 
-    Raises UnsupportedModelError if the model's architecture does not fit, or if its log-probabilities over slots differ
-    from those of its own forward: a model is either run right or not at all.
+    Raises UnsupportedModelError if the architecture does not fit, or if log-probabilities computed over slots differ from
+    those of the model's own forward.
 
-    `flat` says whether the forward runs as a flat list of operations (see `flat.py`). With `flatten` it does, unless the
-    model's operations depend on its data: such a model runs as it is, with the same results.
+    With `flatten`, the forward runs as an exported graph (see `flat.py`). A model with data-dependent operations can't be
+    exported and runs as it is, with the same results. `flat` is true if the graph is used.
     """
 
     def __init__(self, model: Any, rows: int, max_length: int, *, flatten: bool = True) -> None:
@@ -52,8 +52,8 @@ class ModelRunner:
                 f"{type(self.model).__name__} changes its position encoding beyond {limit} tokens, which sequences "
                 f"that share a batch can't follow; set engine.max_length to {limit}"
             )
-        # While the model is being checked it says what its masks would have been. Afterwards a ready-made mask, which our
-        # attention ignores, keeps transformers from spending time on them.
+        # None during the check, so that the model builds its masks and our attention can check them. Afterwards a dummy
+        # mask, which our attention ignores, keeps transformers from spending time on building masks.
         self._mask: Tensor | None = None
         self._flat: FlatForward | None = None
         try:
@@ -72,7 +72,7 @@ class ModelRunner:
         return self._flat is not None
 
     def weights_changed(self) -> None:
-        """To be called whenever the model's parameters were written to."""
+        """Must be called after every write to the model's parameters."""
         if self._flat is not None:
             self._flat.weights_changed()
 
@@ -84,12 +84,12 @@ class ModelRunner:
         *,
         keep: Sequence[int] | Tensor | None,
         decoding: int = 0,
-        classes: tuple[RowClass, ...] = (),
+        buckets: tuple[LengthBucket, ...] = (),
         chunks: tuple[Chunk, ...] = (),
     ) -> Tensor:
-        """Logits [len(keep), V], in inference mode, at the row's indices `keep` (None: all of them, if no chunks).
+        """Logits [len(keep), V] of the packed batch at the indices `keep` (None: all; allowed without chunks only).
 
-        The first `decoding` tokens belong to rows 0, 1, ...
+        The first `decoding` tokens belong to rows 0, 1, ... Must be called in inference mode.
         """
         ids_T = torch.as_tensor(token_ids, device=self.device)
         positions_T = torch.as_tensor(positions, device=self.device)
@@ -97,7 +97,7 @@ class ModelRunner:
             kv=kv,
             positions_R=positions_T[:decoding],
             rows_R=self._rows[:decoding],
-            classes=classes,
+            buckets=buckets,
             chunks=batch_chunks(chunks, self.device),
             longest=self._max_length,
             checked=self._mask is not None,
@@ -110,7 +110,7 @@ class ModelRunner:
             position_ids=positions_T[None],
             attention_mask=self._mask,
             use_cache=False,
-            # 0 means all: the model then hands on its hidden states without a copy.
+            # 0 means all: the model then does not copy its hidden states.
             logits_to_keep=0 if keep is None else torch.as_tensor(keep, dtype=torch.long, device=self.device),
             slot_batch=batch,
         )
@@ -119,9 +119,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _check(self, flatten: bool) -> None:
-        """Compare with the model's own attention on a probe, as it is and, if it can be, flattened."""
+        """Compare logits with those of the model's own attention, without and, if possible, with the exported graph."""
         window = _sliding_window(self.model)
-        length = _PROBE_TOKENS if window is None or window > 512 else window + _PROBE_TOKENS
+        length = _CHECK_TOKENS if window is None or window > 512 else window + _CHECK_TOKENS
         length = min(length, self._max_length)
         ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
         replace_attention(self.model, ATTENTION_NAME, slot_attention)
@@ -139,13 +139,13 @@ class ModelRunner:
             self._flat = FlatForward(self.model)
         except Exception as error:  # noqa: BLE001 - torch.export raises whatever the model's code does to it
             reason = str(error).partition("\n")[0]
-            _log.warning("%s can't be flattened, which costs some speed: %s", type(self.model).__name__, reason)
+            _log.warning("%s can't be exported as a graph, which costs some speed: %s", type(self.model).__name__, reason)
         return self.flat
 
     def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
-        """Raise UnsupportedModelError if what runs over slots differs from the model's own logits."""
+        """Raise UnsupportedModelError if logits computed over slots differ from the model's own."""
         kv = KVCache(self._shapes, 2, len(ids_T), self.dtype, self.device)
-        logits_TV = self._probe(kv, ids_T)
+        logits_TV = self._slot_logits(kv, ids_T)
         error = float((logits_TV.float().log_softmax(-1) - reference_TV.float().log_softmax(-1)).abs().max())
         limit = 1e-3 if self.dtype == torch.float32 else 0.25
         if not error <= limit:
@@ -154,21 +154,21 @@ class ModelRunner:
                 f"by {error:.2g} (limit {limit:g})"
             )
 
-    def _probe(self, kv: KVCache, ids_T: Tensor) -> Tensor:
-        """Logits [T, V] of two chunks of a prompt and then of single tokens, in two rows."""
+    def _slot_logits(self, kv: KVCache, ids_T: Tensor) -> Tensor:
+        """Logits [T, V] of `ids_T`, processed as two prompt chunks and then token by token, over two rows."""
         length = int(ids_T.shape[0])
         split, prompt = length // 3, 2 * length // 3
         parts = []
         for begin, end in ((0, split), (split, prompt)):
-            # Row 1 holds the prompt, as it would in a busy engine; decoding then happens in row 0.
+            # The prompt is processed in row 1 and moved to row 0 for decoding, as in a busy engine.
             chunk = Chunk(begin=0, count=end - begin, row=1, offset=begin)
             positions = torch.arange(begin, end)
             parts.append(self.forward(kv, ids_T[begin:end], positions, keep=range(end - begin), chunks=(chunk,)))
         kv.move([Move([1], [0], prompt)])
         for position in range(prompt, length):
-            classes = (RowClass(0, 1, position + 1),)
+            buckets = (LengthBucket(0, 1, position + 1),)
             token = ids_T[position : position + 1]
-            parts.append(self.forward(kv, token, [position], keep=[0], decoding=1, classes=classes))
+            parts.append(self.forward(kv, token, [position], keep=[0], decoding=1, buckets=buckets))
         return torch.cat(parts)
 
 

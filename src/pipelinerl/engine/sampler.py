@@ -1,4 +1,4 @@
-"""From logits to tokens, with the log-probability of each under the very distribution it was drawn from."""
+"""Samples tokens from logits. Log-probs are those under the exact distribution that a token was drawn from."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import xxhash
 from torch import Tensor
 
 _BLOCK = 256
-# Weights in all rows, and in a row: below, the extra operations cost more than they save (benchmarks/sampler.py, CPU).
+# Block search is used from these sizes on: elements in all rows, and vocabulary. Smaller inputs would be slower with it
+# (benchmarks/sampler.py, CPU).
 _BLOCKS_FROM, _BLOCKS_FROM_VOCABULARY = 1 << 17, 4096
 _BELOW_ONE = 1 - 2**-50
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Per-row parameters [n]."""
+    """Sampling parameters of each row [n]."""
 
     temperature_n: Tensor
     top_p_n: Tensor
@@ -26,19 +27,19 @@ class SamplingRows:
 
 
 def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row: ids [n] and log-probs [n] in float32. Without `rows`: temperature 1 and no truncation for all.
+    """Sample one token per row: ids [n] and float32 log-probs [n]. `rows` None means temperature 1 without truncation.
 
     The token is the inverse of the cumulative distribution at the row's uniform number in [0, 1), which costs one pass over
-    the vocabulary. Temperature 0 takes the likeliest token, with log-prob under the distribution at temperature 1. Where
-    top-k or top-p truncate, log-probs are those of the truncated, renormalised distribution.
+    the vocabulary. Temperature 0 takes the likeliest token, with its log-prob at temperature 1. With top-k or top-p,
+    log-probs are those of the truncated, renormalised distribution.
 
-    Ids are always within the vocabulary. A row without a distribution (NaN, +inf, or -inf everywhere) has the log-prob NaN.
+    Ids are always within the vocabulary. A row without a distribution (NaN, +inf, or -inf everywhere) gets log-prob NaN.
     """
     logits_nV = logits_nV.float()
     if rows is None:
         return _draw(logits_nV, uniforms_n)
     best_n1, best_ids_n1 = logits_nV.max(-1, keepdim=True)
-    logits_nV = logits_nV - best_n1  # at most 0: no temperature makes it overflow upwards
+    logits_nV = logits_nV - best_n1  # at most 0, so that no temperature causes an overflow
     greedy_n = rows.temperature_n <= 0
     scale_n = torch.where(greedy_n, torch.ones_like(rows.temperature_n), rows.temperature_n)
     logprobs_nV = truncate((logits_nV / scale_n[:, None]).log_softmax(-1), rows.top_p_n, rows.top_k_n)
@@ -50,7 +51,7 @@ def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor) -> 
 
 
 def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor) -> Tensor:
-    """Keep the k likeliest tokens (0: all), of those the fewest whose mass reaches top_p; renormalise. Others get -inf."""
+    """Keep the k likeliest tokens (0: all), and of these the fewest that reach mass top_p; renormalise. Others get -inf."""
     cut_n = (top_p_n < 1) | (top_k_n > 0)
     if not bool(cut_n.any()):
         return logprobs_nV
@@ -62,7 +63,7 @@ def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor) -> Tensor:
     sorted_mV = sorted_mV.masked_fill(rank_V >= limit_m[:, None], float("-inf")).log_softmax(-1)
     probabilities_mV = sorted_mV.exp()
     mass_before_mV = probabilities_mV.cumsum(-1) - probabilities_mV
-    # The first token always stays, whatever rounding does to the sums.
+    # The first token is always kept, despite rounding errors in the sums.
     beyond_mV = (mass_before_mV >= top_p_n[rows_m, None]) & (rank_V > 0)
     sorted_mV = sorted_mV.masked_fill(beyond_mV, float("-inf")).log_softmax(-1)
     kept = logprobs_nV.clone()
@@ -71,10 +72,10 @@ def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor) -> Tensor:
 
 
 def _draw(logits_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids [n] and log-probs [n] of softmax(logits).
+    """Sample ids [n], and their log-probs [n], from softmax(logits).
 
-    The float32 softmax of 150,000 logits sums to 1 with an error of up to 4e-5. Each log-prob is divided by the sum in
-    float64 that the token was drawn from.
+    The float32 softmax of 150,000 logits sums to 1 with an error of up to 4e-5. Probabilities are therefore divided by the
+    float64 sum that the token was drawn from.
     """
     probabilities_nV = logits_nV.softmax(-1)
     ids_n1, total_n1 = invert(probabilities_nV, uniforms_n.unsqueeze(1))
@@ -82,14 +83,14 @@ def _draw(logits_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def invert(weights_nV: Tensor, uniforms_nm: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of m uniform numbers a row the token that it falls on, ids [n, m], and the rows' total weights [n, 1].
+    """Map m uniform numbers per row to token ids [n, m]. Also returns the total weight of each row [n, 1].
 
-    A token is hit with the probability weight / total, and never if its weight is 0. Sums are in float64: float32 has
-    steps of 6e-8 below 1, which is more than most tokens of a large vocabulary have. For many weights, sums of blocks are
-    searched first, and then one block, because a running sum of everything in float64 would take as long as all else.
+    A token is chosen with probability weight / total, and never if its weight is 0. Sums are in float64: the resolution of
+    float32 just below 1 is 6e-8, more than the probability of most tokens of a large vocabulary. Large inputs are searched
+    by blocks, then within a block: a float64 running sum over the whole vocabulary would take as long as everything else.
 
-    Ids are always within the row: targets stay below the total, whatever rounding does to them, and the search goes to the
-    right, so a weight of 0 is not hit. Of weights that are NaN the last is taken.
+    Ids are always within the row: rounding can't raise a target to the total, and the search takes the rightmost insertion
+    point, so that a weight of 0 is never chosen. If weights are NaN, the last token is chosen.
     """
     vocabulary = weights_nV.shape[1]
     if weights_nV.numel() < _BLOCKS_FROM or vocabulary < _BLOCKS_FROM_VOCABULARY:
@@ -109,14 +110,13 @@ def invert(weights_nV: Tensor, uniforms_nm: Tensor) -> tuple[Tensor, Tensor]:
     columns_nmb = block_nm[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=weights_nV.device)
     block_nmb = weights_nV.gather(1, columns_nmb.clamp(max=vocabulary - 1).flatten(1)).view(columns_nmb.shape)
     block_nmb = block_nmb.masked_fill_(columns_nmb >= vocabulary, 0).cumsum(-1, dtype=torch.float64)
-    # The block's sum in float32 may be a little above the sum of its weights in float64.
+    # The float32 sum of a block may be slightly larger than the float64 sum of its weights.
     inside_nm1 = torch.minimum(inside_nm[:, :, None], block_nmb[:, :, -1:] * _BELOW_ONE)
     ids_nm = block_nm * _BLOCK + torch.searchsorted(block_nmb, inside_nm1, right=True)[:, :, 0]
     return ids_nm.clamp_(max=vocabulary - 1), total_n1
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Randomness of sampling: one uniform number for each (request, position), whoever shares the batch.
+# ---- random numbers: a function of (request, position), independent of the other requests in the batch
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -126,16 +126,16 @@ _MOST_AHEAD = 1024
 
 
 def request_key(request_id: str, seed: int | None) -> int:
-    """The 64-bit key of a request: of its seed if it has one, else of its id."""
+    """The 64-bit key of a request, derived from its seed, or from its id if it has no seed."""
     name = f"id:{request_id}" if seed is None else f"seed:{seed}"
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
 def uniforms(keys_n: npt.NDArray[np.uint64], positions_n: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits: a counter-based generator. The two shapes are broadcast together.
+    """Uniform numbers in [0, 1) with 53 random bits, from a counter-based generator. The two shapes are broadcast.
 
-    SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) applied twice to key and position, so that streams of
-    related keys are unrelated.
+    Applies SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) twice to key and position, so that the streams
+    of related keys are unrelated.
     """
     mixed = _finalize(keys_n + _GOLDEN * (positions_n.astype(np.uint64) + np.uint64(1)))  # modulo 2^64
     mixed = _finalize(mixed ^ (keys_n * _MIX_1))
@@ -143,10 +143,9 @@ def uniforms(keys_n: npt.NDArray[np.uint64], positions_n: npt.NDArray[np.int64])
 
 
 class StepsAhead:
-    """What is known of the next steps: positions [R] and uniform numbers [R]. Prepared for several steps at once, since
-    little costs as much as much.
+    """Positions [R] and uniform numbers [R] of the next steps, computed for several steps at once: the cost is per call.
 
-    Good for as long as the same rows decode: one token each a step. The longer that lasts, the more steps are prepared.
+    Valid while the same rows decode, one token per step. The longer that lasts, the more steps are computed at once.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class StepsAhead:
         return self._prepared.pop()
 
     def _prepare(self) -> None:
-        steps_S1 = np.arange(self._steps)[::-1, None]  # the next step last: from there they are taken
+        steps_S1 = np.arange(self._steps)[::-1, None]  # the next step is last, because `next` pops from the end
         drawn_SR = torch.from_numpy(uniforms(self._keys_R, self._counts_R + steps_S1))
         positions_SR = torch.from_numpy(self._positions_R + steps_S1)
         self._prepared = list(zip(positions_SR.unbind(), drawn_SR.unbind(), strict=True))

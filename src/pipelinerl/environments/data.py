@@ -1,4 +1,4 @@
-"""Examples from files of JSON lines, and which of them are held out."""
+"""Reads examples from files of JSON lines or Hugging Face data sets, and splits off the held-out ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,8 @@ import msgspec
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Problem
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Rows of data sets of the Hugging Face hub, or of a folder in one of its formats, through the package `datasets`.
-#
-#     dataset:openai/gsm8k/main:train        OWNER/NAME, perhaps /CONFIG, and the split
-#     dataset:path/to/folder:train           Parquet, CSV, JSON, Arrow, ...
-#
-# `datasets` runs no code that comes with a data set.
-
+# ---- data sets of the Hugging Face hub, or folders in one of its formats (Parquet, CSV, JSON, Arrow, ...)
+# Read by the package `datasets`, which runs no code that comes with a data set.
 
 PREFIX = "dataset:"
 _NAME = re.compile(r"dataset:(?P<path>.+):(?P<split>\w[\w.+-]*(?:\[[^\]]*\])?)")  # a split may be a part of one: train[:10%]
@@ -41,10 +35,10 @@ def names_a_dataset(source: Path) -> bool:
 
 
 def parse_name(source: str) -> DatasetName:
-    """Raises EnvironmentSetupError for what has no such form."""
+    """Raises EnvironmentSetupError if `source` does not have one of the forms in `FORM`."""
     parts = _NAME.fullmatch(source)
     if parts is None:
-        raise EnvironmentSetupError(f"{source!r} names no data set: write {FORM}")
+        raise EnvironmentSetupError(f"{source!r} does not name a data set: write {FORM}")
     path, split = parts["path"], parts["split"]
     if Path(path).expanduser().is_dir():
         return DatasetName(str(Path(path).expanduser()), None, split)
@@ -57,7 +51,8 @@ def parse_name(source: str) -> DatasetName:
 def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
     """The number (from 1) and the fields of each row.
 
-    Raises MissingDependencyError, and EnvironmentSetupError for a data set that can't be had or has what JSON hasn't.
+    Raises MissingDependencyError, and EnvironmentSetupError for a data set that can't be loaded or has values that JSON
+    can't represent.
     """
     name = parse_name(source)
     if importlib.util.find_spec("datasets") is None:
@@ -66,26 +61,26 @@ def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
 
     try:
         rows = datasets.load_dataset(name.path, name.config, split=name.split)
-    except Exception as error:  # of the hub, of its HTTP library, of file formats: there is no end of them
+    except Exception as error:  # the hub, its HTTP library and file formats raise many types
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise EnvironmentSetupError(f"{source}: the data set can't be loaded: {why}") from error
     for number, row in enumerate(rows, 1):
         try:
             yield number, msgspec.json.decode(msgspec.json.encode(row))
         except (TypeError, ValueError) as error:
-            raise EnvironmentSetupError(f"{source}:{number} has a field that is no text, number or list: {error}") from error
+            raise EnvironmentSetupError(
+                f"{source}:{number} has a field that is not a text, number or list: {error}"
+            ) from error
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Rows that people give us, in files of JSON lines or as data sets: every complaint names the file and the line.
-
+# ---- rows of user files: every error names the file and the line
 
 MAX_LINE_BYTES = 16 << 20
-"""A longer line is no problem of anybody's, but a file of another kind."""
+"""A longer line means that the file is not JSON lines."""
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The number (from 1) and the value of each line that isn't blank, read as it is asked for; likewise of `dataset:...`.
+    """The number (from 1) and the value of each non-blank line, read lazily; or of each row of `dataset:...`.
 
     Raises EnvironmentSetupError for a file that can't be read, and for a line that isn't JSON or is too long.
     """
@@ -108,13 +103,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def unreadable(path: Path, error: OSError) -> EnvironmentSetupError:
-    """What to say of a file that can't be read."""
+    """The error for a file that can't be read."""
     place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
     return EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}")
 
 
 def field_of(row: Any, name: str) -> Any:
-    """`row[name]`, or what the path `name` leads to, such as `extra.answer` or `0.value`. Raises KeyError."""
+    """`row[name]`, or the value at the path `name`, such as `extra.answer` or `0.value`. Raises KeyError."""
     if isinstance(row, dict) and name in row:
         return row[name]
     value = row
@@ -129,7 +124,7 @@ def field_of(row: Any, name: str) -> Any:
 
 
 def fields_of(row: Any) -> str:
-    """The names of a row's fields, for a message."""
+    """The names of a row's fields, for an error message."""
     return (", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}") or "none"
 
 
@@ -146,9 +141,9 @@ class Split(NamedTuple):
 
 
 def read_examples(paths: str | Sequence[str], check: Callable[[dict[str, Any]], str | None]) -> list[Problem]:
-    """Every line of the files, a JSON object, as the payload of a problem. `check` says what is wrong with an object.
+    """Each line of the files, a JSON object, as the payload of a problem. `check` returns what is wrong with an object.
 
-    Raises EnvironmentSetupError, naming file and line, for a line that can't be used, and for a file without any.
+    Raises EnvironmentSetupError, naming file and line, for an unusable line, and for an empty file.
     """
     names = [paths] if isinstance(paths, str) else paths
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
@@ -162,37 +157,37 @@ def read_split(
     check: Callable[[dict[str, Any]], str | None],
     key: Callable[[Problem], str],
 ) -> Split:
-    """The problems of files: a share of them held out, or those that another file (or several) holds.
+    """The problems in the files `data`. `held_out` is a share of them to hold out, or files with the held-out problems.
 
-    Raises EnvironmentSetupError for files and shares that can't be used, and if nothing is left to train on.
+    Raises EnvironmentSetupError for unusable files and shares, and if no problem is left to train on.
     """
     problems = read_examples(data, check)
     if isinstance(held_out, int | float):
         if not 0 <= held_out < 1:
-            raise EnvironmentSetupError(f"environment.args.held_out is {held_out}; it is a file, or a share below 1")
+            raise EnvironmentSetupError(f"environment.args.held_out is {held_out}; it must be a file, or a share below 1")
         parts = split(problems, held_out, key)
     else:
         evaluation = read_examples(held_out, check)
-        parts = Split(without(problems, set(map(key, evaluation)), key).training, evaluation)
+        parts = Split(hold_out(problems, set(map(key, evaluation)), key).training, evaluation)
     if not parts.training:
         raise EnvironmentSetupError(f"{data}: all of its {len(problems)} examples are held out; give it more")
     return parts
 
 
 def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str]) -> Split:
-    """Hold out this share of the problems, rounded up, but not all. A hash of `key` decides, not the order of the file.
+    """Hold out this share of the keys, rounded up, but never all. A hash of the key decides, not the order of the file.
 
-    Problems of the same key are on the same side.
+    Problems with the same key are in the same part.
     """
     keys = sorted({key(problem) for problem in problems}, key=lambda text: blake2b(text.encode()).digest())
     count = min(math.ceil(held_out * len(keys)), len(keys) - 1)
-    return without(problems, set(keys[:count]), key)
+    return hold_out(problems, set(keys[:count]), key)
 
 
-def without(problems: list[Problem], unseen: set[str], key: Callable[[Problem], str]) -> Split:
-    """The problems whose key isn't in `unseen`, and those whose key is."""
-    training = [problem for problem in problems if key(problem) not in unseen]
-    return Split(training, [problem for problem in problems if key(problem) in unseen])
+def hold_out(problems: list[Problem], keys: set[str], key: Callable[[Problem], str]) -> Split:
+    """Split off the problems whose key is in `keys`."""
+    training = [problem for problem in problems if key(problem) not in keys]
+    return Split(training, [problem for problem in problems if key(problem) in keys])
 
 
 def _read(path: Path, check: Callable[[dict[str, Any]], str | None]) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""From text to the ids of a prompt, and back. Only ever for what goes into a model: what came out stays as it is."""
+"""Encodes prompts and decodes text. Sampled tokens are never encoded again: their ids are kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = Mapping[str, str]
 
 
 SHOWN_CHARACTERS = 60
-"""Of a prompt, in a message about it."""
+"""Characters of a prompt quoted in an error message."""
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:
@@ -21,7 +21,7 @@ def has_chat_template(tokenizer: Tokenizer) -> bool:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-    """The ids of a text, with the special tokens that the model expects around it, or of chat messages in its template.
+    """The ids of a text with the model's special tokens around it, or of chat messages in its chat template.
 
     Raises ValueError for messages if the tokenizer has no chat template.
     """
@@ -38,32 +38,34 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> tupl
 
 
 def try_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> None:
-    """Encode a prompt before the run: what would fail every rollout is better known before the first.
+    """Encode a prompt before the run starts, so that an error appears before the first rollout.
 
-    Raises EnvironmentSetupError if it can't be encoded, if nothing is left of it, or if a chat template ignores the user.
+    Raises EnvironmentSetupError if it can't be encoded, has no tokens, or if the chat template ignores the user's message.
     """
     if isinstance(prompt, str):
-        if not _tried(tokenizer, "the model's tokenizer", prompt):
+        if not _encode_or_raise(tokenizer, "the model's tokenizer", prompt):
             raise EnvironmentSetupError(f"the model's tokenizer makes an empty prompt of {_short(prompt)}")
         return
-    who = "the model's chat template"
+    encoder = "the model's chat template"
     last = prompt[-1]
     other = [*prompt[:-1], {**last, "content": last["content"] * 2}]
-    ids = _tried(tokenizer, who, prompt)
-    if not ids or ids == _tried(tokenizer, who, other):
+    ids = _encode_or_raise(tokenizer, encoder, prompt)
+    if not ids or ids == _encode_or_raise(tokenizer, encoder, other):
         how = "ignores the user's message" if ids else "makes an empty prompt"
-        raise EnvironmentSetupError(f"{who} {how} ({_short(last['content'])}): it is of another model, or damaged")
+        raise EnvironmentSetupError(
+            f"{encoder} {how} ({_short(last['content'])}): it belongs to another model, or is damaged"
+        )
 
 
-def _tried(tokenizer: Tokenizer, who: str, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+def _encode_or_raise(tokenizer: Tokenizer, encoder: str, prompt: str | Sequence[Message]) -> tuple[int, ...]:
     try:
         return encode_prompt(tokenizer, prompt)
-    except Exception as error:  # code of many origins, which raises what it likes
+    except Exception as error:  # third-party code, which may raise anything
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         system = not isinstance(prompt, str) and any(message["role"] == "system" for message in prompt)
         advice = '; if it takes no system message, set environment.args.system to ""' if system else ""
-        raise EnvironmentSetupError(f"{who} can't make a prompt of {_short(text)}: {what}{advice}") from error
+        raise EnvironmentSetupError(f"{encoder} can't make a prompt of {_short(text)}: {what}{advice}") from error
 
 
 def _short(text: str) -> str:
@@ -71,9 +73,9 @@ def _short(text: str) -> str:
 
 
 def text_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """What turns ids into text without special tokens: `tokenizer.decode`, or its Rust part where there is no more to it.
+    """A function from ids to text without special tokens: `tokenizer.decode`, or its Rust backend where equivalent.
 
-    Two thirds of a call of `decode` go into looking at the type of every id, in a place where each rollout passes.
+    `decode` spends two thirds of its time on checking the type of every id, and every rollout calls it.
     """
     backend = _plain_backend(tokenizer, "decode", "_decode")
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True):
@@ -82,7 +84,7 @@ def text_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
 
 
 def _plain_backend(tokenizer: Tokenizer, outer: str, inner: str) -> Any:
-    """The Rust part of a fast tokenizer whose methods `outer` and `inner` are those of transformers; else None."""
+    """The Rust backend of a fast tokenizer whose methods `outer` and `inner` are not overridden; else None."""
     kind = type(tokenizer)
     modules = [getattr(getattr(kind, method, None), "__module__", None) for method in (outer, inner)]
     if modules != ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]:
@@ -91,10 +93,10 @@ def _plain_backend(tokenizer: Tokenizer, outer: str, inner: str) -> Any:
 
 
 def encode_reply(tokenizer: Tokenizer, completion_ids: Sequence[int], reply: str) -> tuple[int, ...]:
-    """The ids that follow a completion in a chat when the user says `reply` and it is the model's turn again.
+    """The ids that follow a completion in a chat: the user's message `reply`, up to the model's next turn.
 
-    What the template puts between the model's text and its next one is found with a placeholder as the model's text, so
-    the completion itself is never encoded again. Its stop token, if it ended with one, is not repeated.
+    The template is rendered with a placeholder as the model's text, and what follows the placeholder is encoded. So the
+    completion itself is never encoded again. Its stop token, if it ended with one, is not repeated.
     """
     placeholder = "[the model's message]"
     messages = [

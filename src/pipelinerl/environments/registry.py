@@ -1,4 +1,4 @@
-"""From `environment.kind` of the run file to an environment, with a one-line error for everything a user can get wrong."""
+"""Builds the environment that `environment.kind` and `environment.args` describe; every user mistake is a one-line error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from pipelinerl.environments.prompts import try_prompt
 from pipelinerl.environments.single_turn import SingleTurn
-from pipelinerl.environments.user.code import last_line, module_named
+from pipelinerl.environments.user.code import import_module_or_file, last_line
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
@@ -25,18 +25,20 @@ BUILT_IN = {
     "reasoning_gym": "pipelinerl.environments.adapters.reasoning_gym:ReasoningGym",
     "verifiers": "pipelinerl.environments.adapters.verifiers.environment:Verifiers",
     "mixture": "pipelinerl.environments.combine.mixture:Mixture",
-    "curriculum": "pipelinerl.environments.combine.difficulty_filter:Curriculum",
+    "difficulty_filter": "pipelinerl.environments.combine.difficulty_filter:DifficultyFilter",
     "function": "pipelinerl.environments.user.function:Function",
     "tools": "pipelinerl.environments.chat.tools:Tools",
     "calculator": "pipelinerl.environments.tasks.calculator:Calculator",
     "agent": "pipelinerl.serving.agents.environment:Agent",
 }
+RENAMED = {"curriculum": "difficulty_filter"}
+"""Former names of built-in kinds, for the error message."""
 
 
 def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Environment:
-    """`Class(tokenizer, seed, **args)` of a built-in kind, of `path/to/file.py:Class` or of `package.module:Class`.
+    """`Class(tokenizer, seed, **args)` for a built-in kind, `path/to/file.py:Class` or `package.module:Class`.
 
-    Raises EnvironmentSetupError if there is no such class, if it can't be built, or if it isn't an environment.
+    Raises EnvironmentSetupError if the class does not exist, can't be built, or is not an environment.
     """
     found = find_class(kind)
     _check_methods(kind, found)
@@ -46,14 +48,14 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
     except PipelineRLError:
         raise
     except Exception as error:
-        raise EnvironmentSetupError(f"environment {kind} can't be built: {_built_wrongly(kind, error)}") from error
+        raise EnvironmentSetupError(f"environment {kind} can't be built: {_constructor_error(kind, error)}") from error
     if isinstance(environment, SingleTurn):
         _try_first_prompt(environment, tokenizer)
     return environment
 
 
-def _built_wrongly(kind: str, error: Exception) -> str:
-    """One line for what the constructor raised, with the last line of the user's file that took part."""
+def _constructor_error(kind: str, error: Exception) -> str:
+    """What the constructor raised, in one line, with the last line of the user's file in the traceback."""
     file = Path(kind.rpartition(":")[0])
     line = last_line(error, file)
     where = "" if line is None else f" ({file.name}, line {line})"
@@ -61,7 +63,7 @@ def _built_wrongly(kind: str, error: Exception) -> str:
 
 
 def no_held_out(kind: str, problems: int) -> ConfigError:
-    """What to say of an environment that can't be evaluated, in a run that asks for it."""
+    """The error for a run that evaluates an environment without held-out problems."""
     return ConfigError(
         f"evaluation.problems is {problems}, but environment {kind} has no held-out problems: define "
         "`held_out(self, count)` in its class, or set evaluation.problems to 0"
@@ -69,25 +71,27 @@ def no_held_out(kind: str, problems: int) -> ConfigError:
 
 
 def _try_first_prompt(environment: SingleTurn, tokenizer: Tokenizer) -> None:
-    """Raises EnvironmentSetupError if the model's tokenizer or chat template can't do with it."""
+    """Raises EnvironmentSetupError if the model's tokenizer or chat template can't encode the first prompt."""
     try:
         prompt = environment.prompt(environment.problem(0))
-    except Exception:  # noqa: BLE001 - perhaps this problem's alone: rollouts that fail are reported, counted and bounded
+    except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
         return
     try_prompt(tokenizer, prompt)
 
 
 def find_class(kind: str) -> type:
-    """The class that `kind` names, not yet checked. Raises EnvironmentSetupError if there is none."""
+    """The class that `kind` names, without checking its methods. Raises EnvironmentSetupError if there is none."""
     module_name, colon, class_name = BUILT_IN.get(kind, kind).rpartition(":")
     if not colon or not module_name or not class_name:
         close = get_close_matches(kind, BUILT_IN, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
+        if kind in RENAMED:
+            hint = f" It is now called {RENAMED[kind]!r}."
         raise EnvironmentSetupError(
             f"environment.kind {kind!r} is unknown.{hint} It is one of {', '.join(BUILT_IN)}, `path/to/file.py:ClassName` "
             "or `package.module:ClassName`"
         )
-    module = module_named(module_name)
+    module = import_module_or_file(module_name)
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
         classes = [
@@ -117,7 +121,10 @@ def _check_methods(kind: str, found: type) -> None:
 
 
 def check_arguments(kind: str, signature: inspect.Signature, args: Mapping[str, Any]) -> None:
-    """Tell a wrong `environment.args` from a TypeError inside the constructor, of this signature (without `self`)."""
+    """Raises EnvironmentSetupError if `args` don't fit the constructor's signature (given without `self`).
+
+    Checked before the call, so that a TypeError raised inside the constructor is not mistaken for wrong arguments.
+    """
     try:
         signature.bind(None, 0, **args)
     except TypeError as error:
@@ -130,15 +137,14 @@ def check_arguments(kind: str, signature: inspect.Signature, args: Mapping[str, 
         ) from error
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Of which types `environment.args` must be: a struct says it, and mistakes are told in the run file's words.
+# ---- types of `environment.args`
 
 
 Types = TypeVar("Types", bound=msgspec.Struct)
 
 
 def checked(types: type[Types], **arguments: object) -> Types:
-    """The arguments as `types` has them. Raises EnvironmentSetupError that names the first of another type or range."""
+    """The arguments as an instance of `types`. Raises EnvironmentSetupError naming the first of a wrong type or range."""
     try:
         return msgspec.convert(arguments, types)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Base of tasks with one question and one answer: subclasses say what is asked and what an answer is worth."""
+"""Base classes of tasks with one prompt and one completion: subclasses define the prompt and the reward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
-REMEMBERED_PROMPTS = 64
+CACHED_PROMPTS = 64
 
 
 class SingleTurn(ABC):
-    """A subclass defines `problem`, `prompt` and `reward`, and `held_out` if it is to be evaluated.
+    """A subclass defines `problem`, `prompt` and `reward`, and `held_out` if evaluations use it.
 
     Constructor arguments of a subclass (after `tokenizer` and `seed`) are `environment.args` of the run file.
     """
 
     max_tokens: int | None = None
-    """Longest completion that makes sense here; None or anything above `actor.max_tokens`: that."""
+    """Maximum tokens of a completion for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -34,44 +34,43 @@ class SingleTurn(ABC):
 
     @abstractmethod
     def problem(self, index: int) -> Problem:
-        """The training problem number `index`; a pure function of it (and of `self.seed`)."""
+        """Training problem number `index`: a pure function of `index` and `self.seed`."""
 
     @abstractmethod
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
-        """What the model is asked: a text for it to continue, or chat messages."""
+        """The prompt: a text for the model to continue, or chat messages."""
 
     @abstractmethod
     def reward(self, problem: Problem, text: str) -> float:
-        """What the answer `text` (without special tokens) is worth."""
+        """The reward for the answer `text` (without special tokens)."""
 
     def held_out(self, count: int) -> Sequence[Problem]:  # noqa: ARG002 - for subclasses to use
-        """The first `count` evaluation problems, which `problem` never gives. None by default."""
+        """The first `count` evaluation problems, which `problem` never returns. None by default."""
         return ()
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        prompt_ids = self._encoded(self.prompt(problem))
+        prompt_ids = self._encode(self.prompt(problem))
         completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
         text = self._decode(completion.token_ids)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
         return Rollout(turns=(turn,), reward=self.reward(problem, text))
 
-    def _encoded(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """The prompt's ids; encoding takes longer than all else here, and the attempts of a group share a prompt."""
+    def _encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+        """The prompt's ids, from a cache: encoding is the slowest step here, and the attempts of a group share a prompt."""
         key = prompt if isinstance(prompt, str) else repr(prompt)
         ids = self._prompt_ids.get(key)
         if ids is None:
-            while len(self._prompt_ids) >= REMEMBERED_PROMPTS:
+            while len(self._prompt_ids) >= CACHED_PROMPTS:
                 del self._prompt_ids[next(iter(self._prompt_ids))]
             ids = self._prompt_ids[key] = encode_prompt(self.tokenizer, prompt)
         return ids
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# A finite set of problems as an endless stream: every one once an epoch.
+# ---- a finite set of problems as an endless stream: each problem once per epoch
 
 
 class Epochs:
-    """Which of `size` problems is number `index` of the stream: a function of `name` (with the seed in it) and index."""
+    """Maps an index of the stream to one of `size` problems. The order depends on `name`, which includes the seed."""
 
     def __init__(self, size: int, name: str) -> None:
         self._size = size
@@ -88,17 +87,16 @@ class Epochs:
         return order
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Base of tasks that are a set of questions with answers, and how a question is put to a model.
-
+# ---- tasks that are a set of questions with answers
 
 HELD_OUT_IN = 10
 
 
-class Asking:
-    """A question as chat messages (`chat`; default: if the model has a template) after `system`, or within `text`.
+class QuestionPrompt:
+    """Formats a question as a prompt: as a user message after `system` if `chat`, else by inserting it into `text`.
 
-    Raises EnvironmentSetupError for a chat without a template, and for a text without a place for the question.
+    `chat` defaults to whether the tokenizer has a chat template. Raises EnvironmentSetupError if `chat` is true without a
+    template, or if `text` has no `{question}`.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool | None, system: str, text: str) -> None:
@@ -121,10 +119,10 @@ class Asking:
 
 
 class QuestionSet(SingleTurn):
-    """Problems with a `question` in their payload, from files that `read` reads.
+    """Problems with a `question` in their payload, read from files by `read`.
 
-    Those of `held_out_path` are for evaluation, else every tenth of `path` is. A question that is held out is never
-    trained on, even if `path` has it too.
+    The problems in `held_out_path` are for evaluation; without it, one in ten of `path` (by a hash of the question).
+    A held-out question is never trained on, even if `path` has it too.
     """
 
     def __init__(
@@ -135,40 +133,40 @@ class QuestionSet(SingleTurn):
         path: str | Sequence[str],
         held_out_path: str | Sequence[str] | None,
         read: Callable[[Path], list[Problem]],
-        asking: Asking,
+        question_prompt: QuestionPrompt,
     ) -> None:
         """Raises EnvironmentSetupError if no problem is left to train on, and what `read` raises."""
         super().__init__(tokenizer, seed)
-        self.prompt_of = asking
+        self._question_prompt = question_prompt
         problems = _read_all(path, read)
         if held_out_path is None:
             self._held_out = [problem for problem in problems if is_held_out(problem.payload["question"])]
         else:
             self._held_out = _read_all(held_out_path, read)
-        unseen = {problem.payload["question"] for problem in self._held_out}
-        self._training = [problem for problem in problems if problem.payload["question"] not in unseen]
+        held_out_questions = {problem.payload["question"] for problem in self._held_out}
+        self._training = [problem for problem in problems if problem.payload["question"] not in held_out_questions]
         if not self._training:
             raise EnvironmentSetupError(f"{path}: all of its {len(problems)} problems are held out; give it more")
         self._epochs = Epochs(len(self._training), f"math/{seed}")
 
     def problem(self, index: int) -> Problem:
-        """Every problem once an epoch, in an order that depends on the seed and the epoch."""
+        """Each problem once per epoch, in an order that depends on the seed and the epoch."""
         return self._training[self._epochs.place(index)]
 
     def held_out(self, count: int) -> Sequence[Problem]:
         return self._held_out[:count]
 
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
-        return self.prompt_of(problem.payload["question"])
+        return self._question_prompt(problem.payload["question"])
 
 
 def is_held_out(question: str) -> bool:
-    """One question in ten, whatever the order of the file."""
+    """One question in ten, by a hash: independent of the order of the file."""
     return zlib.crc32(question.encode()) % HELD_OUT_IN == 0
 
 
 def checked_format_reward(format_reward: float) -> float:
-    """Raises EnvironmentSetupError unless it is less than what a right answer is worth."""
+    """Raises EnvironmentSetupError unless `format_reward` is at least 0 and below the reward of a right answer, 1."""
     if not 0 <= format_reward < 1:
         raise EnvironmentSetupError(
             f"environment.args.format_reward is {format_reward}; it must be at least 0 and less than 1, what a right "

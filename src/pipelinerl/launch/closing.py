@@ -1,4 +1,4 @@
-"""What a session ends with: the curves as a picture, the table, and one sample before and after."""
+"""The end of a session: draws the curves, and prints the table and one sample answer before and after training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def draw(run: RunDirectory) -> None:
 
 
 def show_result(run: RunDirectory, summary: dict[str, Any], stream: TextIO) -> None:
-    """Print the table and, if there were evaluations, the sample; then where everything lies."""
+    """Print the table, the sample if there were evaluations, and the paths of the results."""
     console = Console(file=stream)
     console.print(final_table(summary))
     before, after = (_evaluated(run.evaluation(when)) for when in ("before", "after"))
-    sample = most_telling(before, after)
+    sample = largest_gain(before, after)
     if sample is not None:
         first, last = sample
         attempts = (Attempt(first.completion, first.reward), Attempt(last.completion, last.reward))
@@ -35,10 +35,10 @@ def show_result(run: RunDirectory, summary: dict[str, Any], stream: TextIO) -> N
     console.print(f"in {run.root}", style="dim", highlight=False, soft_wrap=True)
 
 
-def most_telling(
+def largest_gain(
     before: dict[str, EvaluatedProblem], after: dict[str, EvaluatedProblem]
 ) -> tuple[EvaluatedProblem, EvaluatedProblem] | None:
-    """Of the problems answered both times the one that gained most; of equals, the one with the median length after."""
+    """The problem whose reward rose most, of those answered both times; among equals, the one of median length after."""
     both = [(before[key], after[key]) for key in before.keys() & after.keys()]
     if not both:
         return None

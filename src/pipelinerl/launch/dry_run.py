@@ -1,6 +1,6 @@
-"""`train --dry-run`: is everything there that the run needs, will it fit, and does the environment do what it should?
+"""`train --dry-run`: checks that devices and model exist, that the run fits into memory, and that the environment works.
 
-The user's code runs in a process of its own (`tryout`), which has a time limit and ends with everything that it started.
+User code runs in a separate process (`tryout`), which has a time limit and is killed with all processes that it started.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ OUTPUT_LINES = 5
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """What it does next, in words that follow "it"."""
+    """What the process does next, as a phrase that continues "it ..."."""
 
     doing: str
 
 
 class Mistake(msgspec.Struct, frozen=True, tag="mistake"):
-    """It ended with an error: the class in `errors`, and the message."""
+    """The process ended with an error: its class in `errors`, and its message."""
 
     kind: str
     message: str
 
 
 class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """All went well. `prompt_tokens` are those of the first problems; `single_turn`: no other prompts follow a first one.
+    """The result of a successful trial.
 
-    `reward` and `metrics` are of an empty answer to the first problem, whose prompt is `prompt`.
+    `prompt` is the first problem's prompt, `reward` and `metrics` are those of an empty answer to it. `prompt_tokens` are
+    the prompt lengths of the first problems. `single_turn`: an attempt has one prompt only. `built_s` is how long it took
+    to build the environment, `held_out` the number of held-out problems.
     """
 
     built_s: float
@@ -58,7 +60,7 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
     @property
     def longest_prompt(self) -> int | None:
-        """In tokens, of the first problems; None if prompts of later turns are not known."""
+        """The longest prompt of the first problems, in tokens; None if prompts of later turns are not known."""
         return max(self.prompt_tokens, default=None) if self.single_turn else None
 
 
@@ -66,20 +68,20 @@ TryoutMessage = Step | Mistake | TryoutReport
 
 
 def dry_run(config: RunConfig) -> list[str]:
-    """Check everything that can be checked without the model's weights, and say it in lines for people.
+    """Check everything that can be checked without the model's weights. Returns the report, as lines of text.
 
-    Raises what the run would end with: UserError for settings, models and environments that can't be used.
+    Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
     """
     _check_without_running(config)
     report = try_environment(config)
-    return [*check_memory(config, report.longest_prompt).report(), *_in_words(report, config)]
+    return [*check_memory(config, report.longest_prompt).report(), *_report_lines(report, config)]
 
 
 def check_before_the_start(config: RunConfig) -> Judgement:
-    """What a run checks before its processes start. Raises UserError for what would end it.
+    """The checks of a run before its processes start. Raises UserError for what would end the run.
 
-    A run that may not fit is judged again by the prompts that its environment has: without them, each may be as long as a
-    slot. An environment that can't be tried with an empty answer leaves the first judgement as it is.
+    If the run may not fit into memory, it is judged again with the environment's actual prompt lengths: the first prediction
+    assumes that a prompt may be as long as a slot. If the environment can't be tried, the first judgement stands.
     """
     memory = _check_without_running(config)
     if memory.warnings:
@@ -89,7 +91,7 @@ def check_before_the_start(config: RunConfig) -> Judgement:
 
 
 def _check_without_running(config: RunConfig) -> Judgement:
-    """Devices, the model and its memory, and what can be read of the environment's code. Raises UserError."""
+    """Check the devices, the model and its memory, and the environment's code statically. Raises UserError."""
     check_devices(config)
     memory = check_memory(config)
     check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
@@ -97,10 +99,10 @@ def _check_without_running(config: RunConfig) -> Judgement:
 
 
 def try_environment(config: RunConfig) -> TryoutReport:
-    """What the environment does with an empty answer, in a process of its own.
+    """Build the environment and try an empty answer, in a separate process.
 
-    Raises the error that it ended with, and EnvironmentSetupError if it took longer than `launch.startup_timeout_s` or
-    brought its process down.
+    Raises the error that this ended with. Raises EnvironmentSetupError if it took longer than `launch.startup_timeout_s`
+    or crashed its process.
     """
     bound_s = config.launch.startup_timeout_s
     read_fd, write_fd = os.pipe()
@@ -124,7 +126,7 @@ def try_environment(config: RunConfig) -> TryoutReport:
                 if isinstance(message, Step):
                     doing = message.doing
                 elif isinstance(message, Mistake):
-                    raise _raised(message)
+                    raise _to_error(message)
                 else:
                     return message
             if process.poll() is None and _wait(process) is None:
@@ -136,7 +138,7 @@ def try_environment(config: RunConfig) -> TryoutReport:
             last = b"\n".join(output.read().splitlines()[-OUTPUT_LINES:]).decode(errors="replace")
             raise EnvironmentSetupError(
                 f"environment {config.environment.kind} ended its process (status {process.returncode}) while it {doing}"
-                + (f"; its last words:\n{last}" if last else "")
+                + (f"; the end of its output:\n{last}" if last else "")
             )
         finally:
             os.close(read_fd)
@@ -146,7 +148,7 @@ def try_environment(config: RunConfig) -> TryoutReport:
 
 
 def _messages(fd: int, deadline_s: float) -> Iterator[TryoutMessage]:
-    """What comes, a line each, until the other end closes or it is too late."""
+    """The messages that arrive, one per line, until the other end closes or `deadline_s` has passed."""
     decoder, waiting = msgspec.json.Decoder(TryoutMessage), b""
     while select.select([fd], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
         received = os.read(fd, 1 << 16)
@@ -157,19 +159,19 @@ def _messages(fd: int, deadline_s: float) -> Iterator[TryoutMessage]:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    """Its status, if it is about to end."""
+    """The exit status of the process, or None if it still runs after a second."""
     with suppress(subprocess.TimeoutExpired):
         return process.wait(1.0)
     return None
 
 
-def _raised(mistake: Mistake) -> PipelineRLError:
+def _to_error(mistake: Mistake) -> PipelineRLError:
     kind = getattr(errors, mistake.kind, EnvironmentSetupError)
     error: PipelineRLError = kind(mistake.message)
     return error
 
 
-def _in_words(report: TryoutReport, config: RunConfig) -> list[str]:
+def _report_lines(report: TryoutReport, config: RunConfig) -> list[str]:
     tokens = report.prompt_tokens
     longest = f", {min(tokens)} to {max(tokens)} in the first {len(tokens)} problems" if len(tokens) > 1 else ""
     shown = report.prompt if len(report.prompt) <= SHOWN_CHARACTERS else f"{report.prompt[:SHOWN_CHARACTERS]}..."

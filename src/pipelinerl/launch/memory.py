@@ -1,4 +1,4 @@
-"""Before anything starts: will the run fit into this machine's memory? A run that can't is refused, with the numbers."""
+"""Predicts the memory of a run before it starts, and refuses a run that can't fit into the machine, with the numbers."""
 
 from __future__ import annotations
 
@@ -16,39 +16,31 @@ from pipelinerl.launch.hosts.roles import PREPROCESSING, TRAINING, generation_ro
 from pipelinerl.models.folder import downloaded, find_model
 from pipelinerl.models.shape import ModelShape, read_shape
 
-# ------------------------------------------------------------------------------------------------------------------------
-# How much memory a run will take, from its configuration and the sizes of its model. Pure.
-#
-#     process      Python and its libraries, weights, gradients and moments, KV cache, activations, ...: parts, in bytes
-#     between      what processes share: the weights on their way from the trainer to engines
-#
-# Parts that depend on the data (how many tokens come together in a forward) are known as bounds only: `most` when prompts
-# are
-# as long as is known of them (or as a slot allows) and answers as `actor.max_tokens` allows, `least` when answers come to a
-# quarter of that. All else is the same in both.
-
+# ---- prediction: pure functions of the configuration and the model's sizes
+# Activations and logits depend on how many tokens a forward pass has, so a part has two bounds: `most` for the longest
+# possible prompts and answers, `least` for answers of a quarter of that length. Other parts have equal bounds.
 
 HOST = "cpu"
 BETWEEN = "weights between processes"
 
 MIB = 1 << 20
 TORCH_PROCESS = 450 * MIB
-"""Python, torch, transformers and what they have loaded, before there is a model (measured, CPU)."""
+"""Python with torch and transformers imported, without a model (measured, CPU)."""
 PLAIN_PROCESS = 90 * MIB
 CUDA_CONTEXT = 500 * MIB
-"""What a process takes of a GPU before it has put anything there."""
+"""GPU memory that a process takes before it allocates anything."""
 PACK_FROM = 1 << 18
-"""Elements from which on a CPU engine keeps a second copy of a matrix (`engine.flat.PACK_FROM`)."""
+"""A CPU engine keeps a second copy of matrices with at least this many elements (`engine.flat.PACK_FROM`)."""
 LOGIT_CHUNKS = 3 * (1 << 22) * 4
-"""Temporaries of log-probabilities over chunks of `trainer.logprobs.CHUNK_ELEMENTS`."""
+"""Bytes of temporaries for log-probabilities, computed in chunks of `trainer.logprobs.CHUNK_ELEMENTS`."""
 SHORT_ANSWERS = 4
 ALLOCATOR = 1.15
-"""Of what is allocated and freed all the time: the allocator's gaps between it (measured, glibc)."""
+"""Factor for the allocator's gaps between buffers that are allocated and freed all the time (measured, glibc)."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Part(NamedTuple):
-    """A use of memory: at least `least` bytes, at most `most`, on `device` (`cpu`, or a torch device)."""
+    """One use of memory: `least` to `most` bytes on `device` (`cpu`, or a torch device)."""
 
     name: str
     least: int
@@ -57,7 +49,7 @@ class Part(NamedTuple):
 
 
 class Process(NamedTuple):
-    """The memory of one process, or (`BETWEEN`) of what several share, by use."""
+    """The memory of one process by use. For role `BETWEEN`: what processes share, the weights in transfer to engines."""
 
     role: str
     parts: tuple[Part, ...]
@@ -79,7 +71,7 @@ class Prediction(NamedTuple):
         return sum(process.bytes_on(device, least=least) for process in self.processes)
 
     def largest(self, device: str) -> list[tuple[str, int]]:
-        """Uses of `device` over all processes, the largest first."""
+        """Uses of `device` summed over all processes, the largest first."""
         uses: Counter[str] = Counter()
         for process in self.processes:
             for part in process.parts:
@@ -89,9 +81,10 @@ class Prediction(NamedTuple):
 
 
 def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = None) -> Prediction:
-    """What each process of the run will take at its peak. `longest_prompt`: in tokens, of a task with one turn, if known.
+    """The peak memory of each process of the run. `longest_prompt` is in tokens, None if not known (or with several turns).
 
-    Left out: vLLM servers on a GPU (they take what vLLM is set to), the stream's groups, and environments' own processes.
+    Not included: vLLM servers on a GPU (vLLM's own setting decides), the groups in streams, and processes that the
+    environment starts.
     """
     if config.launch.kind == "embedded":
         parts = [*_engine(config, shape), *_trainer(config, shape, longest_prompt), *_reference(config, shape)]
@@ -113,15 +106,15 @@ def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = N
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, item_bytes: int, checkpointing: bool) -> int:
-    """What a training forward over `tokens` keeps for its backward, logits apart. Coarse: models differ.
+    """Bytes that a training forward over `tokens` keeps for the backward pass, without logits. Coarse: models differ.
 
-    A layer of the usual decoder keeps, per token: the inputs and results of its two norms, of its projections and residual
-    sums (7 x hidden), queries, keys and values as attention sees them, and its result (4 x query width), and what lies
-    between the MLP's products (4 x its width). With `checkpointing` only each layer's input stays, and one layer's rest.
+    Per token, a layer of the usual decoder keeps 7 x hidden (inputs and outputs of its two norms, of its projections and of
+    its residual sums), 4 x query width (queries, keys and values as attention uses them, and its output), and 4 x the MLP's
+    width (between the MLP's products). With `checkpointing`: the input of each layer, and all of this for one layer.
     """
     layer = 7 * shape.hidden + 4 * shape.query_width + 4 * shape.feed_forward
     floats = shape.layers * shape.hidden + layer if checkpointing else shape.layers * layer
-    # Norms are computed in float32: in a narrower type their inputs and results are there a second time.
+    # Norms are computed in float32: with a narrower type, their inputs and outputs exist a second time.
     narrow = 0 if item_bytes == 4 else 4 * 4 * shape.hidden * (1 if checkpointing else shape.layers)
     return int(ALLOCATOR * tokens * (floats * item_bytes + narrow))
 
@@ -148,7 +141,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> list[Part]:
         Part("activations", temporaries // SHORT_ANSWERS, temporaries, device),
     ]
     if engine.device == "cpu" and item == 4:
-        parts.append(Part("packed weights", 0, packed_bytes(shape)))  # none if its forward can't be flattened
+        parts.append(Part("packed weights", 0, packed_bytes(shape)))  # 0 if the model's forward can't be exported as a graph
     return [*parts, *_float32_head(config, shape, device)]
 
 
@@ -192,7 +185,7 @@ def _float32_head(config: RunConfig, shape: ModelShape, device: str) -> list[Par
 
 
 def _reference(config: RunConfig, shape: ModelShape) -> list[Part]:
-    """The frozen model of a KL penalty; adapters, switched off, leave one behind for nothing."""
+    """The frozen reference model of a KL penalty. With adapters it is free: the base model with adapters switched off."""
     apart = config.launch.preprocessor == "process"
     if config.trainer.kl_coefficient == 0 or (config.model.lora is not None and not apart):
         return []
@@ -204,12 +197,12 @@ def _server(config: RunConfig, shape: ModelShape) -> list[Part]:
         return []
     return [
         *_engine(config, shape),
-        _fixed("an update as it comes in", _weight_bytes(config, shape), _memory_of(config.engine.device)),
+        _fixed("an incoming weight update", _weight_bytes(config, shape), _memory_of(config.engine.device)),
     ]
 
 
 def _staging(config: RunConfig, shape: ModelShape, device: str) -> list[Part]:
-    """Either end of a broadcast keeps a copy of what goes over it."""
+    """The sender and each receiver of a broadcast keep a copy of the weights."""
     return (
         []
         if config.weights.kind == "shared"
@@ -218,7 +211,7 @@ def _staging(config: RunConfig, shape: ModelShape, device: str) -> list[Part]:
 
 
 def _between(config: RunConfig, shape: ModelShape) -> int:
-    """Two buffers of shared weights; for servers on this machine two files in memory, too."""
+    """Two buffers of shared weights, and two weight files in shared memory for engine servers on this machine."""
     if config.weights.kind != "shared":
         return 0
     files = config.engine.kind != "local" and config.engine.weights_dir is None
@@ -226,7 +219,7 @@ def _between(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _adapted(shape: ModelShape, targets: Sequence[str] | None) -> list[tuple[int, int]]:
-    """The shapes of the layers that get adapters: those named so, or all but the output head."""
+    """The shapes of the layers that get adapters: those named in `targets`, or by default all but the output head."""
     return [
         sizes
         for name, sizes in shape.linears.items()
@@ -257,27 +250,25 @@ def _fixed(name: str, size: int, device: str = HOST) -> Part:
 
 
 def _memory_of(device: str) -> str:
-    """The device whose memory it computes in, under one name: Apple's GPUs have the host's, `cuda` is the first."""
+    """The device whose memory `device` uses: the host's for Apple GPUs; `cuda` is `cuda:0`."""
     return {"mps": HOST, "cuda": "cuda:0"}.get(device, device)
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# How much memory this machine has: of its own within the limits of its control group, and on a GPU. Without torch.
-
+# ---- the memory of this machine and its GPUs; imports no torch
 
 _UNLIMITED = 1 << 60
-"""Control groups say that there is no limit by `max`, or by a number about as large as there is."""
+"""A limit from here on means none. Control groups also write `max` for that."""
 
 
 class Memory(NamedTuple):
-    """Bytes. `available` is what could be had now without ending anything; None where that isn't known."""
+    """In bytes. `available` is what can be allocated now without ending other processes; None if it is not known."""
 
     total: int
     available: int | None
 
 
 def host_memory(root: Path = Path("/")) -> Memory:
-    """Physical memory, or what the control groups of this process leave of it. `root` is where /proc and /sys are."""
+    """Physical memory, within the limits of this process's control groups. `root` is the folder of /proc and /sys."""
     machine = _meminfo(root / "proc/meminfo")
     if machine is None:
         return Memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None)
@@ -288,9 +279,9 @@ def host_memory(root: Path = Path("/")) -> Memory:
 
 
 def device_memory(device: str) -> Memory | None:
-    """Of a CUDA device as torch names it; None if the driver is not there or does not know it.
+    """The memory of a CUDA device, given its torch name. None without a driver, or if the driver does not know the device.
 
-    The driver itself is asked: torch would take seconds to load, and both count devices in the same way.
+    This calls the driver directly: importing torch takes seconds, and both number devices in the same way.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -313,10 +304,10 @@ def _meminfo(path: Path) -> tuple[int, int] | None:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group (v1 and v2) that this process is in and that has a limit.
+    """Limit and use, in bytes, of each control group (v1 and v2) that limits this process, parent groups included.
 
-    A group's parents limit it too. In a container the group may be mounted as the root, so both places are looked at. Use
-    is without files that the kernel may drop.
+    In a container the group may be mounted as the root, so both places are read. Use excludes file pages that the kernel
+    can reclaim.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
@@ -355,19 +346,19 @@ def _reclaimable(path: Path) -> int:
 Machine = Callable[[str], Memory | None]
 """The memory of a device (`cpu` or a CUDA device), None if it is not known."""
 SHOWN_USES = 5
-WORTH_IT = 0.1
-"""Share of the memory from which a use is worth a word of what to do about it."""
+ADVICE_SHARE = 0.1
+"""A suggestion is made only for uses of at least this share of the memory."""
 
 
 class Judgement(NamedTuple):
-    """`line` is for the start of the run; `warnings` say what may go wrong, in a line each."""
+    """`line` is shown at the start of the run; each of `warnings` is one line on what may go wrong."""
 
     line: str
     warnings: Sequence[str] = ()
     prediction: Prediction | None = None
 
     def report(self) -> list[str]:
-        """Every use of memory, in lines for people."""
+        """A table of every use of memory, as lines of text."""
         processes = self.prediction.processes if self.prediction else ()
         table = [
             f"  {process.role:<26} {part.name:<28} {_range(part.least, part.most):>20}  {part.device}"
@@ -378,20 +369,20 @@ class Judgement(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """What is said at the start of a run."""
+        """The lines shown at the start of a run."""
         return [self.line, *(f"warning: {warning}" for warning in self.warnings)]
 
     @property
     def predicted_bytes(self) -> dict[str, int]:
-        """The most that each process takes, all devices together; empty if it is not known."""
+        """The most that each process takes, summed over devices; empty if it is not known."""
         processes = self.prediction.processes if self.prediction else ()
         return {process.role: sum(part.most for part in process.parts) for process in processes}
 
 
 def check_memory(config: RunConfig, longest_prompt: int | None = None) -> Judgement:
-    """Read the model's sizes, predict and judge. `longest_prompt`, in tokens, if it is known that none is longer.
+    """Read the model's sizes, predict and judge. `longest_prompt` is in tokens; None if it is not known.
 
-    Raises UserError for a run that can't fit, ModelLoadError for no model.
+    Raises UserError for a run that can't fit, ModelLoadError if there is no model.
     """
     shape = _shape(find_model(config.model.path))
     if shape is None:
@@ -400,21 +391,21 @@ def check_memory(config: RunConfig, longest_prompt: int | None = None) -> Judgem
 
 
 def _shape(found: str) -> ModelShape | None:
-    """The sizes of the model in a folder, or of a hub id that was downloaded before, all of it."""
+    """The sizes of the model in a folder, or of a hub id whose files are all downloaded; None if they are not."""
     if Path(found).is_dir():
         return read_shape(Path(found))
     folder = downloaded(found)
     try:
         return None if folder is None else read_shape(Path(folder))
-    except ModelLoadError:  # what is missing is downloaded when the model is loaded
+    except ModelLoadError:  # missing files are downloaded when the model is loaded
         return None
 
 
 def judge(config: RunConfig, prediction: Prediction, machine: Machine) -> Judgement:
-    """Compare with what there is.
+    """Compare the prediction with the memory of the machine.
 
-    Refused is only what can't fit: whose `least` is more than the device has in all. Whatever may not fit, because answers
-    grow or because others use the memory now, is warned of. Raises UserError.
+    Raises UserError only for a run that can't fit: if `least` exceeds the total memory of a device. Warns if `most` exceeds
+    the total memory, or the memory that other processes leave now.
     """
     lines, warnings = [], []
     for device in prediction.devices:
@@ -431,7 +422,7 @@ def judge(config: RunConfig, prediction: Prediction, machine: Machine) -> Judgem
         if most > memory.total:
             warnings.append(f"{needs} if prompts and answers are as long as they may be, and there are {total} {details}")
         elif memory.available is not None and most > memory.available:
-            warnings.append(f"{needs}, and only {gigabytes(memory.available)} are free now: others use the rest")
+            warnings.append(f"{needs}, and only {gigabytes(memory.available)} are free now: other processes use the rest")
     parts = ", ".join(
         f"{process.role} {gigabytes(sum(part.most for part in process.parts))}" for process in prediction.processes
     )
@@ -451,13 +442,13 @@ def _range(least: int, most: int) -> str:
 
 
 def _details(config: RunConfig, prediction: Prediction, device: str) -> str:
-    """What takes most, and what to do about it."""
+    """The largest uses of memory, and suggestions."""
     table = ", ".join(f"{name} {gigabytes(size)}" for name, size in prediction.largest(device)[:SHOWN_USES])
     return f"({table}); {'; '.join(_advice(config, prediction, device))}"
 
 
 def _advice(config: RunConfig, prediction: Prediction, device: str) -> list[str]:
-    """What to change, by what takes most; of what takes little nothing is said."""
+    """Suggestions for the largest uses of memory; small ones are omitted."""
     remedies = {
         "KV cache": ["lower engine.slots or engine.max_length"],
         "activations": [
@@ -469,5 +460,5 @@ def _advice(config: RunConfig, prediction: Prediction, device: str) -> list[str]
         "weights": ["set model.dtype to bfloat16"] if config.model.dtype == "float32" else [],
         "reference model": ["set trainer.kl_coefficient to 0"],
     }
-    worth_it = [name for name, size in prediction.largest(device) if size >= WORTH_IT * prediction.bytes_on(device)]
-    return [*dict.fromkeys(remedy for name in worth_it for remedy in remedies.get(name, [])), "or take a smaller model"]
+    large_uses = [name for name, size in prediction.largest(device) if size >= ADVICE_SHARE * prediction.bytes_on(device)]
+    return [*dict.fromkeys(remedy for name in large_uses for remedy in remedies.get(name, [])), "or take a smaller model"]

@@ -1,4 +1,4 @@
-"""How a session of a run ended, and what is written down of it."""
+"""How a session of a run ended, and its summary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FINISHED = "finished"
 
 @dataclass(frozen=True)
 class Outcome:
-    """`error` is None for a run that reached its goal; `stream_rollouts` lie in the stream, not yet with the trainer."""
+    """`error` is None for a run that reached its goal. `stream_rollouts` are in a stream, not yet read by the trainer."""
 
     statuses: Mapping[str, StageStatus]
     error: PipelineRLError | None
@@ -44,20 +44,23 @@ def last_statuses(board: Board) -> dict[str, StageStatus]:
 
 
 def goal_reached(trainer: StageStatus | None) -> bool:
-    """Whether this status is that of a trainer which has taken all its steps."""
+    """Whether this is the status of a trainer that has taken all its steps."""
     return trainer is not None and isinstance(trainer.progress, TrainerProgress) and trainer.progress.goal_reached
 
 
 def interruption(session: Session) -> RunInterruptedError:
-    """What to say of a run that was told to stop."""
+    """The error for a run that was told to stop."""
     run = session.run
     if session.config.stream.kind == "memory" or not any(run.checkpoints.glob("step_*")):
         return RunInterruptedError("stopped before its goal")
-    return RunInterruptedError(f"stopped before its goal; go on with `pipelinerl train --resume {run.root}`")
+    return RunInterruptedError(f"stopped before its goal; continue with `pipelinerl train --resume {run.root}`")
 
 
 def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
-    """Write `summary.json` and return its contents. Raises RunDirectoryError if records can't be read or it written."""
+    """Write `summary.json` and return its contents.
+
+    Raises RunDirectoryError if records can't be read or the summary can't be written.
+    """
     run, plan = session.run, session.plan
     summary = summarize(
         session.config,
@@ -78,7 +81,10 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
 
 
 def _with_earlier_sessions(statuses: Mapping[str, StageStatus], plan: StartPlan) -> dict[str, StageStatus]:
-    """The trainer counts over the whole run, actors over the session: one gets what came before, so that they agree."""
+    """Add the rollouts of earlier sessions to one actor's count, so that counts agree with the trainer's.
+
+    The trainer counts over the whole run, actors count over the session.
+    """
     changed = dict(statuses)
     for stage, status in statuses.items():
         if isinstance(status.progress, ActorProgress):

@@ -1,4 +1,4 @@
-"""`pipelinerl.train`: one session of a run, from its folder to its summary."""
+"""`pipelinerl.train`: one session of a run, from its run directory to its summary."""
 
 from __future__ import annotations
 
@@ -24,26 +24,23 @@ from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What a run starts besides its own processes: a Redis server, if its streams are to lie in one of its own.
-
 
 class Broker(Protocol):
-    """A server of the streams. It ends with the run, however that ends."""
+    """The run's own Redis server, which holds its streams. It ends when the run ends or crashes."""
 
     @property
     def url(self) -> str: ...
 
     def failure(self) -> str | None:
-        """Why it does not run, in a line; None while it does."""
+        """Why the server has ended, in one line; None while it runs."""
         ...
 
 
 @contextmanager
 def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[Broker | None]:
-    """The run's own Redis, while inside; None if it needs none. What is in it is kept for a resume.
+    """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
 
-    Raises MissingDependencyError if redis-server or the library is not installed, StreamError if it does not start.
+    Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
     """
     if config.stream.kind != "redis" or config.stream.url is not None:
         yield None
@@ -57,17 +54,17 @@ def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[Broker | No
 def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     """Run `config` to its end and return the contents of `summary.json`.
 
-    With `resume`, a run directory, the run there goes on from its latest checkpoint, or from the beginning if it has none.
-    What the terminal shows is up to `config.metrics.view`. Raises what ended the run if that was not its goal (see
-    `errors`); the summary is written in any case.
+    With `resume`, a run directory, that run continues from its latest checkpoint, or from the beginning if it has none.
+    `config.metrics.view` selects what the terminal shows. If the run did not reach its goal, raises the error that ended it
+    (see `errors`), after writing the summary.
     """
     started_s = time.monotonic()
     config = validate(config)
     memory = check_before_the_start(config)
     lock = create_run_directory(config) if resume is None else open_run_directory(resume)
     try:
-        again = None if resume is None else _start_again(lock.run)
-        if again is not None:
+        restart_notice = None if resume is None else _start_again(lock.run)
+        if restart_notice is not None:
             resume = None
         if resume is not None:
             _refuse_changes(config, lock.run)
@@ -77,25 +74,27 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
             finished = _finished_summary(lock.run) if plan.version >= config.trainer.steps else None
             if finished is not None:
                 print(
-                    f"{lock.run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to go on"
+                    f"{lock.run.root} has reached its goal of {config.trainer.steps} steps; "
+                    "raise --trainer.steps to continue"
                 )
                 return finished
             plan = msgspec.structs.replace(plan, predicted_memory_bytes=memory.predicted_bytes)
             records_from_s = started_s - plan.elapsed_s
             session = Session(config, lock.run, plan, make_schedule(config), records_from_s)
-            return _session(session, lock, broker, [*([again] if again else []), *memory.lines])
+            notices = [*([restart_notice] if restart_notice else []), *memory.lines]
+            return _session(session, lock, broker, notices)
     finally:
         lock.release()
 
 
-def _session(session: Session, lock: RunLock, broker: Broker | None, said: Sequence[str]) -> dict[str, Any]:
-    """Run it; `said` is for the user, before anything starts."""
+def _session(session: Session, lock: RunLock, broker: Broker | None, notices: Sequence[str]) -> dict[str, Any]:
+    """Run the session. `notices` are shown to the user before anything starts."""
     config, run, plan = session.config, session.run, session.plan
     _write_start(session)
     title = f"pipelinerl · {config.schedule.kind} · {config.environment.kind} · {run.root}"
     view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
     view.say(f"run directory: {run.root}")
-    for line in said:
+    for line in notices:
         view.say(line)
     if plan.checkpoint:
         view.say(f"resuming at version {plan.version} from {plan.checkpoint}")
@@ -115,7 +114,7 @@ def _session(session: Session, lock: RunLock, broker: Broker | None, said: Seque
 
 
 def _write_start(session: Session) -> None:
-    """What the processes of the session, and a resume, read. Raises RunDirectoryError."""
+    """Write the files that the session's processes, and a later resume, read. Raises RunDirectoryError."""
     run = session.run
     try:
         write_plan(run, session.plan)
@@ -157,7 +156,7 @@ def _plan(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StartP
 
 
 def _finished_summary(run: RunDirectory) -> dict[str, Any] | None:
-    """What the run's last session came to, if it reached its goal."""
+    """The summary of the run's last session, if it reached its goal."""
     try:
         summary = msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
@@ -166,9 +165,9 @@ def _finished_summary(run: RunDirectory) -> dict[str, Any] | None:
 
 
 def _show(session: Session, summary: dict[str, Any], *, failed: bool) -> None:
-    """Curves as a picture and, unless the view is `none`, the table and a sample before and after.
+    """Draw the curves and, unless the view is `none`, print the table and a sample answer before and after training.
 
-    Of a run that failed, what the user needs is the error, and what the run came to is in its folder.
+    After a failure nothing is printed, so that the error stays visible; the results are in the run directory.
     """
     from pipelinerl.launch.closing import draw, show_result  # noqa: PLC0415 - matplotlib takes a second
 

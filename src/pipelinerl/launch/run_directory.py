@@ -1,4 +1,4 @@
-"""A run's folder: made once, used by one run at a time."""
+"""A run's directory: its files, its lock, and how it is created, reopened and cleaned."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 
 ORPHAN_PATIENCE_S = 30.0
-"""How long the processes of a run may take to end by themselves once their launcher is gone."""
+"""How long the processes of a run may take to end by themselves once their launcher has ended."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where everything of a run lies."""
+    """The paths of a run's files."""
 
     root: Path
 
@@ -67,16 +67,16 @@ class RunDirectory:
 
     @property
     def plan(self) -> Path:
-        """Where the session that is running, or ran last, started from. Written by this package alone."""
+        """The `StartPlan` of the current or latest session. Only this package writes it."""
         return self.control / "plan.json"
 
     @property
     def admission(self) -> Path:
-        """What the generation processes of the session that is running share (see `actor/admission.py`)."""
+        """The record that the generation processes of the current session share (see `actor/admission.py`)."""
         return self.control / "admission"
 
     def ready_file(self, role: str) -> Path:
-        """Where an engine server of the session that is running says its address."""
+        """Where an engine server of the current session writes its address."""
         return self.control / f"{role}.ready.json"
 
     @property
@@ -92,15 +92,15 @@ class RunDirectory:
 
 
 class RunLock:
-    """A run directory, held until `release`, or until this process and all that inherited `fd` have ended, however."""
+    """A lock on a run directory, held until `release`, or until this process and all that inherited `fd` have ended."""
 
     def __init__(self, run: RunDirectory) -> None:
-        """Raises RunDirectoryError if another run holds it. Processes whose launcher was killed are waited for."""
+        """Waits for the processes of a killed launcher to end. Raises RunDirectoryError if another run holds the lock."""
         self.run = run
         self.fd = os.open(run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline_s = time.monotonic() + ORPHAN_PATIENCE_S + 5.0
-        while not self._try():
-            if self._holder_lives() or time.monotonic() > deadline_s:
+        while not self._try_lock():
+            if self._holder_alive() or time.monotonic() > deadline_s:
                 os.close(self.fd)
                 raise RunDirectoryError(f"{run.root} is in use by another run; wait for it or choose another --run_dir")
             time.sleep(0.05)
@@ -110,15 +110,15 @@ class RunLock:
     def release(self) -> None:
         os.close(self.fd)
 
-    def _try(self) -> bool:
+    def _try_lock(self) -> bool:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
-    def _holder_lives(self) -> bool:
-        """Is the launcher that took the lock there? An empty file is one that is being written: it is."""
+    def _holder_alive(self) -> bool:
+        """Whether the launcher that took the lock still runs. An empty file means that it has just taken the lock."""
         pid = os.pread(self.fd, 32, 0)
         if not pid.isdigit():
             return True
@@ -132,9 +132,9 @@ class RunLock:
 
 
 def create_run_directory(config: RunConfig) -> RunLock:
-    """A folder for a new run, held. What a start that never got to train left in `run_dir` is removed.
+    """Create and lock the directory of a new run. Files of an earlier start that never trained are removed.
 
-    Raises RunDirectoryError if `run_dir` holds a run, is in use or can't be written to.
+    Raises RunDirectoryError if `run_dir` already has a run, is in use or can't be written to.
     """
     with _explained():
         root = Path(config.run_dir).absolute() if config.run_dir else _fresh_directory(config)
@@ -143,7 +143,7 @@ def create_run_directory(config: RunConfig) -> RunLock:
         lock = RunLock(run)
         try:
             if run.config.exists():
-                _forget_failed_start(run)
+                _remove_failed_start(run)
             run.make_folders()
         except BaseException:
             lock.release()
@@ -152,7 +152,7 @@ def create_run_directory(config: RunConfig) -> RunLock:
 
 
 def open_run_directory(root: Path) -> RunLock:
-    """The folder of a run that was started before, held. Raises RunDirectoryError if it is not one, or is in use."""
+    """Lock the directory of an existing run. Raises RunDirectoryError if it is not a run directory, or is in use."""
     run = RunDirectory(root.absolute())
     if not run.config.is_file():
         raise RunDirectoryError(f"{root} is not a run directory (it has no config.yaml)")
@@ -162,12 +162,12 @@ def open_run_directory(root: Path) -> RunLock:
     return lock
 
 
-def _forget_failed_start(run: RunDirectory) -> None:
-    """Remove what a run wrote before its first optimizer step. Raises RunDirectoryError if it got any further."""
+def _remove_failed_start(run: RunDirectory) -> None:
+    """Remove the files of a run that took no optimizer step. Raises RunDirectoryError if it took any."""
     trained = run.metrics.exists() and run.metrics.stat().st_size > 0
-    if trained or not run.plan.is_file():  # without a plan, it is somebody else's config.yaml
+    if trained or not run.plan.is_file():  # without a plan, config.yaml is not of a run
         raise RunDirectoryError(
-            f"{run.root} holds a run already; continue it with --resume {run.root} or choose another --run_dir"
+            f"{run.root} already has a run; continue it with --resume {run.root} or choose another --run_dir"
         )
     shutil.rmtree(run.streams, ignore_errors=True)
     for path in run.checkpoints.glob("step_*"):
@@ -178,7 +178,10 @@ def _forget_failed_start(run: RunDirectory) -> None:
 
 
 def set_aside(run: RunDirectory) -> Path:
-    """Make the folder ready for a start from the beginning: records move into the folder that is returned, the rest goes."""
+    """Prepare the directory for a start from the beginning.
+
+    Records move into a new folder, which is returned; streams and control files are removed.
+    """
     with _explained():
         kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
         kept.mkdir()
@@ -205,7 +208,7 @@ def _explained() -> Iterator[None]:
 
 
 def _fresh_directory(config: RunConfig) -> Path:
-    """A new folder `runs/<date>-<environment>-<schedule>`, with a number behind it if there is one of that name."""
+    """Make the folder `runs/<date>-<environment>-<schedule>`, with a number appended if it exists already."""
     environment = Path(config.environment.kind.split(":")[0]).stem
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{environment}-{config.schedule.kind}"
     runs = Path("runs").absolute()

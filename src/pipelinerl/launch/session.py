@@ -1,4 +1,4 @@
-"""One session of a run: what its launcher decided, and both of its sides need to know."""
+"""One session of a run: the launcher's decisions, which generation and training both need."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from pipelinerl.launch.stages.streams import StreamStore, stream_store
 from pipelinerl.ledger import LedgerRecord
 from pipelinerl.schedule import make_schedule
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Where a session of a run starts from: nothing, or a checkpoint. Known to both sides before either starts. No torch.
+# ---- the start of a session: from the beginning or from a checkpoint, planned before any process starts; imports no torch
 
 
 class KeptGroup(msgspec.Struct, frozen=True):
-    """A group that lies in a stream, with the number of its rollouts that are `left` to be trained on."""
+    """A group that is still in a stream, with the number of its rollouts `left` to train on."""
 
     index: int
     left: int
 
 
 class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a session starts. The default is a fresh run.
+    """Where a session starts. The defaults are a new run.
 
-    `taken` are the indices of groups never to be started again: dealt with by the trainer, or waiting in a stream, those
-    being `kept`, in the order in which the trainer will get them. `settled` counts the rollouts that it has trained or
-    dropped. `elapsed_s` is what records' times go on from. `redis_url` is that of the session's own Redis server.
-    `predicted_memory_bytes` is the most that each process is expected to take; empty where it is not known.
+    checkpoint, version       the checkpoint to load, and the version of its weights
+    taken                     indices of groups that must not be started again: the trainer is done with them, or they are
+                              still in a stream
+    kept                      the groups still in a stream, in the order in which the trainer will read them
+    settled                   number of rollouts that the trainer has trained on or dropped
+    elapsed_s                 the time at which the records continue
+    redis_url                 address of the session's own Redis server
+    predicted_memory_bytes    expected peak of each process; empty if it is not known
     """
 
     checkpoint: str | None = None
@@ -47,11 +50,11 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rollouts_before(self) -> int:
-        """Rollouts of earlier sessions that this one accounts for: settled, or kept in the stream."""
+        """Rollouts of earlier sessions that this session accounts for: settled, or kept in a stream."""
         return self.settled + sum(kept.left for kept in self.kept)
 
     def rollouts_left(self, groups: Mapping[int, int]) -> int:
-        """Rollouts still to be dealt with in these groups (index -> number of rollouts), all of which lie in streams."""
+        """Rollouts not yet trained on or dropped in `groups` (index -> number of rollouts), all of which are in streams."""
         left = {kept.index: kept.left for kept in self.kept}
         return sum(left.get(index, rollouts) for index, rollouts in groups.items())
 
@@ -67,7 +70,10 @@ def read_plan(run: RunDirectory) -> StartPlan:
 
 @dataclass(frozen=True)
 class Session:
-    """Times in the records count from `records_from_s`, by `time.monotonic`: those of a resumed run go on."""
+    """One session of a run.
+
+    Times in the records count from `records_from_s` (by `time.monotonic`), so that those of a resumed run continue.
+    """
 
     config: RunConfig
     run: RunDirectory
@@ -76,11 +82,11 @@ class Session:
     records_from_s: float
 
     def streams(self) -> StreamStore:
-        """Where the streams between the session's processes lie."""
+        """The store of the streams between the session's processes."""
         return stream_store(self.config, self.run, self.plan.redis_url)
 
 
 def read_session(run: RunDirectory, records_from_s: float) -> Session:
-    """The session as the launcher wrote it down for its workers."""
+    """The session that the launcher wrote to the run directory for its workers."""
     config = config_from_yaml(run.config.read_text())
     return Session(config, run, read_plan(run), make_schedule(config), records_from_s)

@@ -1,9 +1,9 @@
-"""Builds the environment of a run and plays its first problem with an empty answer, without a model.
+"""Builds the environment of a run and tries its first problem with an empty answer, without a model.
 
     python -m pipelinerl.launch.tryout FD
 
-The configuration comes as YAML on standard input; messages (`dry_run.TryoutMessage`) go to FD, one a line. Attempts run
-as in a run, under `actor.code_timeout_s` and `actor.rollout_timeout_s`.
+The configuration is read as YAML from standard input. Messages (`dry_run.TryoutMessage`) are written to FD, one per line.
+Attempts have the time limits of a run, `actor.code_timeout_s` and `actor.rollout_timeout_s`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingPar
 
 PROMPTS = 16
 PROMPTS_S = 10.0
-"""How many problems are looked at for the length of their prompts, and for how long at most."""
+"""How many problems are tried for the length of their prompts, and the time limit for trying them."""
 
 
 class EmptyAnswers(EngineClient):
-    """Stands where the engine's client is, and answers every request with the token that ends a text."""
+    """An engine client that answers every request with the end-of-text token, and records the prompts."""
 
     def __init__(self, end_id: int) -> None:
         self._end_id = end_id
@@ -62,32 +62,32 @@ def main(argument: str) -> int:
     fd = int(argument)
     os.set_inheritable(fd, False)
 
-    def say(message: TryoutMessage) -> None:
+    def send(message: TryoutMessage) -> None:
         os.write(fd, msgspec.json.encode(message) + b"\n")
 
     try:
-        say(asyncio.run(try_environment(config_from_yaml(sys.stdin.read()), say)))
+        send(asyncio.run(try_environment(config_from_yaml(sys.stdin.read()), send)))
     except PipelineRLError as error:
-        say(Mistake(type(error).__name__, str(error)))
+        send(Mistake(type(error).__name__, str(error)))
         return error.exit_status
     return 0
 
 
-async def try_environment(config: RunConfig, say: Callable[[TryoutMessage], None]) -> TryoutReport:
-    """Raises EnvironmentSetupError, ConfigError and ModelLoadError for what would end the run, or every rollout of it."""
+async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], None]) -> TryoutReport:
+    """Raises EnvironmentSetupError, ConfigError or ModelLoadError for what would end the run or fail every rollout."""
     kind = config.environment.kind
-    say(Step("loads the tokenizer"))
+    send(Step("loads the tokenizer"))
     tokenizer = load_tokenizer(config.model)
-    say(Step("builds the environment"))
+    send(Step("builds the environment"))
     began_s = time.monotonic()
     environment = make_environment(kind, config.environment.args, tokenizer, config.seed)
     built_s = time.monotonic() - began_s
-    say(Step("asks for held-out problems"))
+    send(Step("asks for held-out problems"))
     wanted = config.evaluation.problems
     held_out = len(held_out_problems(environment, wanted)) if wanted else 0
     if wanted and not held_out:
         raise no_held_out(kind, wanted)
-    say(Step("plays the first problem with an empty answer"))
+    send(Step("plays the first problem with an empty answer"))
     end_id = tokenizer.eos_token_id
     client = EmptyAnswers(0 if end_id is None else int(end_id))
     limits = TimeLimits(config.actor.rollout_timeout_s, CodeAlarm(config.actor.code_timeout_s))
@@ -125,7 +125,7 @@ async def try_environment(config: RunConfig, say: Callable[[TryoutMessage], None
 
 
 def _last_place(failure: Failure) -> str:
-    """Where it was raised: the last place that its traceback names."""
+    """The last frame of the failure's traceback, which is where the error was raised."""
     places = [line.strip() for line in failure.traceback.splitlines() if line.startswith("  File ")]
     return places[-1] if places else ""
 

@@ -1,1 +1,1 @@
-"""What a run says about itself: records and their sinks, the terminal view, the watchdog, the summary. No torch."""
+"""A run's metrics: records, the sinks they are written to, the timeline and the summary. Does not import torch."""

@@ -1,7 +1,7 @@
-"""What a run writes about itself: one `StepRecord` per optimizer step, one `EvaluationRecord` per evaluation.
+"""The records that a run writes: one `StepRecord` per optimizer step, one `EvaluationRecord` per evaluation.
 
-Times are seconds. Every measured number is `float | None`: None says that there was nothing to measure (a step whose
-samples all have zero gradient has no ESS) or that the number was not finite, which JSON cannot say.
+Times are seconds. Every measured number is `float | None`: None means that there was nothing to measure (a step whose
+samples all have zero gradient has no ESS) or that the number was not finite, which JSON cannot express.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 When = Literal["before", "online", "after"]
-"""An evaluation's place in the run: `online` ones are answered while training goes on."""
+"""When an evaluation takes place; `online` evaluations run during training."""
 
 
 class MetricMeans(NamedTuple):
@@ -36,7 +36,7 @@ class MetricMeans(NamedTuple):
 
 
 def mean_metrics(rollouts: Iterable[Mapping[str, float]]) -> MetricMeans:
-    """Of the metrics of these rollouts, in order of name. A mean that no float can hold is left out."""
+    """Means of the metrics of these rollouts, sorted by name. A mean that overflows a float is left out."""
     values: dict[str, list[float]] = {}
     for metrics in rollouts:
         for name, value in metrics.items():
@@ -49,9 +49,9 @@ def mean_metrics(rollouts: Iterable[Mapping[str, float]]) -> MetricMeans:
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine as the trainer saw it at the end of a step; counters are over the session.
+    """The engine's status as read by the trainer at the end of a step; counters are over the session.
 
-    `tokens_per_s` is the rate since the step before, `update_pause_s` the latest pause for a weight update.
+    `tokens_per_s` is the rate since the previous step, `update_pause_s` the latest pause for a weight update.
     """
 
     version: int
@@ -74,35 +74,36 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step. Batch statistics are over the rollouts (`samples`) or sampled tokens of that step alone.
 
-    version                 the weights' version after the step (1 for the first)
-    time_s                  end of the step, since the run started; a resumed run goes on from its last record
-    samples                 rollouts in the step, `samples_skipped` of them without gradient (advantage 0)
-    tokens_trained          sampled tokens with a gradient; `tokens_context` prompt tokens that went through the model
-    completion_length_*     sampled tokens per rollout of the batch, skipped ones included
-    sampled_length_mean     the same of everything the actor handed over lately, whatever became of it. The two together
-                            show a length bias, should dropping introduce one
-    started_length_mean     the same by order of *start*: of the latest groups before the oldest one that is still open. Not
-                            biased to short completions, which end first; attempts that the actor dropped are in it
-    length_lag_correlation  over the rollouts of the batch, of their sampled tokens and the lag of their oldest token
+    version                 version of the weights after the step (1 after the first step)
+    time_s                  end of the step, since the run started; a resumed run continues from its last record
+    samples                 rollouts in the step, including `samples_skipped` without gradient (advantage 0)
+    tokens_trained          sampled tokens with a gradient; `tokens_context` counts prompt tokens computed by the model
+    completion_length_*     sampled tokens per rollout of the batch, including skipped rollouts
+    sampled_length_mean     the same over all rollouts that the actor delivered recently, trained on or not. If dropping
+                            biases training to some lengths, this mean differs from completion_length_mean
+    started_length_mean     the same in order of *start*: over the latest groups that started before the oldest unfinished
+                            one. Not biased to short completions, which finish first; includes attempts that the actor
+                            dropped
+    length_lag_correlation  correlation, over the rollouts of the batch, of sampled tokens and lag of the oldest token
     ess                     effective sample size (sum w)^2 / (N sum w^2), in (0, 1]
-    kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (k1; the k3 estimate is beside it)
+    kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (the k1 estimate; `_k3` is the k3 one)
     lag_*                   optimizer steps between the weights that sampled a token and the weights being trained
-    versions_in_batch       how many weight versions sampled its tokens. Always 1: generation and training go in rounds
-    masked_fraction         tokens that a mask, or the loss's clip, left without a gradient from their advantage
-    truncated_fraction      tokens learned from with a limit in the place of their own importance weight
-    longest_*               of the tokens of the longest quarter of the rollouts: lag_mean, and the share masked or truncated
+    versions_in_batch       number of weight versions that sampled the batch; 1 if weights change between rounds only
+    masked_fraction         share of tokens that get no gradient from their advantage because of a mask or the loss's clip
+    truncated_fraction      share of tokens whose importance weight was replaced by a limit
+    longest_*               over the tokens of the longest quarter of the rollouts: lag_mean, and share masked or truncated
     weight_*                importance weights pi/mu before any limit
-    on_policy_gap           largest |log pi - log mu| over tokens of lag 0: zero up to numerics if both agree, but
-                            for sequences that span an update with kept KV entries
-    train_s, wait_s         time in the step, and time the trainer had waited for its data before
-    saving_s                time for writing a checkpoint or a copy of the weights, between the step before and this one
-    packing_efficiency      tokens over (rows x row length) of the step's micro-batches
-    queued                  rollouts at hand after the step
+    on_policy_gap           largest |log pi - log mu| over tokens of lag 0. Zero up to numerics if engine and trainer agree,
+                            except in sequences that span an update with kept KV entries
+    train_s, wait_s         time in the step, and time that the trainer waited for its data before the step
+    saving_s                time to write a checkpoint or a copy of the weights between the previous step and this one
+    packing_efficiency      tokens / (rows x row length) over the step's micro-batches
+    queued                  rollouts queued at the trainer after the step
     dropped                 rollouts dropped at the trainer so far, by reason
-    actor_dropped           rollouts that the actors dropped in this session, by reason, and `actor_dropped_tokens` sampled
-                            for them
-    ess_guard_trips         batches refused so far because of their ESS
-    metrics                 means of the rollouts' metrics by name, `metric_counts` how many of them have it
+    actor_dropped           rollouts dropped by the actors in this session, by reason; `actor_dropped_tokens` counts their
+                            sampled tokens
+    ess_guard_trips         batches rejected so far because of their ESS
+    metrics                 means of the rollouts' metrics by name; `metric_counts`: number of rollouts that have each
     """
 
     version: int
@@ -152,26 +153,26 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     metric_counts: dict[str, int] = {}
 
     def numbers(self) -> dict[str, float]:
-        """Every finite number by field name, nested ones as `engine/version`, `dropped/stale`, `metrics/words/reward`."""
+        """All finite numbers by field name; nested names are `engine/version`, `dropped/stale`, `metrics/words/reward`."""
         flat: dict[str, float] = {}
         _flatten("", msgspec.to_builtins(self), flat)
         return flat
 
     def headline(self) -> dict[str, float]:
-        """Those of them that every run has, for the board: there is no bound on what an environment measures."""
+        """`numbers` without environment metrics, whose number is unbounded; for the status board, which has little room."""
         return msgspec.structs.replace(self, metrics={}, metric_counts={}).numbers()
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out problems, each answered once.
+    """One evaluation: each held-out problem is attempted once.
 
-    version           of the weights when it began. Those of an `online` evaluation change meanwhile:
-    version_*         lowest, highest and mean version over all sampled tokens; None without any
-    time_s            its end
-    reward_mean       over all problems, with failed attempts as 0; `failed` counts these by reason
-    completion_*      sampled tokens of those that did not fail
-    skipped           evaluations that were due since the record before and left out: another was running, or training ended
-    metrics           means of the answers' metrics by name, `metric_counts` how many of them have it
+    version           version of the weights at the start; during an `online` evaluation the weights change
+    version_*         lowest, highest and mean version over all sampled tokens; None without tokens
+    time_s            end of the evaluation
+    reward_mean       mean over all problems, counting failed attempts as 0; `failed` counts them by reason
+    completion_*      sampled tokens per attempt, without failed attempts
+    skipped           evaluations that were due since the previous record but skipped: another was running, or training ended
+    metrics           means of the attempts' metrics by name; `metric_counts`: number of attempts that have each
     """
 
     when: When
@@ -205,7 +206,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
         skipped: int = 0,
         metrics: Iterable[Mapping[str, float]] = (),
     ) -> EvaluationRecord:
-        """Statistics of one evaluation: a reward for each problem, a number of sampled tokens for each that was answered.
+        """Statistics of one evaluation: one reward for each problem, one number of sampled tokens for each success.
 
         The standard error is s / sqrt(n) with the sample standard deviation s; None for fewer than two problems.
         """
@@ -233,11 +234,11 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def newest_version(self) -> int:
-        """The newest weights that had to do with it."""
+        """The newest version of weights that was used."""
         return max(self.version, self.version_max or 0)
 
     def numbers(self) -> dict[str, float]:
-        """The result's numbers as `evaluation/NAME`. When and by which weights it was is the point on the axis."""
+        """The results as `evaluation/NAME`, without the time and the versions, which are the position on the axis."""
         fields = msgspec.structs.asdict(self)
         axis = {"when", "version", "version_min", "version_max", "version_mean", "time_s", "skipped"}
         flat: dict[str, float] = {}
@@ -246,9 +247,9 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A look at one engine at `time_s`, on the axis of `StepRecord.time_s`; `tokens_generated` is over the session.
+    """The load of one engine at `time_s`, on the axis of `StepRecord.time_s`; `tokens_generated` is over the session.
 
-    `in_progress` sequences have a slot, `queued` requests wait for one. Evaluations are in it, too.
+    `in_progress` sequences have a slot, `queued` requests wait for one. Includes requests of evaluations.
     """
 
     worker: int
@@ -260,7 +261,7 @@ class TimelineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
-    """The q-quantile with linear interpolation between order statistics; None of nothing."""
+    """The q-quantile with linear interpolation between order statistics; None if `values` is empty."""
     return float(np.quantile(values, q)) if len(values) else None
 
 
@@ -269,12 +270,11 @@ RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
 
 
 def read_records(path: Path, kind: type[RecordT]) -> list[RecordT]:
-    """The records of a JSONL file, in order of version. No file, or an empty one: no records.
+    """The records of a JSONL file, in order of version; empty if the file is missing or empty.
 
-    A last line without its line break was being written when the process died: it is left out. A run that resumes from
-    a checkpoint repeats the steps after it: of equal versions the later line counts, and lines of a later version that
-    precede a repeated one are of the abandoned past. So are online evaluations that weights after the checkpoint have
-    answered in part.
+    A last line without a line break is left out: it was being written when the process died. A run that resumes from a
+    checkpoint repeats the steps after it. So of equal versions the later line counts, and earlier lines with a later version
+    than a repeated one are left out. The same holds for online evaluations that used weights after the checkpoint.
 
     Raises RunDirectoryError for a file that can't be read and for any other line that is not such a record.
     """

@@ -1,4 +1,4 @@
-"""Where metrics go: JSONL always, TensorBoard on request, through one small seam."""
+"""Metric sinks: JSONL always, TensorBoard on request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """Steps to `metrics.jsonl`, evaluations to `evaluations.jsonl`, in the run directory, a line each.
+    """Appends steps to `metrics.jsonl` and evaluations to `evaluations.jsonl` in the run directory, one line each.
 
-    A file is opened, for appending, with the first record that goes to it.
+    Each file is opened when its first record is written.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -39,7 +39,7 @@ class JsonlSink:
 
 
 class FanOut:
-    """Every record to every sink, in order."""
+    """Writes every record to all sinks, in order."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -54,9 +54,9 @@ class FanOut:
 
 
 def make_sink(run_dir: Path, *, tensorboard: bool = False) -> Sink:
-    """JSONL in `run_dir` and, if asked for, TensorBoard events in `run_dir/tensorboard`.
+    """A sink for JSONL in `run_dir` and, with `tensorboard`, TensorBoard events in `run_dir/tensorboard`.
 
-    Raises MissingDependencyError when TensorBoard is asked for and not installed.
+    Raises MissingDependencyError if TensorBoard is wanted but not installed.
     """
     sinks: list[Sink] = [JsonlSink(run_dir)]
     if tensorboard:

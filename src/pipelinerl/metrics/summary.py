@@ -1,4 +1,4 @@
-"""`summary.json`: what a run came to, computed from its records and the stages' last words. Pure."""
+"""The contents of `summary.json`, computed from a run's records and the stages' last statuses. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progres
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
 MANY_CUT = 0.5
-"""Share of answers that were cut, from which on it is the likely reason for equal rewards."""
+"""If at least this share of the completions was cut, that is the likely reason for equal rewards."""
 
 
 def summarize(
@@ -28,25 +28,25 @@ def summarize(
     peak_memory_bytes: Mapping[str, int] | None = None,
     resumed_from: int | None = None,
 ) -> dict[str, Any]:
-    """The contents of `summary.json`. A number there is nothing to compute from is None; nothing raises.
+    """The contents of `summary.json`. A number that can't be computed is None. Raises no error.
 
     steps, evaluations   of the whole run, sessions before a resume included
-    statuses             the last status of every stage of this session, by stage; several engines or actors add up
-    wall_s               length of this session; rates are over it: this session's steps, after `resumed_from`
+    statuses             the last status of every stage of this session, by stage; several engines or actors are summed
+    wall_s               length of this session; rates divide this session's counts (steps after `resumed_from`) by it
     status               "finished", "interrupted" or "failed: WHY"
-    stream_rollouts      rollouts that lie in the stream, handed over by the actor and not taken by the trainer
+    stream_rollouts      rollouts in the stream: written by the actor and not yet taken by the trainer
     resumed_from         version of the checkpoint that this session started from
 
     `reward_first` and `reward_last` are means over the first and last min(5, n/4) of n steps, at least one.
-    Means over the run weigh every step equally, except lengths and lag, which weigh rollouts and tokens.
+    Means over the run weight every step equally, except that lengths are weighted by rollouts and lag by tokens.
     `cut_fraction` is the share of this session's rollouts that ended at their token limit. `nothing_learned` says why no
-    step had a gradient; None if one had, or there was none.
-    `eval_online` are the evaluations while training went on: `version` is that of the weights when one began, and its
-    tokens were sampled by those from `version_min` to `version_max`. `eval_skipped` counts those that were due and left out.
-    `started_length_mean` is the last step's, of the latest groups in order of start. `actor_dropped_length_mean` is the mean
-    of sampled tokens of the rollouts that actors dropped, by reason.
-    `rollouts_dropped` adds up the actor's and the trainer's counts. If started rollouts are not exactly the sum of those
-    trained, dropped, queued and in progress, there is one more key: `conservation_error`, with the numbers.
+    step had a gradient; it is None if a step had one, or if there was no step.
+    `eval_online` are the evaluations during training. `version` is that of the weights when the evaluation began; its tokens
+    were sampled by versions `version_min` to `version_max`. `eval_skipped` counts evaluations that were due but skipped.
+    `started_length_mean` is that of the last step (see `StepRecord`). `actor_dropped_length_mean` is the mean number of
+    sampled tokens of the rollouts that actors dropped, by reason.
+    `rollouts_dropped` is the sum of the actor's and the trainer's counts. If the number of started rollouts is not the sum
+    of those trained, dropped, queued and in progress, the key `conservation_error` is added, with the numbers.
     """
     engine, actor, trainer = engine_total(statuses), actor_total(statuses), trainer_progress(statuses)
     session = [step for step in steps if resumed_from is None or step.version > resumed_from]
@@ -99,9 +99,9 @@ def summarize(
 def account_for_rollouts(
     actor: ActorProgress | None, trainer: TrainerProgress | None, stream_rollouts: int
 ) -> dict[str, Any]:
-    """Where every started rollout is. The parts are counted by those who hold them, never derived from the total.
+    """What happened to every started rollout. Each part is counted by the stage that holds it, not derived from the total.
 
-    Without an actor's count there is nothing to check against, and the numbers it would give are None.
+    Without an actor's status the numbers that it would give are None, and the sum is not checked.
     """
     trained = trainer.trained if trainer else 0
     queued = stream_rollouts + (trainer.queued if trainer else 0)
@@ -139,7 +139,7 @@ def account_for_rollouts(
 
 
 def nothing_learned(steps: Sequence[StepRecord], cut: float | None, max_tokens: int) -> str | None:
-    """Why no step had a gradient, in a sentence; None if one had, or there was no step. `cut`: the share of cut answers."""
+    """A sentence that says why no step had a gradient; None if one had, or there was no step. `cut` is `cut_fraction`."""
     if not steps or any(step.tokens_trained and step.grad_norm != 0 for step in steps):
         return None
     rewards = {step.reward_mean for step in steps if step.reward_std == 0}
@@ -147,14 +147,14 @@ def nothing_learned(steps: Sequence[StepRecord], cut: float | None, max_tokens: 
         reason = f"every rollout had the reward {rewards.pop():g}"
     else:
         reason = "in every group all rewards were equal"
-    said = f"no step had a gradient, as {reason}"
+    message = f"no step had a gradient, as {reason}"
     if cut is not None and cut >= MANY_CUT:
-        return f"{said}; {cut:.0%} of the answers were cut at their token limit: raise actor.max_tokens, {max_tokens} now"
-    return f"{said}; look at the answers with `pipelinerl browse`, and at the reward"
+        return f"{message}; {cut:.0%} of the answers were cut at their token limit: raise actor.max_tokens, {max_tokens} now"
+    return f"{message}; check the answers with `pipelinerl browse`, and the reward"
 
 
 def edge_of(steps: Sequence[StepRecord]) -> int:
-    """How many steps are the beginning of a run, and how many its end."""
+    """How many steps count as the beginning of a run, and how many as its end."""
     return max(1, min(5, len(steps) // 4))
 
 
@@ -196,7 +196,7 @@ def _evaluated(when: str, record: EvaluationRecord | None) -> dict[str, Any]:
 
 
 def _version(steps: Sequence[StepRecord], trainer: TrainerProgress | None, resumed_from: int | None) -> int:
-    """The newest that anyone knows of: a trainer that died may have written its record and not its status, or neither."""
+    """The newest version known: a trainer that died may have written its record but not its status, or neither."""
     return max(steps[-1].version if steps else 0, trainer.version if trainer else 0, resumed_from or 0)
 
 

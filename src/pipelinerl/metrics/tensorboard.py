@@ -1,4 +1,4 @@
-"""TensorBoard events, through TensorBoard's own writer: no torch involved. Needs the extra `tensorboard`."""
+"""Writes TensorBoard events with TensorBoard's own writer, without torch. Needs the extra `tensorboard`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ except ImportError as error:
 
 
 class TensorboardSink:
-    """One chart per number of a record, over the weights' version, flushed with every record."""
+    """One chart for each number of a record, over the weights' version. Flushed with every record."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = Writer(str(folder))

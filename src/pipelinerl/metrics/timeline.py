@@ -1,4 +1,4 @@
-"""What each engine had in progress, and when: a few small records a second, a file for each generation process."""
+"""The timeline of each engine's load: at most four small records a second, one file for each generation process."""
 
 from __future__ import annotations
 
@@ -26,37 +26,38 @@ class TimelineWriter:
         self._due_s = clock()
 
     def note(self, progress: Callable[[], EngineProgress]) -> None:
-        """Write a record if the last one is `EVERY_S` old; `progress` is asked for only then. Raises RunDirectoryError."""
+        """Write a record if the last one is `EVERY_S` old; `progress` is called only then. Raises RunDirectoryError."""
         now_s = self._clock()
         if now_s < self._due_s:
             return
         self._due_s = now_s + EVERY_S
-        seen = progress()
+        current = progress()
         record = TimelineRecord(
             worker=self._worker,
             time_s=now_s - self._origin_s,
-            in_progress=seen.in_progress,
-            queued=seen.queued,
-            tokens_generated=seen.tokens_generated,
-            version=seen.version,
+            in_progress=current.in_progress,
+            queued=current.queued,
+            tokens_generated=current.tokens_generated,
+            version=current.version,
         )
         try:
             self._lines.write(record)
         except OSError as error:
-            raise RunDirectoryError(f"can't write the timeline: {error.strerror or error}; make room and resume") from error
+            why = error.strerror or error
+            raise RunDirectoryError(f"can't write the timeline: {why}; free disk space and resume") from error
 
     def close(self) -> None:
         self._lines.close()
 
 
 def read_timeline(run_dir: Path) -> list[TimelineRecord]:
-    """The records of all engines of a run, by time. What a resumed run has lived through again counts as lived later.
+    """The records of all engines of a run, by time. Records that a resumed run has repeated replace the earlier ones.
 
     Raises RunDirectoryError for a file that can't be read or is damaged.
     """
     records: list[TimelineRecord] = []
     for path in sorted(run_dir.glob(f"{_STEM}*.jsonl")):
-        of_one: list[TimelineRecord] = []
+        of_engine: list[TimelineRecord] = []
         try:
             written = read_json_lines(path, TimelineRecord)
         except OSError as error:
@@ -64,8 +65,8 @@ def read_timeline(run_dir: Path) -> list[TimelineRecord]:
         except ValueError as error:
             raise RunDirectoryError(f"this is not a timeline: {error}; repair or delete the line") from error
         for record in written:
-            while of_one and of_one[-1].time_s >= record.time_s:
-                of_one.pop()
-            of_one.append(record)
-        records += of_one
+            while of_engine and of_engine[-1].time_s >= record.time_s:
+                of_engine.pop()
+            of_engine.append(record)
+        records += of_engine
     return sorted(records, key=lambda record: (record.time_s, record.worker))

@@ -1,4 +1,4 @@
-"""Engines and actors of several generation processes, added up to one of each."""
+"""Sums of the progress of several generation processes: one total for the engines and one for the actors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ ProgressT = TypeVar("ProgressT", EngineProgress, ActorProgress, TrainerProgress)
 
 
 def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
-    """All engines as one; None if there is none.
+    """The total over all engines; None if there is none.
 
-    Counts and times add up, so that `busy_s / ready_s` is the engines' mean. `version` is the oldest that any holds, and
-    `weight_updates` what one of them has taken. The last of `pauses_s` is the longest of their latest pauses.
+    Counts and times are summed, so that `busy_s / ready_s` is the mean over the engines. `version` is the oldest version
+    that any engine holds, and `weight_updates` the largest count of one engine. The last of `pauses_s` is the longest of
+    the engines' latest pauses.
     """
     engines = _all(statuses.values(), EngineProgress)
     if len(engines) < 2:
@@ -37,8 +38,9 @@ def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
 
 
 def actor_total(statuses: Mapping[str, StageStatus]) -> ActorProgress | None:
-    """All actors as one; None if there is none. Counts add up; `recent_reward` and
-    `started_length_mean` are means over those that have one."""
+    """The total over all actors; None if there is none. Counts are summed; `recent_reward` and `started_length_mean` are
+    means over the actors that have one, the latter weighted by `started_lengths`.
+    """
     actors = _all(statuses.values(), ActorProgress)
     if len(actors) < 2:
         return actors[0] if actors else None

@@ -1,1 +1,1 @@
-"""Hugging Face models as the stages need them: loading, attention, packed forwards, weights by name, conversion."""
+"""Hugging Face models: loading, attention, packed forwards, named weights, LoRA, conversion from GGUF."""

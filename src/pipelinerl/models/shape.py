@@ -1,4 +1,4 @@
-"""What a model's folder says of its size: read from `config.json` and the headers of its weights, without torch."""
+"""Reads a model's sizes from its `config.json` and the headers of its safetensors files, without torch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import msgspec
 from pipelinerl.errors import ModelLoadError
 
 LONGEST_SLOT = 2048
-"""Slots are no longer than this unless asked to be: KV memory grows with it."""
+"""Longest slot in tokens, unless `engine.max_length` asks for more: KV memory grows with it."""
 _MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _LOOKUPS = ("embed", "wte", "wpe")
-"""In names of matrices that are looked up in, not multiplied with."""
+"""Parts of the names of lookup tables (embeddings), which are not multiplied with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a decoder. `parameters` counts a tensor that has two names once.
 
-    `linears` are the shapes of the matrices that tokens are multiplied with, by name, that of the output `head` included
-    (which is also the embedding where the two are tied). `query_width` and `kv_width` are heads times head size,
-    `feed_forward` is the inner width of a layer's MLP (of all experts that a token goes through). `max_length` is None
-    where it is not said.
+    `linears` are the shapes of the matrices that tokens are multiplied with, by name. The output `head` is one of them (and
+    is also the embedding if the two are tied). `query_width` and `kv_width` are heads times head size. `feed_forward` is the
+    inner width of a layer's MLP (the sum over all experts that a token goes through). `max_length` is None if the config
+    does not give it.
     """
 
     parameters: int
@@ -44,14 +44,14 @@ class ModelShape:
     max_length: int | None
 
     def slot_length(self, asked: int | None) -> int:
-        """Longest prompt + completion of an engine's slot: `asked`, else the model's maximum, at most `LONGEST_SLOT`."""
+        """Longest prompt + completion of a slot, in tokens: `asked`, or else the model's maximum, at most `LONGEST_SLOT`."""
         return asked or min(self.max_length or LONGEST_SLOT, LONGEST_SLOT)
 
 
 def read_shape(folder: Path) -> ModelShape | None:
-    """The sizes of the model in `folder`; None if it does not say them (weights that are not safetensors, an odd config).
+    """The sizes of the model in `folder`; None if they can't be read (weights that are not safetensors, an unusual config).
 
-    Raises ModelLoadError for files that are damaged or not all there.
+    Raises ModelLoadError for files that are damaged or incomplete.
     """
     config = _json(folder / "config.json")
     tensors = dict(_tensors(folder))
@@ -104,7 +104,10 @@ def _tensors(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """A safetensors file: 8 bytes with the length of a JSON header, which says where each tensor lies behind it."""
+    """Shapes by name from a safetensors header: 8 bytes with the header's length, then JSON with each tensor's offsets.
+
+    Raises ModelLoadError if the file can't be read, is damaged or is shorter than the header says.
+    """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -116,7 +119,7 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
     except OSError as error:
         raise ModelLoadError(f"can't read {path}: {error.strerror}; get a complete copy of the model") from error
     except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
-        raise ModelLoadError(f"{path} is no safetensors file, or damaged; get a complete copy of the model") from error
+        raise ModelLoadError(f"{path} is damaged or not a safetensors file; get a complete copy of the model") from error
     if missing > 0:
         raise ModelLoadError(f"{path} is cut short: {missing} bytes are missing; get a complete copy of the model")
     return shapes
@@ -132,5 +135,5 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """What different families call the same number by different names."""
+    """The first of `names` that is a positive integer in `config`: model families use different names for one number."""
     return next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), None)

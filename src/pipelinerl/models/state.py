@@ -1,4 +1,4 @@
-"""The weights of a model as named tensors: all of them, their checksum, and putting them back exactly."""
+"""The weights of a model as named tensors: reading all of them, their checksum, and copying them back exactly."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     Tied parameters appear under every name, as the same storage. Nothing is copied; the tensors are detached.
     """
     weights = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for name, value in model.state_dict().items():  # This is where a module says which buffers are persistent.
+    for name, value in model.state_dict().items():  # adds buffers: state_dict has the persistent ones only
         if isinstance(value, Tensor):
             weights.setdefault(name, value.detach())
     return weights
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """For each name the first name that has the very same tensor (itself, unless it is a tied alias)."""
+    """For each name, the first name of the same tensor: the name itself unless it is a tied alias."""
     owners: dict[tuple[object, ...], str] = {}
     firsts = {}
     for name, tensor in tensors.items():
         where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        # Tensors without elements (and without data: meta) have no address of their own.
+        # Empty tensors and meta tensors have no address that identifies them.
         firsts[name] = owners.setdefault(where, name) if tensor.numel() and not tensor.is_meta else name
     return firsts
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """128 bits, as 32 hex digits, over name, type, shape and bytes of every tensor; the order of names does not matter.
+    """Checksum over name, type, shape and bytes of every tensor: 128 bits as 32 hex digits. Independent of the order.
 
     Tensors on other devices are copied to the CPU one at a time; a tied tensor is read once.
     """
@@ -50,14 +50,14 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def _digest(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)  # NumPy has no bfloat16, but has bytes.
+    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)  # Viewed as bytes: NumPy has no bfloat16.
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors with a value that is not finite, a tied one under its first name.
+    """Names of the tensors with a value that is not finite. A tied tensor has its first name.
 
-    Each tensor is summed, which takes about as long as reading it, and the sum can only be finite if every value is. Values
-    are looked at one by one only where the sum is not finite: the sum of large finite values may overflow.
+    Each tensor is summed, which takes about as long as reading it: the sum is finite only if every value is. Single values
+    are checked only if the sum is not finite, since the sum of large finite values may overflow.
     """
     owners = [name for name, first in first_names(tensors).items() if name == first and tensors[name].is_floating_point()]
     if not owners:
@@ -71,13 +71,13 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the model's own storage: all of them, or none.
 
     Names and shapes must be exactly those of `named_weights(model)`, and all values finite; types and devices are
-    converted. Raises WeightUpdateError, listing what is wrong, before anything is copied.
+    converted. Raises WeightUpdateError, listing all problems, before anything is copied.
     """
     weights = named_weights(model)
     problems = [
-        *_listed("missing", sorted(weights.keys() - tensors.keys())),
-        *_listed("unknown", sorted(tensors.keys() - weights.keys())),
-        *_listed(
+        *_summary_of("missing", sorted(weights.keys() - tensors.keys())),
+        *_summary_of("unknown", sorted(tensors.keys() - weights.keys())),
+        *_summary_of(
             "of another shape",
             [
                 f"{name} {tuple(tensors[name].shape)}, the model has {tuple(weight.shape)}"
@@ -87,8 +87,8 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         ),
     ]
     if not problems:
-        problems = _listed("tied in the model but not equal", _untied(weights, tensors))
-        problems += _listed("with values that are not finite", not_finite(tensors))
+        problems = _summary_of("tied in the model but not equal", _untied(weights, tensors))
+        problems += _summary_of("with values that are not finite", not_finite(tensors))
     if problems:
         raise WeightUpdateError("the weights do not fit the model: " + "; ".join(problems))
     with torch.no_grad():
@@ -98,7 +98,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _untied(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names that share one tensor in the model, with different contents in `tensors`."""
+    """Pairs of names that share one tensor in the model but have different contents in `tensors`."""
     sources = first_names(tensors)
     return [
         f"{first} and {name}"
@@ -107,7 +107,7 @@ def _untied(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> lis
     ]
 
 
-def _listed(what: str, names: Iterable[str], most: int = 8) -> list[str]:
+def _summary_of(what: str, names: Iterable[str], most: int = 8) -> list[str]:
     names = list(names)
     if not names:
         return []

@@ -1,4 +1,4 @@
-"""From finished groups to samples the trainer can take: advantages, joined turns, filters with counts, packing."""
+"""Turns finished groups into training samples: advantages, joined turns, filters with counts, packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages of the attempts at one problem: each reward against a baseline made of the group's rewards."""
+"""Advantages of the attempts at one problem: each reward minus a baseline computed from the group's rewards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fractions import Fraction
 from typing import Literal
 
 MAX_REWARD = 1e30
-"""Rewards beyond this size are refused: the loss computes in float32, whose largest number is 3e38."""
+"""Rewards of a larger magnitude are rejected: the loss uses float32, whose largest number is 3e38."""
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation before dividing by it, so that rewards that differ by next to nothing are not blown up."""
+"""Added to the standard deviation before dividing by it, so that tiny differences in reward are not amplified."""
 
 
 def advantages(

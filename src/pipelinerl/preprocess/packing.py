@@ -11,7 +11,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
     A sample longer than the budget gets a bin of its own. Best-fit decreasing: the longest sample first, each into the
     fullest bin that has room, the earliest such bin among equals. Any two bins hold more than one budget between them, so
-    there are never twice as many bins as the tokens need; O(n log n) comparisons. The result depends on nothing but the
+    there are never twice as many bins as the tokens need; O(n log n) comparisons. The result depends only on the
     arguments. Indices ascend within a bin, bins are ordered by their first index.
 
     Raises ValueError for a length or budget below 1.

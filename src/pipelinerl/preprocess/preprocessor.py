@@ -1,4 +1,4 @@
-"""One finished group in, training samples out; whatever is left out is counted, by reason and by length."""
+"""Turns a finished group into training samples, and counts dropped rollouts by reason and length."""
 
 from __future__ import annotations
 
@@ -13,28 +13,25 @@ from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.types import Group, Rollout, Segment, TrainingSample
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The seam to the reference model of the KL penalty.
-
 
 class ReferenceScorer(Protocol):
-    """Knows the log-probabilities of a frozen reference model, usually the initial weights."""
+    """Computes log-probabilities under the frozen reference model of the KL penalty, usually the initial weights."""
 
     def score(self, segments: Sequence[Segment]) -> Sequence[Sequence[float]]:
         """For each segment, the log-probability of each of its sampled tokens, in order of position.
 
-        At the temperature of training rollouts, so that it compares with `behaviour_logprobs`. All segments of a group come
-        in one call; the scorer batches them as it likes.
+        Computed at the temperature of training rollouts, so that they are comparable to `behaviour_logprobs`. One call has
+        all segments of a group; the scorer chooses the batching.
         """
         ...
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a group's rollouts: each is in `samples` or in `dropped_by_length`, never in both.
+    """A prepared group. Each rollout is either in `samples` or in `dropped_by_length`.
 
-    `index` is the group's, `ids` those of all of its rollouts, and `newest_version` is the newest that has computed any
-    token of it. `dropped_by_length` has, by reason, the number of sampled tokens of each rollout
-    dropped for it, so that a bias against a length shows; `dropped_ids`, in the same order, which ones these are.
+    `index` is the group's index, `ids` are the ids of all its rollouts, and `newest_version` is the newest version that
+    computed any of its tokens. `dropped_by_length` maps each reason to the number of sampled tokens of each rollout dropped
+    for it, so that a bias against a length is visible. `dropped_ids` has the ids of these rollouts in the same order.
     """
 
     index: int
@@ -51,11 +48,11 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preprocessor:
-    """Turns groups into samples. Advantages are those of the whole group, whatever is then dropped from it.
+    """Turns groups into samples. Advantages are computed over the whole group, before rollouts are dropped.
 
     A rollout is dropped for the first of these reasons that applies:
     `empty`: it has no sampled tokens; `overlong`: its last completion was cut at its token limit (`overlong: drop`);
-    `zero_advantage`: there is nothing to learn from it (`zero_advantage: drop`).
+    `zero_advantage`: its advantage is 0, so it has no policy gradient (`zero_advantage: drop`).
     """
 
     def __init__(self, config: PreprocessConfig, reference: ReferenceScorer | None = None) -> None:
@@ -63,7 +60,7 @@ class Preprocessor:
         self._reference = reference
 
     def process(self, group: Group) -> Prepared:
-        """Prepare one group. Raises RolloutError, naming the group and rollout, for what no engine can have produced."""
+        """Prepare one group. Raises RolloutError, naming the group and rollout, for an inconsistent rollout."""
         samples: list[TrainingSample] = []
         dropped: dict[str, list[TrainingSample]] = {}
         for rollout, advantage in zip(group.rollouts, self._advantages(group), strict=True):
@@ -102,7 +99,7 @@ class Preprocessor:
 
 
 def newest_version(group: Group) -> int:
-    """The newest weights that have computed any token of the group, prompts included."""
+    """The newest version that computed any token of the group, including prompts."""
     spans = (
         span
         for rollout in group.rollouts

@@ -1,4 +1,4 @@
-"""Where groups become prepared groups: as the trainer reads them, or in a process between two streams.
+"""The two places where groups are prepared: in the reader of the trainer, or in a separate process between two streams.
 
 rollout stream ──▶ PreparingReader ──▶ trainer                                                        (one process)
 rollout stream ──▶ PreparingReader ──▶ PreprocessorStage ──▶ prepared stream ──▶ trainer              (two)
@@ -18,14 +18,14 @@ POLL_S = 0.002
 
 
 class PreparingReader:
-    """A stream of groups, read as prepared ones. Offsets and counts are those of the stream."""
+    """A reader of a stream of groups that prepares each group it reads. Offsets and counts are those of the stream."""
 
     def __init__(self, reader: StreamReader[Group], preprocessor: Preprocessor) -> None:
         self._reader = reader
         self._preprocessor = preprocessor
 
     def read(self, limit: int) -> Sequence[tuple[int, Prepared]]:
-        """Take up to `limit` groups that are there now and prepare them. Raises what reader and preprocessor raise."""
+        """Read up to `limit` available groups and prepare them. Raises what the reader and the preprocessor raise."""
         return [(offset, self._preprocessor.process(group)) for offset, group in self._reader.read(limit)]
 
     def commit(self, offset: int) -> None:
@@ -39,14 +39,14 @@ class PreparingReader:
 
 
 class PreprocessorStage:
-    """The preprocessor as a stage of its own, one turn at a time.
+    """The preprocessor as a separate stage.
 
     consumes      groups from the rollout stream, one more than the prepared stream has room for
     produces      prepared groups, in the same order
     waits for     the actor, when there is no group; the trainer, when the prepared stream is full
 
-    A group is committed in the first stream once it is in the second. Killed in between, it is in both, and whoever resumes
-    the run leaves it in one.
+    A group is committed in the first stream after it is written to the second. If the stage is killed in between, the group
+    is in both streams, and resuming the run removes one copy.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class PreprocessorStage:
         self._reader = reader
         self._writer = writer
         self._status = StatusReporter(board, name, clock)
-        self._in_hand: tuple[int, Prepared] | None = None
+        self._pending: tuple[int, Prepared] | None = None
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Turns until `stop()` says so. Whatever ends it is on the board then."""
+        """Call `pump` until `stop()` is true. The last status on the status board tells how the stage ended."""
         try:
             while not stop():
                 if not self.pump():
@@ -75,18 +75,18 @@ class PreprocessorStage:
         self._status.report("done", "", now=True)
 
     def pump(self) -> bool:
-        """One turn: prepare a group, if there is none in hand, and pass it on. False if there was nothing to do."""
-        if self._in_hand is None:
-            self._in_hand = next(iter(self._reader.read(1)), None)
-        if self._in_hand is None:
+        """Prepare the next group if none is pending, and write it to the prepared stream. False if neither was possible."""
+        if self._pending is None:
+            self._pending = next(iter(self._reader.read(1)), None)
+        if self._pending is None:
             self._status.report("waiting", "groups from the actor", waits_for=(ACTOR,))
             return False
-        offset, prepared = self._in_hand
+        offset, prepared = self._pending
         if not self._writer.try_write(prepared):
-            wait = "the trainer to take what is prepared: the stream to it is full"
+            wait = "the trainer to read prepared groups: its stream is full"
             self._status.report("waiting", wait, waits_for=(TRAINER,))
             return False
         self._reader.commit(offset + 1)
-        self._in_hand = None
+        self._pending = None
         self._status.report("working", f"group {prepared.index} is prepared")
         return True

@@ -1,4 +1,4 @@
-"""Joining a rollout's turns into token sequences, id by id. Nothing is ever tokenised again."""
+"""Joins the turns of a rollout into token sequences by token ids; text is never tokenised again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.errors import RolloutError
 from pipelinerl.types import Completion, Segment, Turn, versions_from_spans
 
 LOGPROB_TOLERANCE = 1e-2
-"""A log-probability may come out this much above 0 through rounding (a bfloat16 head); more than that is not one."""
+"""How far rounding (a bfloat16 head) may push a log-probability above 0; higher values are rejected."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,15 @@ class JoinedTurns:
 
 
 def join_turns(turns: Sequence[Turn]) -> JoinedTurns:
-    """Lay the turns end to end.
+    """Join consecutive turns into segments.
 
     A turn whose prompt starts with everything before it (all earlier ids of its segment, prompt and completion)
-    continues the segment: what the prompt adds is context, the completion is sampled. Any other turn starts a new segment.
-    A segment ends with its last sampled token, and one without sampled tokens is left out.
+    continues the segment: the new part of the prompt is context, the completion is sampled. Any other turn starts a new
+    segment.
+    A segment ends with its last sampled token; a segment without sampled tokens is omitted.
 
-    Raises RolloutError when a turn does not fit together: lengths that differ, version spans that do not cover the
-    completion, an empty prompt, a negative id or version, or a log-probability that is not one.
+    Raises RolloutError for an inconsistent turn: lengths that differ, version spans that do not cover the completion, an
+    empty prompt, a negative id or version, or an invalid log-probability.
     """
     segments: list[Segment] = []
     logprobs: list[float] = []
@@ -50,7 +51,7 @@ def join_turns(turns: Sequence[Turn]) -> JoinedTurns:
 
 @dataclass
 class _Draft:
-    """A segment that turns are still being added to."""
+    """A segment under construction."""
 
     token_ids: list[int] = field(default_factory=list)
     sampled: list[tuple[int, int]] = field(default_factory=list)
@@ -73,7 +74,7 @@ class _Draft:
 
 
 def _check(turn: Turn, number: int) -> list[int]:
-    """The version of each token of the turn's completion, if everything about the turn fits together."""
+    """The version of each token of the turn's completion. Raises RolloutError if the turn is inconsistent."""
     completion = turn.completion
     if not turn.prompt_ids:
         raise RolloutError(f"turn {number} (request {completion.request_id}) has an empty prompt")

@@ -1,1 +1,1 @@
-"""What a finished run is looked at with: curves, the final table, a sample before and after."""
+"""Reports on finished runs: curves, the final table, a sample before and after training, and the HTML report."""

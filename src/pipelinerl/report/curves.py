@@ -1,4 +1,4 @@
-"""`curves.png`: how a run went, six plots from its `metrics.jsonl`, or more if there is more to show."""
+"""Draws `curves.png` from a run's records: six plots, and more for online evaluations and mixtures of environments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipelinerl.report.series import REWARD, HeldOut, environments, held_out
 
 
 class Mark(NamedTuple):
-    """An evaluation before or after training on the axis of time: mean reward, and half the height of its error bar."""
+    """An evaluation before or after training, drawn over time: its mean reward, and half the height of its error bar."""
 
     label: str
     time_s: float
@@ -27,10 +27,10 @@ class Mark(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What is drawn, one entry per optimizer step in every list; NaN where nothing was measured.
+    """The numbers to draw; the lists of numbers have one entry per optimizer step, NaN if nothing was measured.
 
-    `samples` counts rollouts trained so far. Rates are tokens per second since the step before. `by_environment` has the
-    mean reward of each environment of a mixture, `held_out` all evaluations, by version.
+    `samples` counts rollouts trained so far. Rates are tokens per second since the previous step. `by_environment` has the
+    mean reward of each environment of a mixture. `held_out` has all evaluations, by version.
     """
 
     version: list[int]
@@ -51,12 +51,12 @@ class Curves(NamedTuple):
 
     @property
     def online(self) -> list[HeldOut]:
-        """Evaluations while training went on."""
+        """Evaluations during training."""
         return [one for one in self.held_out if one.when == "online"]
 
 
 def prepare(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Curves:
-    """The numbers of the plots. Pure. The first step has no rate: the time before it is mostly start-up."""
+    """The numbers of the plots. The first step has no rate, because the time before it is mostly start-up."""
 
     def column(value: Callable[[StepRecord], float | None]) -> list[float]:
         return [math.nan if (number := value(step)) is None else number for step in steps]
@@ -90,9 +90,9 @@ def prepare(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]
 
 
 def draw_curves(run_dir: Path, path: Path) -> None:
-    """Draw the run in `run_dir` to a PNG at `path`.
+    """Draw the curves of the run in `run_dir` to a PNG file at `path`.
 
-    Raises RunDirectoryError when there is no step to draw, or the records are damaged, or `path` can't be written.
+    Raises RunDirectoryError if there is no step to draw, the records are damaged, or `path` can't be written.
     """
     steps = read_records(run_dir / METRICS_FILE, StepRecord)
     if not steps:
@@ -115,7 +115,7 @@ def _draw(curves: Curves) -> Figure:
     steps = curves.version
 
     line(by_time, curves.time_s, curves.reward, "training")
-    points(by_time, [(one.time_s, one) for one in curves.online], "held out, while training", color="0.45")
+    points(by_time, [(one.time_s, one) for one in curves.online], "held out, during training", color="0.45")
     for mark, face in zip(curves.evaluations, cycle(("white", "black"))):
         label = f"{mark.label}: {mark.reward:.3f}"
         style = {"fmt": "D", "color": "black", "markerfacecolor": face, "capsize": 4, "zorder": 3}
@@ -141,14 +141,14 @@ def _draw(curves: Curves) -> Figure:
 
 
 def draw_held_out(axes: Any, curves: Curves) -> None:
-    """Held-out reward over versions, with the range of versions that answered and the standard error, above training's."""
+    """Held-out reward over versions, with version ranges and standard errors, drawn over the training reward."""
     line(axes, curves.version, curves.reward, "training", alpha=0.35)
     points(axes, [(one.version, one) for one in curves.held_out], "held out", spans=True, color="black")
     finish_axes(axes, "Held-out reward", "optimizer step", "mean reward")
 
 
 def draw_environments(axes: Any, curves: Curves) -> None:
-    """Training reward of each environment over optimizer steps; diamonds: held out."""
+    """Training reward of each environment over optimizer steps; diamonds are held-out rewards."""
     for number, (name, rewards) in enumerate(curves.by_environment.items()):
         colour = f"C{number}"
         line(axes, curves.version, rewards, name, color=colour)

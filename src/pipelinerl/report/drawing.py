@@ -1,4 +1,4 @@
-"""What every figure shares: lines, axes, and a figure as the bytes of a PNG."""
+"""Functions shared by all figures: lines, points, axes, and conversion to PNG."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from pipelinerl.report.series import HeldOut
 
 MANY_POINTS = 40
-"""Above this, lines are drawn without a mark at each point."""
+"""Lines with more points than this are drawn without markers."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure; inches at 110 points each."""
+    """An empty figure; sizes are in inches, at 110 dots per inch."""
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
@@ -28,7 +28,7 @@ def png_of(figure: Figure) -> bytes:
 
 
 def line(axes: Any, x: Sequence[float], y: Sequence[float], label: str | None = None, **style: Any) -> None:
-    """A line, if there is a number to draw; NaN leaves a gap."""
+    """Draw a line; NaN leaves a gap. Draws nothing if all values are NaN."""
     if not all(math.isnan(value) for value in y):
         marker = "o" if len(x) <= MANY_POINTS else None
         axes.plot(x, y, **{"label": label, "linewidth": 1.5, "marker": marker, "markersize": 3} | style)
@@ -37,21 +37,21 @@ def line(axes: Any, x: Sequence[float], y: Sequence[float], label: str | None = 
 def points(
     axes: Any, found: Sequence[tuple[float, HeldOut]], label: str | None = None, *, spans: bool = False, **style: Any
 ) -> None:
-    """Evaluations, each at its place, with standard errors and, with `spans`, the versions that answered; or nothing."""
+    """Draw evaluations, given as (x, evaluation), with standard errors and, if `spans`, their ranges of versions."""
     if found:
-        x = [place for place, _ in found]
-        wide = [[place - one.oldest for place, one in found], [one.newest - place for place, one in found]]
+        x = [position for position, _ in found]
+        ranges = [[position - one.oldest for position, one in found], [one.newest - position for position, one in found]]
         axes.errorbar(
             x,
             [one.reward for _, one in found],
             yerr=[one.standard_error for _, one in found],
-            xerr=wide if spans else None,
+            xerr=ranges if spans else None,
             **{"label": label, "fmt": "D--", "markersize": 4, "linewidth": 1, "capsize": 3, "zorder": 3} | style,
         )
 
 
 def finish_axes(axes: Any, title: str, x_label: str, y_label: str) -> None:
-    """Titles and grid, and a legend if there is more than one thing to tell apart."""
+    """Set titles and grid, and a legend if there is more than one label."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

@@ -1,7 +1,7 @@
 """The figures that compare runs: learning (the paper's Figure 5), on-policyness (Figure 6), batch size, throughput.
 
-Runs with the same label are repetitions: they share a colour and one entry of the legend, and each is a line of its own, so
-that their spread is seen rather than averaged away.
+Runs with the same label are repetitions: they share a colour and one entry of the legend. Each run has its own line, so
+that the spread between runs is visible.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pipelinerl.report.series import REWARD, WINDOW, BatchSize, LagByPosition, b
 
 COLOURS = ("#1f5fbf", "#d1600a", "#2a8c4a", "#a03070", "#8a6d00", "#4b4b9f", "#00868b", "#7a3b10")
 SHOWN_S = 20.0
-"""Batch sizes are drawn over at most this long, in the middle of a run: a round takes a second or so."""
+"""Batch sizes are drawn over at most this time, in the middle of a run. A round takes about a second."""
 
 
 class DrawnRun(NamedTuple):
-    """One run's numbers as they are drawn; times since nothing had been generated.
+    """The numbers of one run to draw; times are seconds since `RunRecords.begin_s`.
 
-    `slots` is H over all engines. Without `lag` or `batch` those panels lack this run.
+    `slots` is H over all engines. If `lag` or `batch` is None, the run is missing from those panels.
     """
 
     label: str
@@ -35,7 +35,7 @@ class DrawnRun(NamedTuple):
 
 
 def drawn_run(records: RunRecords, label: str) -> DrawnRun:
-    """The numbers of a run's figures. Pure; `records` has at least one step."""
+    """The numbers of a run's figures. `records` must have at least one step."""
     begin = records.begin_s
     curves = prepare(records.steps, records.evaluations)
     if len(records.steps) >= 2 * WINDOW:
@@ -75,9 +75,9 @@ def learning(runs: Sequence[DrawnRun], target: float | None = None) -> bytes:
 
 
 def held_out(runs: Sequence[DrawnRun], target: float | None = None) -> bytes | None:
-    """Held-out reward over versions, with the versions that answered, and over time; the target as a dashed line.
+    """Held-out reward over versions, with version ranges, and over time; the target reward as a dashed line.
 
-    None if no run has evaluations of versions between its first and its last.
+    None if no run has evaluations between its first and its last version.
     """
     if not any(run.curves.online or len(run.curves.held_out) > 2 for run in runs):
         return None
@@ -96,7 +96,7 @@ def held_out(runs: Sequence[DrawnRun], target: float | None = None) -> bytes | N
 
 
 def environments(runs: Sequence[DrawnRun]) -> bytes | None:
-    """Training reward of each environment of a mixture, a panel each, and held-out ones; None if no run has several."""
+    """Training and held-out reward in one panel per environment of a mixture; None if no run has several environments."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves.by_environment))
     if not names:
         return None
@@ -119,7 +119,7 @@ def environments(runs: Sequence[DrawnRun]) -> bytes | None:
 
 
 def on_policyness(runs: Sequence[DrawnRun]) -> bytes:
-    """Largest lag and ESS over training, and mean lag of a token against its position in the completion."""
+    """Largest lag and ESS over samples, and mean lag of a token by its position in the completion."""
     figure = new_figure(15, 4.4)
     lag, ess, position = figure.subplots(1, 3)
     for run, style in _styled(runs):
@@ -137,7 +137,7 @@ def on_policyness(runs: Sequence[DrawnRun]) -> bytes:
 
 
 def batch_sizes(runs: Sequence[DrawnRun]) -> bytes | None:
-    """Sequences in progress over some seconds in the middle, a panel for the first run of each label; dashed: H.
+    """Sequences in progress for some seconds in the middle of a run; one panel for the first run of each label; dashed: H.
 
     None if no run has a timeline.
     """
@@ -175,7 +175,7 @@ def throughput(runs: Sequence[DrawnRun]) -> bytes:
 
 
 def _styled(runs: Sequence[DrawnRun]) -> list[tuple[DrawnRun, dict[str, Any]]]:
-    """Each run with its line's style: a colour for each label, and the label at its first run alone."""
+    """Each run with the style of its line: one colour per label, and the label only for its first run."""
     colours = dict(zip(dict.fromkeys(run.label for run in runs), cycle(COLOURS)))
     labelled: set[str] = set()
     styled: list[tuple[DrawnRun, dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""Writing what a command leaves behind. Apart from the drawing, so that a command without figures loads no matplotlib."""
+"""Writes result files. Separate from the drawing, so that a command without figures does not import matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelinerl.files import write_atomically
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a result, whole or not at all. Raises RunDirectoryError if `path` can't be written."""
+    """Write `data` to `path` atomically. Raises RunDirectoryError if `path` can't be written."""
     try:
         write_atomically(path, data)
     except OSError as error:

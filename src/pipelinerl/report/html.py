@@ -1,4 +1,4 @@
-"""A page of HTML in one file: text is escaped, images are inside, nothing is loaded from anywhere. Light and dark."""
+"""HTML pages in a single file, for light and dark mode: text is escaped, images are embedded, nothing is loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ table.words td { text-align: left; white-space: normal; }
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A whole page with `title` as its heading; `body` is HTML made by the other functions."""
+    """A page with `title` as its heading; `body` is HTML made by the other functions."""
     name = escape(title)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -60,7 +60,7 @@ def bullets(items: Iterable[str]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, strong: Sequence[str] = (), words: bool = False) -> str:
-    """A table. Rows whose first cell is in `strong` stand out; with `words`, cells are text and not numbers."""
+    """A table. Rows whose first cell is in `strong` are highlighted; with `words`, cells are text and not numbers."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = [f"<tr{_class('strong' if row[0] in strong else '')}>{_cells(row)}</tr>\n" for row in rows]
     top = f"<thead><tr>{head}</tr></thead>" if header else ""
@@ -70,7 +70,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, strong: Seque
 
 
 def figure(png: bytes, caption: str) -> str:
-    """An image, inside the page."""
+    """An embedded image with a caption."""
     data = base64.b64encode(png).decode("ascii")
     text = escape(caption)
     return f'<figure><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'

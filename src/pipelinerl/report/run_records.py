@@ -1,4 +1,4 @@
-"""Reading a run directory for its figures: everything that `series` and `curves` work with, or one clear error."""
+"""Reads all records of a run directory that the figures need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class RunRecords(NamedTuple):
-    """What a run wrote about itself. `summary` is None if it did not come to write one, `lag` if it kept no rollouts."""
+    """The records of a run. `summary` is None if the run did not write one, `lag` if it has no rollout records."""
 
     root: Path
     config: RunConfig
@@ -39,7 +39,7 @@ class RunRecords(NamedTuple):
 
     @property
     def begin_s(self) -> float:
-        """When everything was ready and nothing had been generated; see `series.begin_s`."""
+        """When all stages were ready and nothing had been generated; see `series.begin_s`."""
         return begin_s(self.steps, self.timeline, self.evaluations)
 
     @property
@@ -48,7 +48,7 @@ class RunRecords(NamedTuple):
         return self.config.engine.slots * self.config.engine.processes
 
 
-# Of the lines of rollouts.jsonl and trained.jsonl, what the figures need: ids and log-probs are most of a line.
+# The fields of rollouts.jsonl and trained.jsonl that the figures need; most of a line is token ids and log-probs.
 class _Sampled(msgspec.Struct):
     weight_versions: tuple[VersionSpan, ...]
 
@@ -78,7 +78,7 @@ class _Trained(msgspec.Struct):
 def read_run(run_dir: Path) -> RunRecords:
     """The records of a run with at least one optimizer step.
 
-    Raises RunDirectoryError, in one line, for a folder that is not a run, that holds no step, or that is damaged.
+    Raises RunDirectoryError for a folder that is not a run, that has no step, or that is damaged.
     """
     config_file = run_dir / "config.yaml"
     if not config_file.is_file():
@@ -103,7 +103,7 @@ def read_run(run_dir: Path) -> RunRecords:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The contents of `summary.json`, None if there is none. Raises RunDirectoryError for one that is damaged."""
+    """The contents of `summary.json`, None if the file is missing. Raises RunDirectoryError if it is damaged."""
     path = run_dir / "summary.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -135,7 +135,7 @@ def _version_runs(rollout: _Rollout) -> list[VersionRun]:
 
 
 def _kept(trained: Iterable[_Trained]) -> list[_Trained]:
-    """A resumed run repeats the steps after its checkpoint: what it repeats replaces what was there."""
+    """The records without those that were replaced: a resumed run repeats the steps after its checkpoint."""
     kept: list[_Trained] = []
     for record in trained:
         while kept and kept[-1].version >= record.version:
@@ -145,7 +145,7 @@ def _kept(trained: Iterable[_Trained]) -> list[_Trained]:
 
 
 def _read_lines(path: Path, kind: type[T]) -> Sequence[T] | None:
-    """The records of a file of JSON lines, None if there is no such file. Raises RunDirectoryError if it is damaged."""
+    """The records of a JSONL file, None if the file is missing. Raises RunDirectoryError if it is damaged."""
     try:
         return read_json_lines(path, kind)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`pipelinerl report`: the figures and numbers of any runs, on one page."""
+"""`pipelinerl report`: the figures and numbers of one or more runs on one page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def report_page(run_dirs: Sequence[Path]) -> str:
     drawn = [figures.drawn_run(records, label) for label, records in runs.items()]
     body = [
         html.paragraph(", ".join(str(run_dir) for run_dir in run_dirs), "note"),
-        html.heading("What it came to" if len(runs) == 1 else "What they came to"),
+        html.heading("Result" if len(runs) == 1 else "Results"),
         summary_table(runs),
         html.heading("Learning"),
         html.figure(figures.learning(drawn), LEARNING),
@@ -31,7 +31,7 @@ def report_page(run_dirs: Sequence[Path]) -> str:
         html.heading("On-policyness"),
         html.figure(figures.on_policyness(drawn), ON_POLICYNESS),
         html.heading("Generation and training"),
-        html.figure(figures.throughput(drawn), "Rates are since the optimizer step before."),
+        html.figure(figures.throughput(drawn), "Rates are since the previous optimizer step."),
     ]
     batches = figures.batch_sizes(drawn)
     body.append(html.figure(batches, BATCH_SIZES) if batches else html.paragraph(NO_TIMELINE, "note"))
@@ -44,7 +44,7 @@ def _held_out(drawn: Sequence[figures.DrawnRun]) -> list[str]:
 
 
 def _environments(runs: Mapping[str, RunRecords], drawn: Sequence[figures.DrawnRun]) -> list[str]:
-    """Rewards by environment, if there are several, and what became of all metrics of rollouts, if there are any."""
+    """Rewards by environment, if there are several, and a table of the rollouts' metrics, if there are any."""
     figure = figures.environments(drawn)
     parts = [html.heading("By environment"), html.figure(figure, ENVIRONMENTS)] if figure else []
     rows = [
@@ -59,7 +59,7 @@ def _environments(runs: Mapping[str, RunRecords], drawn: Sequence[figures.DrawnR
 
 
 def metric_rows(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> list[list[str]]:
-    """Each metric's name, its means at the beginning and at the end of training, and of the first and last evaluation."""
+    """For each metric: name, means at the beginning and end of training, and means in the first and last evaluation."""
     edge = edge_of(steps)
     first, last = pooled(steps[:edge]), pooled(steps[-edge:])
     before, after = (evaluations[0].metrics, evaluations[-1].metrics) if evaluations else ({}, {})
@@ -72,11 +72,11 @@ def metric_rows(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRec
 
 LEARNING = (
     f"Training reward is the mean over the last {WINDOW} optimizer steps (of runs of 10 steps or more). Time counts from "
-    "when everything was ready and nothing had been generated."
+    "the moment when all stages were ready and nothing had been generated."
 )
 HELD_OUT = (
-    "Evaluations before, during and after training, with standard errors. While training goes on the weights change during "
-    "an evaluation: it is drawn at the mean version of its tokens, and the bar is from the first version to the last."
+    "Evaluations before, during and after training, with standard errors. During training the weights change within an "
+    "evaluation: it is drawn at the mean version of its tokens, and the bar covers all their versions."
 )
 ENVIRONMENTS = (
     f"Training reward, the mean over the last {WINDOW} optimizer steps (of runs of 10 or more). Diamonds: held out."
@@ -89,12 +89,12 @@ ON_POLICYNESS = (
     "Lag of a token: optimizer steps between the weights that sampled it and those being trained. ESS is "
     "(sum w)^2 / (N sum w^2) of the importance weights of a step."
 )
-NO_TIMELINE = "No timeline of batch sizes was kept."
-BATCH_SIZES = "Sequences in progress, some seconds in the middle of the run. Dashed: the engines' slots, H."
+NO_TIMELINE = "The run has no timeline of batch sizes."
+BATCH_SIZES = "Sequences in progress for some seconds in the middle of the run. Dashed: the engines' slots, H."
 
 
 def labels_of(run_dirs: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart. Raises RunDirectoryError if a folder is named twice."""
+    """The shortest distinct ends of the paths. Raises RunDirectoryError if a folder is named twice."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
     if len(set(parts)) < len(parts):
         twice = next(run_dir for run_dir, part in zip(run_dirs, parts, strict=True) if parts.count(part) > 1)
@@ -107,7 +107,7 @@ def labels_of(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def summary_table(runs: Mapping[str, RunRecords]) -> str:
-    """A column for each run: what its summary says, or what its records do if it wrote none."""
+    """An HTML table with one column per run, from its records and, if there is one, its summary."""
     columns = [_column(records) for records in runs.values()]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
@@ -141,4 +141,4 @@ def name_of(config: RunConfig) -> str:
 
 
 def _status(summary: Mapping[str, Any] | None) -> str:
-    return "no summary: it was killed, or still runs" if summary is None else str(summary.get("status", "-"))
+    return "no summary: killed, or still running" if summary is None else str(summary.get("status", "-"))

@@ -1,6 +1,7 @@
-"""What runs are compared by: rates, the way to a reward, lag by position, batch size over time. Pure.
+"""Measures for comparing runs: rates, time to a target reward, lag by position, batch size over time. Pure functions.
 
-Times are seconds since `begin_s`, when nothing had been generated yet: no start-up, which says nothing about a schedule.
+Times are seconds since `begin_s`, when all stages were ready and nothing had been generated: start-up time does not depend
+on the schedule, so it is not counted.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import numpy as np
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord, When
 
 WINDOW = 5
-"""Steps over which a reward is averaged before it is compared with a target, or drawn."""
+"""Number of steps over which a reward is averaged before it is compared with a target or drawn."""
 REWARD = "/reward"
-"""What the name of an environment's reward ends with, among the metrics of a mixture's rollouts."""
+"""Suffix of an environment's reward among the metrics of a mixture's rollouts: `NAME/reward`."""
 MOST_POINTS = 48
-"""Positions are drawn in bins, at most this many."""
+"""Maximum number of bins of positions in a plot."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates of one run, over all of it: `training_s` is from `begin_s` (on the records' axis) to the end of the last step.
+    """Rates over a whole run: `training_s` is the time from `begin_s` (on the records' axis) to the end of the last step.
 
-    `samples_per_s_later` leaves out the first fifth of the steps, in which a pipeline fills (its first batches are the
-    completions that ended first, the short ones). `trainer_busy_s` is time in optimizer steps.
+    `samples_per_s_later` leaves out the first fifth of the steps, in which a pipeline fills: its first batches consist of
+    short completions, which end first. `trainer_busy_s` is the time spent in optimizer steps.
     """
 
     begin_s: float
@@ -43,7 +44,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """The step at which a run reached a reward: time since the run's `begin_s`, and samples trained so far."""
+    """The step at which a run reached a target reward, the time since `begin_s`, and the samples trained until then."""
 
     version: int
     time_s: float
@@ -51,9 +52,9 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class LagByPosition(msgspec.Struct, frozen=True):
-    """Lag of the trained tokens in optimizer steps, by position in the completion; an entry for each bin of positions.
+    """Lag of the trained tokens in optimizer steps, by position in the completion; one entry for each bin of positions.
 
-    `position` is the middle of the bin, counted from 0; `tokens` is how many the mean is over.
+    `position` is the middle of the bin, counted from 0; `tokens` is the number of tokens in the bin.
     """
 
     position: list[float]
@@ -63,7 +64,7 @@ class LagByPosition(msgspec.Struct, frozen=True):
 
 
 class BatchSize(msgspec.Struct, frozen=True):
-    """Sequences in progress, over all engines, from `time_s[i]` on."""
+    """Sequences in progress in all engines together, from `time_s[i]` to `time_s[i + 1]`."""
 
     time_s: list[float]
     in_progress: list[int]
@@ -78,7 +79,7 @@ class VersionRun(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """One evaluation. `version` is the mean over its tokens, from `oldest` to `newest`; `time_s` is its end."""
+    """One evaluation. `version` is the mean version of its tokens, `oldest` and `newest` the range; `time_s` is its end."""
 
     when: When
     version: float
@@ -93,17 +94,18 @@ class HeldOut(NamedTuple):
 def begin_s(
     steps: Sequence[StepRecord], timeline: Iterable[TimelineRecord] = (), evaluations: Sequence[EvaluationRecord] = ()
 ) -> float:
-    """When nothing had been generated for training and everything was ready, on the records' axis.
+    """The time, on the records' axis, when all stages were ready and nothing had been generated for training.
 
-    The trainer is ready when its first step's waiting begins. Engines may come up later: then it is when the timeline
-    begins, or the last time that it has nothing in progress before anything is. An evaluation before training delays it.
+    The trainer is ready when it begins to wait for its first step. Engines are ready at the last record of the timeline
+    before any sequence is in progress, or at its first record if there is none. The result is the latest of these times and
+    of the end of an evaluation before training, but not later than the start of the first step.
     """
     first = steps[0]
     latest_s = first.time_s - first.train_s
     begin = latest_s - first.wait_s
-    looks = sorted(timeline, key=lambda look: look.time_s)
-    idle = list(takewhile(lambda look: not look.in_progress, looks))
-    begin = max([begin, *(look.time_s for look in idle or looks[:1])])
+    records = sorted(timeline, key=lambda record: record.time_s)
+    idle = list(takewhile(lambda record: not record.in_progress, records))
+    begin = max([begin, *(record.time_s for record in idle or records[:1])])
     return min(max([begin, *(one.time_s for one in evaluations if one.when == "before")]), latest_s)
 
 
@@ -127,13 +129,13 @@ def held_out(evaluations: Iterable[EvaluationRecord]) -> list[HeldOut]:
 
 
 def environments(steps: Iterable[StepRecord]) -> list[str]:
-    """The parts of a mixture: whatever has its reward among the rollouts' metrics, as `NAME/reward`. None if not several."""
+    """Names of a mixture's environments, from the metrics called `NAME/reward`; empty if there are fewer than two."""
     names = {name.removesuffix(REWARD): None for step in steps for name in step.metrics if name.endswith(REWARD)}
     return sorted(names) if len(names) > 1 else []
 
 
 def pooled(steps: Iterable[StepRecord]) -> dict[str, float]:
-    """Means of rollouts' metrics over several steps: each rollout that has a metric weighs the same."""
+    """Means of rollouts' metrics over several steps; all rollouts that have a metric have equal weight."""
     found: dict[str, list[tuple[float, int]]] = {}
     for step in steps:
         for name, mean in step.metrics.items():
@@ -160,27 +162,28 @@ def measure(steps: Sequence[StepRecord], begin: float) -> Measured:
 
 
 def rate_after(steps: Sequence[StepRecord], fill: int) -> float | None:
-    """Samples per second after the first `fill` steps (at least one); None if no time passes after them."""
+    """Samples per second after the first `fill` steps (at least one); None if there is no time after them."""
     later_s = _later_s(steps, fill)
     return sum(step.samples for step in steps[fill:]) / later_s if later_s > 0 else None
 
 
 def tokens_rate_after(steps: Sequence[StepRecord], fill: int) -> float | None:
-    """Sampled tokens per second, of the samples of those steps. The short completions that a pipeline fills with weigh
-    what they cost, which makes this the fairer rate of a short run.
+    """Sampled tokens per second after the first `fill` steps; None if there is no time after them.
+
+    Fairer than `rate_after` for a short run: the short completions of a filling pipeline count by their cost.
     """
     later_s = _later_s(steps, fill)
     return _tokens(steps[fill:]) / later_s if later_s > 0 else None
 
 
 def windowed(rewards: Sequence[float | None]) -> list[float]:
-    """The mean of the last WINDOW rewards at each step; NaN where there are fewer, or one of them is not known."""
+    """The mean of the last WINDOW rewards at each step; NaN if there are fewer, or one of them is None."""
     known = [math.nan if reward is None else reward for reward in rewards]
     return [math.fsum(known[end - WINDOW : end]) / WINDOW if end >= WINDOW else math.nan for end in range(1, len(known) + 1)]
 
 
 def reached(steps: Sequence[StepRecord], begin: float, target: float) -> Reached | None:
-    """The first step at which the mean reward of the last WINDOW steps is at least `target`, if there is one."""
+    """The first step at which the mean reward of the last WINDOW steps is at least `target`, or None."""
     samples = 0
     for step, reward in zip(steps, windowed([step.reward_mean for step in steps]), strict=True):
         samples += step.samples
@@ -192,12 +195,12 @@ def reached(steps: Sequence[StepRecord], begin: float, target: float) -> Reached
 def reached_held_out(
     points: Sequence[tuple[int, float]], steps: Sequence[StepRecord], begin: float, target: float
 ) -> Reached | None:
-    """The first optimizer step by which the held-out reward is at least `target`, if it ever is.
+    """The first optimizer step at which the held-out reward is at least `target`, or None.
 
-    points   (version, held-out reward) of the versions that were evaluated, ascending; in between, the reward is linear
+    points   (version, held-out reward) of the evaluated versions, ascending; the reward is interpolated linearly
 
-    A version's time is that of its step's record: when it was published, or would have been (the versions within a round).
-    So the time depends on how fast the versions were made and on how good they are, and not on the lag of their data.
+    The time of a version is that of its step's record: when it was published or, within a round, could have been. So the
+    time depends on how fast versions were trained and on their quality, and not on the lag of their data.
     """
     before: tuple[int, float] | None = None
     for version, reward in points:
@@ -216,12 +219,12 @@ def reached_held_out(
 def lag_by_position(
     trained: Iterable[tuple[int, Sequence[str]]], runs_of: Mapping[str, Sequence[VersionRun]]
 ) -> LagByPosition:
-    """Lag by position, of every token trained on.
+    """Lag by position over all tokens that were trained on.
 
-    trained    for each optimizer step: the version that was trained (before the step), and the rollouts in the step
-    runs_of    the versions of each rollout's sampled tokens; of several turns one after the other
+    trained    for each optimizer step: the trained version (before the step), and the ids of the step's rollouts
+    runs_of    the versions of each rollout's sampled tokens; several turns are concatenated
 
-    A token's lag is the version being trained minus its own. Rollouts that `runs_of` lacks are left out.
+    A token's lag is the version being trained minus its own version. Rollouts missing from `runs_of` are left out.
     """
     longest = max((runs[-1].end for runs in runs_of.values() if runs), default=0)
     total, tokens, most = (np.zeros(longest, dtype=np.int64) for _ in range(3))
@@ -245,16 +248,16 @@ def lag_by_position(
 
 
 def batch_size_over_time(timeline: Iterable[TimelineRecord], begin: float) -> BatchSize:
-    """Sequences in progress of all engines together, at each time that one of them says something.
+    """Sequences in progress in all engines together, at the time of each timeline record.
 
-    An engine's number holds until its next one. What was before `begin` is left out, but counts as what holds then.
+    An engine's number holds until its next record. Records before `begin` only set the value at time 0.
     """
     now: dict[int, int] = {}
     times_s: list[float] = []
     totals: list[int] = []
-    for look in sorted(timeline, key=lambda look: look.time_s):
-        now[look.worker] = look.in_progress
-        time_s = max(0.0, look.time_s - begin)
+    for record in sorted(timeline, key=lambda record: record.time_s):
+        now[record.worker] = record.in_progress
+        time_s = max(0.0, record.time_s - begin)
         if times_s and times_s[-1] == time_s:
             totals[-1] = sum(now.values())
         else:
@@ -264,9 +267,9 @@ def batch_size_over_time(timeline: Iterable[TimelineRecord], begin: float) -> Ba
 
 
 def slots_in_use(batch: BatchSize, slots: int, until_s: float) -> float | None:
-    """The share of the slots that is in use while any is, over time up to `until_s`; None if none ever is.
+    """Mean share of the slots in use, over the time up to `until_s` in which any slot is in use; None if none ever is.
 
-    So the time in which conventional RL trains does not count, and the time in which its batch drains does.
+    The time in which conventional RL trains does not count, but the time in which its batch drains does.
     """
     edges = [*(min(time_s, until_s) for time_s in batch.time_s), until_s]
     spans = [
@@ -284,5 +287,5 @@ def _tokens(steps: Sequence[StepRecord]) -> float:
     return sum(step.samples * (step.completion_length_mean or 0.0) for step in steps)
 
 
-def _per(amount: float, of: float) -> float:
-    return amount / of if of > 0 else math.nan
+def _per(amount: float, unit: float) -> float:
+    return amount / unit if unit > 0 else math.nan

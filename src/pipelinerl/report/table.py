@@ -1,4 +1,4 @@
-"""What a run ends with on the terminal: its final table, and one sample before and after."""
+"""The terminal output at the end of a run: the final table, and one sample before and after training."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _STYLES = {"held-out reward": "bold", "NOT ACCOUNTED FOR": "bold red", "NOTHING 
 
 
 class Attempt(NamedTuple):
-    """One completion of a held-out problem, and what it earned."""
+    """One completion of a held-out problem, and its reward."""
 
     completion: str
     reward: float
 
 
 def summary_sections(summary: Mapping[str, Any]) -> tuple[list[Row], ...]:
-    """The contents of `summary.json` as people read them. A number that the run doesn't have is shown as `-`."""
+    """The contents of `summary.json` as rows of text, by section. A missing number is shown as `-`."""
     return _learning(summary), _throughput(summary), _on_policyness(summary), _resources(summary), _rollouts(summary)
 
 
 def final_table(summary: Mapping[str, Any]) -> Table:
-    """What a run came to, on the terminal."""
+    """The contents of `summary.json` as a table for the terminal."""
     title = f"{summary['environment']}, {summary['schedule']}, seed {summary['seed']}: {summary['status']}"
     table = Table(title=Text(title, "bold"), show_header=False, title_justify="left", border_style="dim")
     table.add_column(style="dim", no_wrap=True)
@@ -43,7 +43,7 @@ def final_table(summary: Mapping[str, Any]) -> Table:
 
 
 def sample_before_after(prompt: str, before: Attempt | None, after: Attempt | None) -> RenderableType:
-    """One held-out problem with the completion of the untrained and of the trained model, as far as there are any."""
+    """One held-out problem with the completions before and after training, if there are any."""
     parts: list[RenderableType] = [Panel(Text(prompt), title="one held-out problem", title_align="left", border_style="dim")]
     for name, attempt, style in (("before", before, "yellow"), ("after", after, "green")):
         if attempt is not None:
@@ -91,7 +91,7 @@ def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
 
 
 def _by_start(summary: Mapping[str, Any]) -> str:
-    """Summaries of older versions have none, nor what `_longest` shows."""
+    """Empty for summaries of older versions, which lack this number and those that `_longest` shows."""
     mean = summary.get("started_length_mean")
     return "" if mean is None else f"; {mean:.1f} of the latest groups in order of start"
 
@@ -141,7 +141,7 @@ def _rollouts(summary: Mapping[str, Any]) -> list[Row]:
 
 
 def _environments(summary: Mapping[str, Any]) -> list[Row]:
-    """Held-out reward of each environment of a mixture. Summaries of older versions have none."""
+    """Held-out reward of each environment of a mixture; empty for summaries of older versions."""
     before, after = (summary.get(f"eval_{when}_metrics", {}) for when in ("before", "after"))
     names = sorted(name for name in {*before, *after} if name.endswith(REWARD))
     rows = [
@@ -155,7 +155,7 @@ def _online(summary: Mapping[str, Any]) -> list[Row]:
     if not evaluations and not skipped:
         return []
     last = f", the last {_number(evaluations[-1]['reward'])} (version {evaluations[-1]['version']})" if evaluations else ""
-    return [("  while training", f"evaluations: {len(evaluations)}{last}" + (f"; {skipped} left out" if skipped else ""))]
+    return [("  during training", f"evaluations: {len(evaluations)}{last}" + (f"; {skipped} skipped" if skipped else ""))]
 
 
 def _evaluated(summary: Mapping[str, Any], when: str) -> str:

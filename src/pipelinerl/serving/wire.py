@@ -1,13 +1,13 @@
-"""What engine servers and their clients say to each other over HTTP, as JSON.
+"""The messages between engine servers and their clients: JSON over HTTP.
 
     GET  /info                    ServerInfo
     POST /generate                GenerationRequest -> Completion; with `stream`, lines: TokenLine ... CompletionLine
-    POST /cancel                  CancelRequest -> {}; the request itself then ends with reason "cancelled"
+    POST /cancel                  CancelRequest -> {}; the cancelled request ends with reason "cancelled"
     POST /init_process_group      ProcessGroupRequest -> {}, once the group is formed
     POST /request_weight_update   WeightUpdateRequest -> UpdateReceipt
-    any error                     ErrorBody, with the status that `ErrorCode` is listed with
+    any error                     ErrorBody, with the HTTP status given at `ErrorCode`
 
-`/generate` is idempotent by request id: sent again while it runs, or soon after it ended, it gives the same completion.
+`/generate` is idempotent by request id: a request repeated while it runs, or soon after it ended, gets the same completion.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import msgspec
 from pipelinerl.types import Completion, TokenEvent
 
 ErrorCode = Literal[
-    "bad_request",  # 400: can never be served as it is
-    "prompt_too_long",  # 400: the same, with the numbers
+    "bad_request",  # 400: the request can never be served
+    "prompt_too_long",  # 400: the same; the message has the numbers
     "unauthorized",  # 401
     "not_found",  # 404
-    "stale_version",  # 409: weight versions must rise
+    "stale_version",  # 409: weight versions must increase
     "bad_weights",  # 422: checksum, names or shapes differ; the old weights stay
     "overloaded",  # 429, with Retry-After
-    "unavailable",  # 503, with Retry-After: starts, stops, or the engine has failed
+    "unavailable",  # 503, with Retry-After: the server is starting or stopping, or the engine has failed
     "not_supported",  # 501
 ]
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server is and holds. `instance` differs after a restart, when everything it was told is forgotten.
+    """A server's limits, weights and load. `instance` changes at a restart, which loses all requests and weight updates.
 
-    `decode_steps` counts since the start, 0 from a server that does not count.
+    `decode_steps`: steps since the start; 0 if the server does not count them.
     """
 
     instance: str
@@ -56,9 +56,10 @@ class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Join the trainer's broadcast at `host`:`port` as receiver `index` of `receivers` (see `weights.collective`).
+    """Join the trainer's broadcast at `host`:`port` as receiver `index` of `receivers` (see `weights.broadcast`).
 
-    `timeout_s`: how long to wait for the others. `name`: what errors of the trainer call this one; "": its own name.
+    `timeout_s`: how long to wait for the others. `name`: this receiver's name in the trainer's errors; "": the server's own
+    name.
     """
 
     host: str
@@ -70,9 +71,9 @@ class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Take the weights in the safetensors file at `path` (within the directory that the server allows).
+    """Apply the weights in the safetensors file at `path`, which must be in a directory that the server allows.
 
-    Without a path: those that the trainer broadcasts to the process group.
+    Without a path: apply the weights that the trainer has broadcast to the process group.
     """
 
     version: int
@@ -96,6 +97,6 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of OpenAI's API."""
+    """The error body of OpenAI's API."""
 
     error: ErrorDetail

@@ -1,4 +1,4 @@
-"""The board: where every stage says what it does and waits for, readable from any process, also after a stage died."""
+"""The status board: every stage publishes what it does and waits for. Any process can read it, also after a stage died."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pipelinerl.files import SharedRecord, map_file
 from pipelinerl.types import StageStatus
 
 STATUS_BYTES = 64 * 1024
-"""Room for one status in a board file, as JSON, with a few bytes of header (the file has room for two)."""
+"""Room for one status in a status file, as JSON with a few bytes of header. The file has room for two statuses."""
 
 _SUFFIX = ".board"
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class MemoryBoard:
-    """A board within one process."""
+    """A status board within one process."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, StageStatus] = {}
@@ -36,18 +36,17 @@ class MemoryBoard:
         return sorted(self._statuses)
 
 
-class _Seen(NamedTuple):
+class _LastRead(NamedTuple):
     record: SharedRecord
     sequence: int
     status: StageStatus | None
 
 
 class MmapBoard:
-    """A board in a directory: one memory-mapped file per stage, which one process writes and any process reads.
+    """A status board in a directory: one memory-mapped file per stage, which one process writes and any process reads.
 
-    Publishing and reading are a copy in memory (microseconds, no lock, no system call). The last status of a stage that
-    was killed stays readable, whatever it was doing. Statuses stay until the files are deleted: a new run starts with an
-    empty directory.
+    Publishing and reading copy memory (microseconds, no lock, no system call). The last status of a killed stage stays
+    readable. Statuses stay until the files are deleted, so a new run must start with an empty directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -55,38 +54,38 @@ class MmapBoard:
         self._directory = directory
         self._maps: dict[str, mmap.mmap] = {}
         self._records: dict[str, SharedRecord] = {}
-        self._seen: dict[str, _Seen] = {}
+        self._last_read: dict[str, _LastRead] = {}
         self._encoder = msgspec.json.Encoder()
         self._decoder = msgspec.json.Decoder(StageStatus)
 
     def publish(self, status: StageStatus) -> None:
-        """Replace the stage's status. One process per stage. Raises ValueError if it is too long, OSError."""
+        """Replace the stage's status. Only one process may publish a stage. Raises ValueError if too long, OSError."""
         payload = self._encoder.encode(status)
         record = self._record(status.stage, create=True)
         assert record is not None  # noqa: S101 - it was created
         if len(payload) > record.capacity:
             raise ValueError(
-                f"the status of stage {status.stage!r} takes {len(payload)} bytes and the board has room for "
+                f"the status of stage {status.stage!r} takes {len(payload)} bytes and the status board has room for "
                 f"{record.capacity}: publish a bounded number of values (pauses_s, latest, detail)"
             )
         record.write(payload)
 
     def read(self, stage: str) -> StageStatus | None:
-        """What the stage published last, or None if it never did. A status that was read before is not decoded again."""
-        seen = self._seen.get(stage)
-        if seen is None:
+        """The stage's last status, or None if there is none. A status that was read before is not decoded again."""
+        last = self._last_read.get(stage)
+        if last is None:
             record = self._record(stage, create=False)
             if record is None:
                 return None
-            seen = _Seen(record, 0, None)
-        if seen.record.sequence() == seen.sequence:
-            return seen.status
-        newest = seen.record.read()
-        if newest is None:  # Written faster than it can be read: the last whole one still tells the truth of a moment ago.
-            return seen.status
+            last = _LastRead(record, 0, None)
+        if last.record.sequence() == last.sequence:
+            return last.status
+        newest = last.record.read()
+        if newest is None:  # written faster than it can be read: return the previous status, which is a moment old
+            return last.status
         sequence, payload = newest
         status = self._decoder.decode(payload)
-        self._seen[stage] = _Seen(seen.record, sequence, status)
+        self._last_read[stage] = _LastRead(last.record, sequence, status)
         return status
 
     def stages(self) -> Sequence[str]:
@@ -94,12 +93,12 @@ class MmapBoard:
         return sorted(path.name.removesuffix(_SUFFIX) for path in self._directory.glob("*" + _SUFFIX))
 
     def close(self) -> None:
-        """Unmap the files. They stay, with what was published last."""
+        """Unmap the files. They keep the last statuses."""
         for memory in self._maps.values():
             memory.close()
         self._maps.clear()
         self._records.clear()
-        self._seen.clear()
+        self._last_read.clear()
 
     def _record(self, stage: str, *, create: bool) -> SharedRecord | None:
         record = self._records.get(stage)

@@ -1,4 +1,4 @@
-"""What a stage says of itself on the board: often enough to be true, seldom enough to cost nothing."""
+"""Publishes a stage's status on the status board: at every change of state, otherwise a few times a second."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pipelinerl.interfaces import Board
 from pipelinerl.types import ACTOR, ENGINE, Progress, StageState, StageStatus
 
 REFRESH_S = 0.2
-"""While the state stays the same, the status is written again after this long."""
+"""Interval at which the status is published while the state stays the same."""
 
 
 class GenerationStages(NamedTuple):
-    """The stages of one generation process, as they are called on the board."""
+    """The names of one generation process's stages on the status board."""
 
     engine: str = ENGINE
     actor: str = ACTOR
@@ -24,14 +24,14 @@ ALONE = GenerationStages()
 
 
 def generation_stages(processes: int) -> list[GenerationStages]:
-    """By process: numbered (`engine-0`, `actor-0`) only if there are several."""
+    """Stage names for each process, numbered (`engine-0`, `actor-0`) only if there are several processes."""
     if processes == 1:
         return [ALONE]
     return [GenerationStages(f"{ENGINE}-{index}", f"{ACTOR}-{index}") for index in range(processes)]
 
 
 class StatusReporter:
-    """One stage's line on the board. `clock` is `time.monotonic`, or a test's."""
+    """Publishes the status of one stage. `clock` is `time.monotonic`, or a fake in tests."""
 
     def __init__(self, board: Board, stage: str, clock: Callable[[], float]) -> None:
         self._board = board
@@ -42,7 +42,7 @@ class StatusReporter:
         self._written_s = 0.0
 
     def due(self, state: StageState) -> bool:
-        """Whether a report of `state` would be published: what it says need not be put into words otherwise."""
+        """Whether `report` would publish `state` now. Check this before formatting an expensive message."""
         return state != self._state or self._clock() - self._written_s >= REFRESH_S
 
     def report(
@@ -54,7 +54,7 @@ class StatusReporter:
         waits_for: tuple[str, ...] = (),
         now: bool = False,
     ) -> None:
-        """Publish if the state changed, the last time is long enough ago, or `now`; `progress` is asked for only then."""
+        """Publish if the state changed, `REFRESH_S` has passed, or `now` is set. `progress` is called only then."""
         if not (now or self.due(state)):
             return
         time_s = self._clock()

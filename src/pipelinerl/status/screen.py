@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: pure functions from stage statuses to rich renderables and to one line of text."""
+"""The contents of the terminal view: pure functions from stage statuses to rich renderables or a line of text."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from rich.text import Text
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
-# ------------------------------------------------------------------------------------------------------------------------
-# How fast counters move. No clock here: whoever looks says what time it is.
+# ---- Rates of counters. There is no clock here: the caller passes the time.
 
 
 class Rate:
-    """Units per second of one growing counter, over a sliding window.
+    """The rate of one growing counter, in units per second, over a sliding window.
 
-    The clock starts with the first movement seen, so that time before there was anything to do (start-up, the evaluation
-    before training) doesn't count as slowness. A counter that goes back (a restarted stage) starts afresh.
+    Time counts from the first change, so that time without work (start-up, the evaluation before training) does not lower
+    the rate. If the counter decreases (the stage was restarted), the measurement starts over.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -41,13 +40,13 @@ class Rate:
             self._moving = bool(points) and count > points[-1][1]
             points.clear()
         points.append((now, count))
-        # One point at or before the window's edge stays, so that a counter slower than the window still has a rate.
+        # Keep one point at or before the start of the window, so that a counter slower than the window has a rate.
         while len(points) > 2 and points[1][0] <= now - self._window_s:
             points.popleft()
 
     @property
     def per_s(self) -> float | None:
-        """None until there is something to measure."""
+        """None until the counter has two points."""
         if len(self._points) < 2:
             return None
         (start, first), (end, last) = self._points[0], self._points[-1]
@@ -55,7 +54,7 @@ class Rate:
 
 
 SILENT_S = 15.0
-"""A stage that hasn't reported for longer than this is shown to be silent."""
+"""A stage that has not reported for longer than this is shown as silent."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MARKS = {
@@ -68,9 +67,9 @@ _MARKS = {
 
 
 class Trends:
-    """What one status can't show: how fast counters move, and how the reward has gone.
+    """Values computed from many statuses: throughputs and the history of the reward.
 
-    Throughputs are over the last 30 s; the time left is judged by the last half hour of optimizer steps.
+    Throughputs are over the last 30 s; the time left is estimated from the optimizer steps of the last 30 minutes.
     """
 
     def __init__(self) -> None:
@@ -111,7 +110,7 @@ def render(
     elapsed_s: float | None = None,
     title: str = "pipelinerl",
 ) -> RenderableType:
-    """The whole view at `now` (`time.monotonic`) of a run towards `target` optimizer steps. Stages may be missing."""
+    """The whole view at `now` (`time.monotonic`) of a run of `target` optimizer steps. Stages may be missing."""
     trends = trends or Trends()
     trainer = trainer_progress(statuses) or TrainerProgress()
     body = Group(
@@ -127,7 +126,7 @@ def render(
 
 
 def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:
-    """The same in one line, for logs."""
+    """A summary in one line, for logs."""
     trainer = trainer_progress(statuses) or TrainerProgress()
     latest = trainer.latest
     parts = [f"[{duration(elapsed_s):>7}]", f"step {trainer.version}/{target}"]
@@ -143,7 +142,7 @@ def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends,
 
 
 def waiting_lines(statuses: Mapping[str, StageStatus], now: float, longer_than_s: float) -> list[str]:
-    """A line for each stage that has not been working for longer than this, or has not reported."""
+    """A line for each stage that has been waiting, starting, failed or silent for longer than `longer_than_s`."""
     lines = []
     for status in statuses.values():
         since_s = now - status.since_s
@@ -162,7 +161,7 @@ def dropped_by_reason(statuses: Mapping[str, StageStatus]) -> Counter[str]:
 
 
 def duration(seconds: float | None) -> str:
-    """`42s`, `3:07`, `2:05:00`; `-` when not known."""
+    """`42s`, `3:07`, `2:05:00`; `-` for None."""
     if seconds is None:
         return "-"
     whole = max(0, round(seconds))
@@ -173,7 +172,7 @@ def duration(seconds: float | None) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits are enough to compare by eye: 7.81k, 52.0, 1.20M."""
+    """Three significant digits with a unit: 7.81k, 52, 1.2M."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
             return f"{value / limit:.3g}{unit}"
@@ -190,7 +189,7 @@ def per_second(rate: Rate, unit: str) -> str:
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """The last values as bars between their own extremes, averaged down to `width` when there are more."""
+    """The values as bars, scaled to their minimum and maximum; more than `width` values are averaged to `width` bars."""
     points = list(values)
     count = min(width, len(points))
     edges = [len(points) * i // count for i in range(count + 1)] if count else []
@@ -208,7 +207,7 @@ def _progress_line(version: int, target: int, trends: Trends, elapsed_s: float |
     line.add_column(no_wrap=True, justify="right")
     share = version / target if target else 0.0
     left = trends.remaining_s(max(0, target - version))
-    times = f"{share:4.0%}   {duration(elapsed_s)} gone, {duration(left)} left"
+    times = f"{share:4.0%}   {duration(elapsed_s)} elapsed, {duration(left)} left"
     line.add_row(Text(f"step {version}/{target}", "bold"), ProgressBar(max(1, target), version), times)
     return line
 
@@ -289,9 +288,9 @@ def _facts(statuses: Mapping[str, StageStatus]) -> RenderableType:
         trainer_progress(statuses) or TrainerProgress(),
     )
     if engine is not None:
-        last = f", the last paused it {pause(engine.pauses_s[-1])}" if engine.pauses_s else ""
+        last = f", last pause {pause(engine.pauses_s[-1])}" if engine.pauses_s else ""
         published = f"trainer at version {trainer.version}, engine at {engine.version}"
-        table.add_row("weights", f"{published}; {engine.weight_updates} updates taken{last}")
+        table.add_row("weights", f"{published}; {engine.weight_updates} updates applied{last}")
         table.add_row("engine", f"{engine.in_progress} of {engine.slots} slots in progress, {engine.queued} queued")
     if actor is not None:
         counts = (

@@ -1,6 +1,7 @@
-"""The terminal view of a run: live in a terminal, plain lines elsewhere. `screen.py` says what is shown, this when.
+"""The terminal view of a run: live in a terminal, plain lines elsewhere. The contents are in `screen.py`.
 
-A view is fed with the board's statuses as often as one likes and keeps itself to two drawings a second, without a thread.
+The caller may pass the status board's contents as often as it likes: a live view redraws at most twice a second. Views use
+no thread.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ LONG_WAIT_S = 10.0
 
 class View(Protocol):
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        """What every stage says at `now` (`time.monotonic`)."""
+        """Show the statuses of all stages at `now` (`time.monotonic`)."""
         ...
 
     def say(self, text: str) -> None:
-        """A message that stays on the screen: a warning, the last words of a process."""
+        """Print a message that stays on the screen, like a warning or a process's crash message."""
         ...
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the terminal back. May be called twice."""
+        """Leave the last state on the screen and release the terminal. May be called twice."""
         ...
 
 
 class LiveView:
-    """Redrawn in place. The terminal is taken at the first update and given back by `close`."""
+    """A view redrawn in place. Takes over the terminal at the first update, and releases it in `close`."""
 
     def __init__(self, console: Console, *, target: int, title: str = "pipelinerl") -> None:
         self._target = target
@@ -75,9 +76,9 @@ class LiveView:
 
 
 class PlainView:
-    """One line every `every_steps` optimizer steps, and at least one every 10 s while nothing moves or steps are slow.
+    """Prints a line every `every_steps` optimizer steps, and at least every 10 s.
 
-    Below it, a line for each stage that has been waiting, starting or silent for more than 10 s.
+    It is followed by a line for each stage that has been waiting, starting, failed or silent for more than 10 s.
     """
 
     def __init__(self, stream: TextIO, *, target: int, every_steps: int | None = None) -> None:
@@ -120,19 +121,19 @@ class PlainView:
 
 
 class SilentView:
-    """Shows nothing but what is said outright."""
+    """Prints only the messages given to `say`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        """Nothing to show."""
+        """Shows nothing."""
 
     def say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
 
 def make_view(
@@ -142,7 +143,7 @@ def make_view(
     target: int,
     title: str = "pipelinerl",
 ) -> View:
-    """The view that a run file asks for; `auto` is live on a terminal that can move its cursor, and plain elsewhere."""
+    """The view of kind `metrics.view`. `auto` is live on a terminal that can move its cursor, and plain elsewhere."""
     if kind == "none":
         return SilentView(stream)
     if kind == "auto":

@@ -1,8 +1,8 @@
-"""When nothing moves, say who waits on whom. Pure decisions: whoever looks at the board says what time it is.
+"""Detects a stalled run and explains which stage waits on which. Pure: the caller passes the statuses and the time.
 
-A run is stalled when, for `timeout_s`, no counter of any stage has moved, or when a stage that says that it works has not
-reported at all. The second is what catches a stage that hangs while the others go on (a ring stream that drops its
-oldest groups never makes the actor wait).
+A run is stalled when, for `timeout_s`, no counter of any stage has changed, or a stage in state "working" has not reported.
+The second rule finds a stage that hangs while the others go on (with a stream that drops its oldest groups, the actor
+never waits for a hung trainer).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 
 from pipelinerl.types import StageStatus
 
-# Seconds grow while a stage waits, too, and measured values say nothing that the counters beside them do not say.
+# Not counted as progress: seconds grow also while a stage waits, and measured values change only together with counters.
 _NOT_PROGRESS = frozenset({"busy_s", "ready_s", "pauses_s", "latest", "recent_reward", "evaluations"})
 
 
 class Stall(NamedTuple):
-    """`suspects` are the stages that work, by their own last word, but have not reported; `message` has a line a stage."""
+    """`suspects` are stages whose last status is "working" but that no longer report; `message` has one line per stage."""
 
     quiet_s: float
     suspects: tuple[str, ...]
@@ -27,29 +27,29 @@ class Stall(NamedTuple):
 
 
 class Watchdog:
-    """Looks at every stage's status again and again; says when the run is stalled.
+    """Observes the statuses of all stages repeatedly and reports when the run is stalled.
 
-    Of the time between two looks at most a quarter of `timeout_s` counts: when the whole run was suspended (Ctrl-Z, a
-    debugger, a machine that slept), the time it was away is nobody's fault. So a stall takes at least four looks.
-    While a stage is starting, nothing is a stall: loading a model moves no counter and has a bound of its own.
+    At most a quarter of `timeout_s` counts between two observations, because the whole run may have been suspended (Ctrl-Z,
+    a debugger, a sleeping machine). So a stall takes at least four observations. While a stage is starting, unchanged
+    counters are not a stall: loading a model changes no counter and has a timeout of its own.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._looked_s: float | None = None
-        self._moves: object = None
+        self._observed_s: float | None = None
+        self._counters: object = None
         self._quiet_s = 0.0
         self._written_s: dict[str, float] = {}
         self._silent_s: dict[str, float] = {}
 
     def observe(self, statuses: Mapping[str, StageStatus], now: float) -> Stall | None:
-        """One look, at `now` seconds of the clock that the statuses were written with (`time.monotonic`)."""
-        elapsed_s = 0.0 if self._looked_s is None else min(now - self._looked_s, self._timeout_s / 4)
-        self._looked_s = now
+        """One observation at `now`, in seconds of the clock that the statuses were written with (`time.monotonic`)."""
+        elapsed_s = 0.0 if self._observed_s is None else min(now - self._observed_s, self._timeout_s / 4)
+        self._observed_s = now
         self._count_silence(statuses, elapsed_s)
-        moves = {stage: _moves(status) for stage, status in statuses.items()}
-        if moves != self._moves or any(status.state == "starting" for status in statuses.values()):
-            self._moves = moves
+        counters = {stage: _counters(status) for stage, status in statuses.items()}
+        if counters != self._counters or any(status.state == "starting" for status in statuses.values()):
+            self._counters = counters
             self._quiet_s = 0.0
         else:
             self._quiet_s += elapsed_s
@@ -87,29 +87,29 @@ class Watchdog:
             elif status.state in ("waiting", "working") and self._silent_s[stage] >= self._timeout_s / 2:
                 line += f" [it has not reported for {self._silent_s[stage]:.0f} s]"
             lines.append(line)
-        circle = find_circle(statuses)
-        if circle:
-            lines.append(f"  a circle: {' waits on '.join([*circle, circle[0]])}")
+        cycle = find_cycle(statuses)
+        if cycle:
+            lines.append(f"  circular wait: {' waits on '.join([*cycle, cycle[0]])}")
         return "\n".join(lines)
 
 
 def describe(status: StageStatus, now: float) -> str:
-    """One stage in words: `trainer (pid 7): waiting for 12 s: samples from the actor: 3 of 64 are here`."""
+    """One stage in a line of text: `trainer (pid 7): waiting for 12 s: samples from the actor: 3 of 64 are here`."""
     since_s = max(0.0, now - status.since_s)
     detail = f": {status.detail}" if status.detail else ""
     return f"{status.stage} (pid {status.pid}): {status.state} for {since_s:.0f} s{detail}"
 
 
 def waits_on(status: StageStatus, stages: Mapping[str, object]) -> tuple[str, ...]:
-    """The other stages that a waiting stage waits for. Of several stages of a kind, `actor` stands for all."""
+    """The other stages that a waiting stage waits for. `actor` stands for all actors (`actor-0`, `actor-1`)."""
     if status.state != "waiting":
         return ()
     named = (stage for name in status.waits_for for stage in stages if stage == name or stage.startswith(f"{name}-"))
     return tuple(stage for stage in dict.fromkeys(named) if stage != status.stage)
 
 
-def find_circle(statuses: Mapping[str, StageStatus]) -> tuple[str, ...]:
-    """Stages that wait on one another in a circle, beginning with the first of them; empty when there is none."""
+def find_cycle(statuses: Mapping[str, StageStatus]) -> tuple[str, ...]:
+    """Stages that wait on one another in a cycle, starting with the first of them; empty if there is no cycle."""
     edges = {stage: waits_on(status, statuses) for stage, status in statuses.items()}
 
     def follow(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -120,13 +120,13 @@ def find_circle(statuses: Mapping[str, StageStatus]) -> tuple[str, ...]:
                 return found
         return ()
 
-    return next((circle for stage in edges if (circle := follow((stage,)))), ())
+    return next((cycle for stage in edges if (cycle := follow((stage,)))), ())
 
 
-def _moves(status: StageStatus) -> tuple[object, ...]:
-    """What changes when the stage gets something done. Going from working to waiting and back gets nothing done."""
+def _counters(status: StageStatus) -> tuple[object, ...]:
+    """Values that change when the stage makes progress. Switching between working and waiting is not progress."""
     phase = status.state if status.state in ("starting", "done", "failed") else "running"
     if status.progress is None:
         return (status.pid, phase)
-    counters = msgspec.structs.asdict(status.progress)
-    return (status.pid, phase, {name: counters[name] for name in counters if name not in _NOT_PROGRESS})
+    values = msgspec.structs.asdict(status.progress)
+    return (status.pid, phase, {name: values[name] for name in values if name not in _NOT_PROGRESS})

@@ -1,7 +1,7 @@
-"""Streams: how finished work gets from the stage that makes it to the one that uses it, in order and counted.
+"""Streams: ordered, counted queues between stages.
 
-`memory_stream` is for one process; `FileStreamWriter` and `FileStreamReader` are for several and for runs that resume,
-which first `rewind` to their checkpoint.
+`memory_stream` works within one process. `FileStreamWriter` and `FileStreamReader` work between processes and survive them;
+a resumed run first calls `rewind` to return to its checkpoint. Streams over Redis are in `pipelinerl.stream.redis`.
 """
 
 from pipelinerl.stream.files import FileStreamReader, FileStreamWriter

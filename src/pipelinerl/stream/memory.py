@@ -1,4 +1,4 @@
-"""A stream within one process. What is in it ends with the process."""
+"""A stream within one process, in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Shared(Generic[T]):
-    """What the two ends of a memory stream have in common."""
+    """The state that both ends of a memory stream share."""
 
     def __init__(self) -> None:
         self.pending: deque[tuple[int, T]] = deque()
@@ -38,7 +38,7 @@ class MemoryStreamWriter(Generic[T]):
         self._on_drop = on_drop
 
     def try_write(self, item: T, encoded: bytes | None = None) -> bool:
-        """Append one item. False when the stream is full and set to block (nothing was written then)."""
+        """Append one item. Returns False, and writes nothing, if the stream is full and configured to block."""
         del encoded  # nothing is encoded here
         shared = self._shared
         while len(shared.pending) >= self._capacity:
@@ -56,7 +56,7 @@ class MemoryStreamWriter(Generic[T]):
         return self._shared.stats()
 
     def close(self) -> None:
-        """Nothing to release; what is in the stream can still be read."""
+        """Releases nothing: the items in the stream can still be read."""
 
 
 class MemoryStreamReader(Generic[T]):
@@ -64,14 +64,14 @@ class MemoryStreamReader(Generic[T]):
         self._shared = shared
 
     def read(self, limit: int) -> Sequence[tuple[int, T]]:
-        """Take up to `limit` items that are there now, oldest first, each with its offset. Never waits."""
+        """Take up to `limit` of the available items, oldest first, each with its offset. Never waits."""
         pending = self._shared.pending
         items = [pending.popleft() for _ in range(min(limit, len(pending)))]
         self._shared.taken += len(items)
         return items
 
     def commit(self, offset: int) -> None:
-        """Nothing to make durable. Raises ValueError if an item before `offset` was neither taken nor dropped."""
+        """Only checks. Raises ValueError if an item before `offset` was neither taken nor dropped."""
         shared = self._shared
         end = shared.pending[0][0] if shared.pending else shared.written
         if offset > end:
@@ -81,7 +81,7 @@ class MemoryStreamReader(Generic[T]):
         return self._shared.stats()
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Releases nothing."""
 
 
 def memory_stream(
@@ -90,9 +90,9 @@ def memory_stream(
     when_full: Literal["block", "drop_oldest"] = "block",
     on_drop: Callable[[T], None] | None = None,
 ) -> tuple[MemoryStreamWriter[T], MemoryStreamReader[T]]:
-    """The two ends of a new stream. `capacity` is in items; `on_drop` is told every item that `drop_oldest` drops.
+    """The two ends of a new stream. `capacity` is in items. `on_drop` is called with every item that `drop_oldest` drops.
 
-    Items are handed over as they are, not copied: they must be immutable, as everything in `types` is.
+    Items are not copied, so they must be immutable, as everything in `types` is.
     """
     if capacity < 1:
         raise ValueError(f"a stream's capacity is at least 1: {capacity}")

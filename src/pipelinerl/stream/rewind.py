@@ -1,4 +1,4 @@
-"""Taking a file stream back to a checkpoint."""
+"""Rewind a file stream to a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ import msgspec
 
 from pipelinerl.files import AppendFile, sync_directory
 from pipelinerl.stream.segments import decode_item, encode_line, read_records, segment_path
-from pipelinerl.stream.state import Counts, Role, StreamState, explained, generation_path, made, newest_generation
+from pipelinerl.stream.state import (
+    Counts,
+    Role,
+    StreamState,
+    disk_errors_explained,
+    ensure_directory,
+    generation_path,
+    newest_generation,
+)
 
 T = TypeVar("T")
 
 
 def rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-    """Take the stream back to a checkpoint, before either end is opened. Returns the items that stay, oldest first.
+    """Rewind the stream to a checkpoint, before either end is opened. Returns the items that stay, oldest first.
 
-    Items before `from_offset`, dropped items, and those for which `keep` is false are removed. The others are numbered
-    anew, without gaps: the first has offset `from_offset`, which becomes the committed offset. Counts go on as if all
-    before it had been taken or dropped. Atomic: killed at any point, the stream is as before or as after.
-    Raises StreamError if an end is open or a record is damaged (a torn last one is left out).
+    Items before `from_offset`, dropped items, and those for which `keep` is false are removed. The others are renumbered
+    without gaps: the first has offset `from_offset`, which becomes the committed offset. The counts continue as if every
+    item before it had been taken or dropped. Atomic: if the process is killed, the stream is either unchanged or rewound.
+    Raises StreamError if an end is open or a record is damaged (a partial last record is skipped).
     """
-    with explained(directory):
-        roles = [Role(made(directory), "writer")]
+    with disk_errors_explained(directory):
+        roles = [Role(ensure_directory(directory), "writer")]
         try:
             roles.append(Role(directory, "reader"))
             return _rewind(directory, item_type, from_offset, keep)
@@ -37,7 +45,7 @@ def rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callable
 
 def _rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
     number = newest_generation(directory)
-    old = made(generation_path(directory, number))
+    old = ensure_directory(generation_path(directory, number))
     with closing(StreamState(old)) as state, state.locked():
         earlier_drops = state.drops.before(from_offset)
         decoder = msgspec.json.Decoder(item_type)
@@ -72,6 +80,6 @@ def _rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callabl
     sync_directory(new)
     new.rename(generation_path(directory, number + 1))
     sync_directory(directory)
-    for left_over in range(number + 1):  # `old`, and what an interrupted rewind before this one did not get to
+    for left_over in range(number + 1):  # `old`, and what an interrupted rewind left behind
         shutil.rmtree(generation_path(directory, left_over), ignore_errors=True)
     return [item for _, item in kept]

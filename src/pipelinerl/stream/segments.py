@@ -1,7 +1,7 @@
-"""Segment files: how a stream's items lie on disk.
+"""Segment files: the on-disk format of a file stream's items.
 
-A segment is named after the offset of its first item and holds one item a line: eight hex digits of CRC-32, a space, the
-item as JSON, a newline. So item `o` of segment `s` is on line `o - s + 1`, and a person can read it with `cut -c10-`.
+A segment is named after the offset of its first item and holds one item per line: CRC-32 in eight hex digits, a space, the
+item as JSON, a newline. So item `o` of segment `s` is on line `o - s + 1`, and `cut -c10-` prints the JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelinerl.errors import StreamError
 T = TypeVar("T")
 
 LINE_OVERHEAD_BYTES = 10
-"""What a line has besides the item's JSON."""
+"""Bytes of a line besides the item's JSON: checksum, space, newline."""
 
 _SUFFIX = ".jsonl"
 
@@ -34,12 +34,12 @@ def list_segments(directory: Path) -> list[int]:
 
 
 def encode_line(payload: bytes) -> bytes:
-    """One item's line. JSON of msgspec has no newline in it."""
+    """The line of one item. msgspec's JSON contains no newline."""
     return b"%08x %b\n" % (zlib.crc32(payload), payload)
 
 
 def decode_line(line: bytes) -> bytes | None:
-    """The JSON of a line, or None if the line is torn or damaged."""
+    """The JSON of a line, or None if the line is incomplete or damaged."""
     payload = line[9:-1]
     return payload if encode_line(payload) == line else None
 
@@ -47,8 +47,8 @@ def decode_line(line: bytes) -> bytes | None:
 def read_segment(path: Path, *, newest: bool) -> Iterator[bytes]:
     """The JSON of each item of a segment, in order.
 
-    Only the newest segment of a stream may end in a torn record, which is left out. Raises StreamError, naming file and
-    line, for any other bad record.
+    Only the newest segment of a stream may end in a partial record, which is skipped. Raises StreamError with file and line
+    for any other bad record.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -68,17 +68,17 @@ def damaged(path: Path, line: int, what: str) -> StreamError:
 
 
 class SegmentCursor:
-    """Reads items by ascending offset while another process appends and deletes whole segments behind it."""
+    """Reads items by ascending offset, while other processes append items and delete segments that were read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file: BufferedReader | None = None
         self._first = 0  # first offset of the open segment
         self._next = 0  # offset of the next line
-        self._position = 0  # its place in the file, bytes
+        self._position = 0  # of the next line in the file, bytes
 
     def payload(self, offset: int) -> bytes:
-        """The JSON of item `offset`, which must be written whole. Raises StreamError if it is damaged or gone."""
+        """The JSON of item `offset`, which must be completely written. Raises StreamError if it is damaged or missing."""
         if self._file is None or offset < self._next:
             self._open(self._segment_of(offset))
         while True:
@@ -122,7 +122,7 @@ class SegmentCursor:
         line = self._file.readline()
         payload = decode_line(line)
         if line and payload is None:
-            # The buffer may hold the beginning of a record that was taken back (disk full) and written anew: look again.
+            # The buffer may hold part of a record that was truncated (disk full) and rewritten: read the line again.
             self._open(self._first, self._position)
             line = self._file.readline()
             payload = decode_line(line)
@@ -136,7 +136,7 @@ class SegmentCursor:
 
 
 class ItemReader(Generic[T]):
-    """Decoded items by offset."""
+    """Reads and decodes items by offset."""
 
     def __init__(self, item_type: type[T]) -> None:
         self._decoder = msgspec.json.Decoder(item_type)
@@ -154,7 +154,7 @@ class ItemReader(Generic[T]):
 
 
 def decode_item(decoder: msgspec.json.Decoder[T], payload: bytes, path: Path, line: int) -> T:
-    """Raises StreamError, naming file and line, for JSON that is not one of the stream's items."""
+    """Raises StreamError with file and line if the JSON is not one of the stream's items."""
     try:
         return decoder.decode(payload)
     except msgspec.DecodeError as error:
@@ -162,7 +162,7 @@ def decode_item(decoder: msgspec.json.Decoder[T], payload: bytes, path: Path, li
 
 
 def read_records(directory: Path, from_offset: int) -> Iterator[tuple[int, bytes, Path, int]]:
-    """Offset, JSON, file and line of every item from `from_offset` on that is still there."""
+    """Offset, JSON, file and line of every item from `from_offset` on that is still on disk."""
     segments = list_segments(directory)
     for first, following in zip(segments, [*segments[1:], None], strict=True):
         if following is not None and following <= from_offset:

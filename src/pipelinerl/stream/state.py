@@ -1,4 +1,4 @@
-"""What writer and reader of a file stream share besides the items: counts, the log of dropped items, and who they are."""
+"""State shared by the ends of a file stream, besides the items: counts, the log of dropped items, and the role locks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipelinerl.interfaces import StreamStats
 
 
 class Counts(NamedTuple):
-    """`written`: the next item's offset. `cursor`: offset of the next item to be taken or dropped.
+    """`written`: offset of the next item to be written. `cursor`: offset of the next item to be taken or dropped.
 
-    `taken` counts the items before `cursor` that were taken, `committed` says before which offset all is dealt with.
-    The next item goes into the segment named `segment`, behind its first `size` bytes.
+    `taken` counts the items before `cursor` that were taken. All items before the offset `committed` are processed.
+    The next item is written to the segment whose first offset is `segment`, after its first `size` bytes.
     """
 
     written: int = 0
@@ -31,7 +31,7 @@ class Counts(NamedTuple):
 
 
 class DropLog:
-    """Offsets of the items that were dropped: 20 digits and a newline each, appended by the writers, one at a time."""
+    """Offsets of dropped items: 20 digits and a newline each, appended by the writers under the lock."""
 
     _ENTRY_BYTES = 21
 
@@ -43,7 +43,7 @@ class DropLog:
         self._fd = os.open(path, os.O_RDONLY)
 
     def refresh(self) -> None:
-        """Learn what was dropped since the last call. A torn last entry does not count: its item was not dropped."""
+        """Read the entries added since the last call. A partial last entry is ignored: its item was not dropped."""
         known = self.count * self._ENTRY_BYTES
         new = os.fstat(self._fd).st_size - known
         if new >= self._ENTRY_BYTES:
@@ -52,25 +52,25 @@ class DropLog:
             self.count += len(entries)
 
     def append(self, offset: int) -> None:
-        """After a `refresh` since which nobody else has appended."""
-        self._file.truncate(self.count * self._ENTRY_BYTES)  # behind what others appended; what a killed one tore goes
+        """Record that an item was dropped. Requires the lock, and a `refresh` since it was acquired."""
+        self._file.truncate(self.count * self._ENTRY_BYTES)  # cut a partial entry left by a killed writer
         self._file.append(b"%020d\n" % offset)
         self.refresh()
 
     def __contains__(self, offset: int) -> bool:
-        """Was the item dropped? Only for offsets that are not forgotten."""
+        """Whether the item was dropped. Valid only for offsets that are not forgotten."""
         return offset in self._offsets
 
     def before(self, offset: int) -> list[int]:
-        """The dropped offsets before `offset`, ascending, that are not forgotten."""
+        """The dropped offsets before `offset`, ascending, without forgotten ones."""
         return sorted(dropped for dropped in self._offsets if dropped < offset)
 
     def count_before(self, offset: int) -> int:
-        """How many items before `offset` were dropped, forgotten ones included (none from `offset` on may be)."""
+        """How many items before `offset` were dropped, including forgotten ones. No offset >= `offset` may be forgotten."""
         return self.count - sum(1 for dropped in self._offsets if dropped >= offset)
 
     def forget_before(self, offset: int) -> None:
-        """Keep only the offsets that can still matter in memory: nothing looks before the committed one."""
+        """Remove offsets before `offset` from memory. Offsets before the committed one are never looked up."""
         if offset > self._forgotten:
             self._forgotten = offset
             self._offsets = {dropped for dropped in self._offsets if dropped >= offset}
@@ -81,10 +81,10 @@ class DropLog:
 
 
 class StreamState:
-    """The shared state of one file stream, in `directory`. Methods other than `peek` need the lock.
+    """The shared state of one file stream, in `directory`. `load`, `store` and `drops` need the lock (`locked`).
 
-    Taking items is one write of the counts, dropping one is one append to the log: whenever a process is killed, an item
-    is taken, or dropped, or neither.
+    Taking items is a single write of the counts, dropping an item a single append to the log. So whenever a process is
+    killed, each item is either taken, or dropped, or neither.
     """
 
     _COUNTS = struct.Struct("=6Q")
@@ -99,7 +99,7 @@ class StreamState:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep the other processes out. Raises StreamError if one of them holds the lock for too long."""
+        """Hold the lock, with the drop log refreshed. Raises StreamError if another process holds it for too long."""
         try:
             with self._lock.held():
                 self.drops.refresh()
@@ -108,7 +108,7 @@ class StreamState:
             raise StreamError(str(error)) from error
 
     def peek(self) -> Counts | None:
-        """The counts of a moment ago, without the lock. None if there are none, or they change too fast to be read."""
+        """Recent counts, read without the lock. None if there are none yet, or they change too fast to be read."""
         newest = self._record.read()
         return Counts(*self._COUNTS.unpack(newest[1])) if newest else None
 
@@ -124,7 +124,7 @@ class StreamState:
             return StreamStats(written=counts.written, taken=counts.taken, dropped=self.drops.count)
 
     def sync(self) -> None:
-        """Make the counts durable."""
+        """Sync the counts to disk."""
         self._memory.flush()
 
     def close(self) -> None:
@@ -135,9 +135,9 @@ class StreamState:
 
 
 class Role:
-    """Makes a process the only writer, or the only reader, of a stream until `release` or its death.
+    """A lock that makes this process the only writer, or the only reader, until `release` or the end of the process.
 
-    With `shared` there may be others, but no only one.
+    With `shared`, other processes may hold it too, but none exclusively.
     """
 
     def __init__(self, directory: Path, role: str, *, shared: bool = False) -> None:
@@ -154,15 +154,14 @@ class Role:
             self._fd = -1
 
 
-def made(directory: Path) -> Path:
-    """The directory, which is there now."""
+def ensure_directory(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn the system's errors into one that says what to do; `path` is named where the system does not say which."""
+def disk_errors_explained(path: Path) -> Iterator[None]:
+    """Turn OSError into a StreamError that says what to do. `path` is named if the OSError names no file."""
     try:
         yield
     except OSError as error:
@@ -177,5 +176,8 @@ def generation_path(directory: Path, number: int) -> Path:
 
 
 def newest_generation(directory: Path) -> int:
-    """A stream's files are in a numbered folder; rewinding makes the next one. 0 if there is none yet."""
+    """The number of the current generation, a numbered folder with the stream's files. 0 if there is none yet.
+
+    Each rewind creates the next generation.
+    """
     return max((int(path.name) for path in directory.glob("[0-9]*") if path.name.isdecimal()), default=0)

@@ -1,4 +1,4 @@
-"""Looking at a file stream without being its reader."""
+"""Inspect a file stream without being its reader."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import TypeVar
 import msgspec
 
 from pipelinerl.stream.segments import decode_item, read_records
-from pipelinerl.stream.state import StreamState, explained, generation_path, newest_generation
+from pipelinerl.stream.state import StreamState, disk_errors_explained, generation_path, newest_generation
 
 T = TypeVar("T")
 
 
 def waiting_items(directory: Path, item_type: type[T]) -> list[T]:
-    """The items that were written and neither taken nor dropped, oldest first; none of a stream that is not there.
+    """The items that were written and neither taken nor dropped, oldest first. Empty if the stream does not exist.
 
-    Takes nothing. Raises StreamError for a damaged item.
+    Does not take them. Raises StreamError for a damaged item.
     """
     if not generation_path(directory, newest_generation(directory)).is_dir():
         return []
-    with explained(directory):
+    with disk_errors_explained(directory):
         path = generation_path(directory, newest_generation(directory))
         decoder = msgspec.json.Decoder(item_type)
         with closing(StreamState(path)) as state, state.locked():

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropies, with one copy of the logits in memory."""
+"""Log-probabilities of given tokens, and entropies, with a single copy of the logits in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.types import Segment
 
 CHUNK_ELEMENTS = 1 << 22
-"""Rows are worked on in chunks of about this many logits, so that temporaries stay small whatever the vocabulary."""
+"""Rows are processed in chunks of about this many logits, which bounds temporary memory for any vocabulary size."""
 
 
 def token_logprobs(logits_PV: Tensor, ids_P: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -24,9 +24,9 @@ def token_logprobs(logits_PV: Tensor, ids_P: Tensor, temperature: float) -> tupl
 
     In float32, or float64 for float64 logits. Gradients flow through the log-probabilities only.
 
-    The backward pass writes the gradient over `logits_PV`, which must have no other use: P x V is by far the largest
-    tensor of a training step, and a second one would double the step's memory. autograd notices and raises if another
-    operation still needed them.
+    The backward pass overwrites `logits_PV` with its gradient, so the logits must have no other use. P x V is by far the
+    largest tensor of a training step, and a second one would double the step's memory. autograd raises an error if another
+    operation still needs the logits.
     """
     logprobs_P, entropy_P = _TokenLogprobs.apply(logits_PV, ids_P, temperature)  # type: ignore[no-untyped-call]
     return logprobs_P, entropy_P
@@ -43,7 +43,7 @@ class _TokenLogprobs(torch.autograd.Function):
             log_z_c = scaled_cV.logsumexp(-1)
             log_z_P[rows] = log_z_c
             logprobs_P[rows] = scaled_cV.gather(-1, ids_P[rows, None])[:, 0] - log_z_c
-            # Tokens that are ruled out (logit -inf) add 0 to the entropy, not 0 * -inf.
+            # Excluded tokens (logit -inf) add 0 to the entropy, not 0 * -inf.
             entropy_P[rows] = log_z_c - (scaled_cV - log_z_c[:, None]).exp_().mul_(scaled_cV).nansum(-1)
         ctx.save_for_backward(logits_PV, ids_P, log_z_P)
         ctx.temperature = temperature
@@ -70,16 +70,15 @@ def _chunks(logits_PV: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Log-probabilities under the initial model, for the KL penalty: a frozen copy of it, or what lies under the adapters.
+# ---- log-probabilities under the initial model, for the KL penalty
 
 
 class FrozenModelScorer:
-    """Scores sampled tokens under `model`, which it freezes: nobody else may train that copy.
+    """Scores sampled tokens under `model`, a copy of the initial model that it freezes.
 
-    With `lora` it is the model being trained, which scores without its adapters: no copy is needed. `temperature` is that of
-    training rollouts, and segments go through the model in packed rows of at most `micro_batch_tokens`. Raises
-    UnsupportedModelError like `use_packed_attention`.
+    With `lora`, `model` is the model being trained, and scores are computed without its adapters, so no copy is needed.
+    `temperature` is the sampling temperature of the rollouts. Segments run in packed batches of at most `micro_batch_tokens`
+    tokens. Raises UnsupportedModelError like `use_packed_attention`.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class FrozenModelScorer:
 
     @torch.no_grad()
     def score(self, segments: Sequence[Segment]) -> list[list[float]]:
-        """For each segment, the log-probability of each of its sampled tokens, in order of position."""
+        """For each segment, the log-probabilities of its sampled tokens in order of position."""
         scores: list[list[float]] = [[] for _ in segments]
         for indices in self._pack([len(segment.token_ids) for segment in segments], self._budget):
             row = PackedRow.of([segments[i] for i in indices], self._device)

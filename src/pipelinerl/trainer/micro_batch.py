@@ -1,4 +1,4 @@
-"""Samples of one optimizer step, cut into micro-batches of a token budget and laid out as tensors."""
+"""Splits the samples of an optimizer step into micro-batches by a token budget, and builds their tensors."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Packer = Callable[[Sequence[int], int], list[list[int]]]
 
 
 def split(samples: Sequence[TrainingSample], budget: int, pack: Packer) -> list[list[TrainingSample]]:
-    """Micro-batches of whole samples with at most `budget` tokens each; a longer sample is alone in its own."""
+    """Split into micro-batches of whole samples with at most `budget` tokens. A longer sample gets its own micro-batch."""
     return [[samples[i] for i in indices] for indices in pack([sample.length for sample in samples], budget)]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The P sampled tokens of some samples, in order, with the row that computes their logits."""
+    """The P sampled tokens of the samples, in order, and `row`, the packed batch that computes their logits."""
 
     row: PackedRow
     behaviour_logprobs_P: Tensor
     advantages_P: Tensor
     lags_P: Tensor
     sequence_P: Tensor
-    """Which sample of the micro-batch a token belongs to."""
+    """Index in the micro-batch of the sample that a token belongs to."""
     sequence_count: int
     reference_logprobs_P: Tensor | None
 
     @classmethod
     def of(cls, samples: Sequence[TrainingSample], *, version: int, device: torch.device) -> MicroBatch:
-        """Lay `samples` out for a step that starts from the weights of `version`.
+        """Build the tensors for a step that starts from `version`.
 
-        Reference log-probabilities are there if all samples have them.
+        Reference log-probabilities are set if all samples have them.
         """
         sampled = [sample.sampled_count for sample in samples]
         reference = [sample.reference_logprobs for sample in samples]

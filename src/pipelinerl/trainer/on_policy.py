@@ -1,4 +1,4 @@
-"""How far the policy pi being trained is from the behaviour policy mu that sampled the tokens. Pure maths."""
+"""Measures how far the trained policy pi is from the behaviour policy mu that sampled the tokens."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 
 
 def effective_sample_size(log_ratios_N: torch.Tensor) -> float:
-    """(sum w)^2 / (N * sum w^2) of the weights w = pi / mu, given log w: in (0, 1], 1 when all weights are equal.
+    """(sum w)^2 / (N * sum w^2) of the weights w = pi / mu, given log w. In (0, 1]; 1 if all weights are equal.
 
-    Computed in log space and float64, so that weights of any size do not overflow. Raises ValueError for no tokens.
+    Computed in log space and float64, so that large weights do not overflow. Raises ValueError for no tokens.
     """
     if log_ratios_N.numel() == 0:
         raise ValueError("the effective sample size of no tokens is undefined")
     logs_N = log_ratios_N.detach().double()
-    # Scaling every weight by the same factor changes nothing; with the largest at 1 the sums are between 1 and N.
+    # Scaling all weights by one factor does not change the result; with the largest at 1, the sums are between 1 and N.
     weights_N = (logs_N - logs_N.max()).exp()
     return float(weights_N.sum().square() / (weights_N.square().sum() * weights_N.numel()))
 
 
 @dataclass(frozen=True)
 class OnPolicyMetrics:
-    """One optimizer step's distance from its behaviour policies, over all tokens it trained on."""
+    """Distance between the trained policy and the behaviour policies, over all tokens of one optimizer step."""
 
     tokens: int
     ess: float
-    """Normalised effective sample size of the unlimited weights pi / mu."""
+    """Normalised effective sample size of the weights pi / mu, without any limit."""
     kl_behaviour_policy: float
     """KL(mu || pi) per token in nats, k1 estimate: mean of log(mu / pi). Unbiased; can be negative."""
     kl_behaviour_policy_k3: float
@@ -37,28 +37,28 @@ class OnPolicyMetrics:
     lag_p50: int
     lag_p99: int
     masked_fraction: float
-    """Share of tokens that a mask, or the objective's clip, left without a gradient from their advantage."""
+    """Share of tokens without a gradient from their advantage, because of a mask or the objective's clip."""
     truncated_fraction: float
-    """Share of tokens that are learned from with a limit in the place of their own weight."""
+    """Share of tokens whose gradient has a limit in place of their own weight."""
     entropy_mean: float
-    """Mean entropy in nats of the distributions that pi gives at the tokens' positions."""
+    """Mean entropy in nats of pi's distributions at the tokens' positions."""
     weight_mean: float
-    """Mean of the unlimited pi / mu: near 1, whatever the lag, unless something is wrong."""
+    """Mean of pi / mu, without any limit. Near 1 at any lag, unless something is wrong."""
     weight_max: float
     on_policy_gap: float | None
     """Largest |log pi - log mu| over tokens of lag 0, which pi itself sampled: the numerical gap between engine and
-    trainer. None when there are no such tokens."""
+    trainer. None if there are no such tokens."""
     longest_lag_mean: float | None = None
-    """Of the tokens of the longest quarter of the rollouts: mean lag, and the share that was masked or truncated. None if
-    the rollouts' lengths were not given."""
+    """Mean lag of the tokens of the longest quarter of the rollouts. None if the rollouts' lengths were not given."""
     longest_limited_fraction: float | None = None
+    """Share of these tokens that was masked or truncated."""
 
 
 class OnPolicyStats:
     """Collects the tokens of one optimizer step over its micro-batches.
 
-    Tokens are kept, not summarised, until `result`: the metrics (percentiles included) are exact however the step was
-    packed, and nothing waits for the device in between. That is 26 bytes a token (float32 inputs), for one step.
+    Tokens are kept until `result`, so that all metrics (percentiles included) are exact for any packing, and no
+    micro-batch waits for the device. This takes 26 bytes per token (float32 inputs) for one step.
     """
 
     def __init__(self) -> None:
@@ -79,9 +79,9 @@ class OnPolicyStats:
         *,
         lengths_N: torch.Tensor | None = None,
     ) -> None:
-        """Add a micro-batch's sampled tokens: log(pi / mu), bools, nats, integer lags; all of shape (N,), N may be 0.
+        """Add a micro-batch's sampled tokens: log(pi / mu), bools, nats, integer lags, all of shape (N,). N may be 0.
 
-        `lengths_N`: how many sampled tokens the token's rollout has. Given for all micro-batches of a step or for none.
+        `lengths_N`: number of sampled tokens of the token's rollout; given for all micro-batches of a step or for none.
         """
         shapes = [tuple(tensor.shape) for tensor in (log_ratios_N, masked_N, truncated_N, entropy_N, lags_N)]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
@@ -95,9 +95,9 @@ class OnPolicyStats:
             self._lengths.append(lengths_N.detach())
 
     def result(self) -> OnPolicyMetrics | None:
-        """The metrics of all tokens added; None when there were none.
+        """The metrics of all tokens added; None if there were none.
 
-        Raises ValueError when a log-ratio is not a finite number: the weights or an input are broken.
+        Raises ValueError if a log-ratio is not finite, which means that the weights or an input are broken.
         """
         tokens = sum(chunk.numel() for chunk in self._log_ratios)
         if tokens == 0:
@@ -133,9 +133,10 @@ class OnPolicyStats:
 
 
 def in_longest_quarter(lengths_N: torch.Tensor) -> torch.Tensor:
-    """Which tokens, bool (N,), are of the longest quarter of the rollouts, or of one as long as the shortest of these.
+    """bool (N,): tokens in the longest quarter of the rollouts. Rollouts as long as the shortest of these are included.
 
-    `lengths_N`: the length of each token's rollout, all of whose tokens are there: n tokens of length L are n / L rollouts.
+    `lengths_N` is the length of each token's rollout. All tokens of a rollout must be present: n tokens of length L are
+    n / L rollouts.
     """
     tokens_L = lengths_N.bincount()
     rollouts_L = tokens_L // torch.arange(len(tokens_L)).clamp(min=1)
@@ -146,5 +147,5 @@ def in_longest_quarter(lengths_N: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest_rank(sorted_N: torch.Tensor, fraction: float) -> int:
-    """The smallest value that at least `fraction` of the values do not exceed: always one of them."""
+    """The nearest-rank quantile: the smallest value that at least `fraction` of the values do not exceed."""
     return int(sorted_N[max(0, math.ceil(fraction * sorted_N.numel()) - 1)])

@@ -1,4 +1,4 @@
-"""AdamW over a model's parameters by name, in float32 whatever the type of the weights."""
+"""AdamW with float32 master weights, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 class Optimizer:
     """AdamW (decoupled weight decay, on matrices only) over the parameters of `model` that require gradients.
 
-    Weights of lower precision have a float32 master copy: a step of 1e-6 would be lost in bfloat16's rounding, and so
-    would small gradients of micro-batches added up. float32 weights are their own master.
+    Weights of lower precision have a float32 master copy. In bfloat16, rounding would lose a step of 1e-6, and small
+    gradients when those of micro-batches are summed. float32 weights are their own master.
 
     Per step: `zero_grad`, then for each micro-batch `backward` and `accumulate`, then `step` (or not).
     """
@@ -33,7 +33,7 @@ class Optimizer:
         self._adam = torch.optim.AdamW([group for group in groups if group["params"]], betas=betas, fused=True)
 
     def zero_grad(self) -> None:
-        """All gradients to zero (not None: a parameter without a gradient still moves by its momentum)."""
+        """Set all gradients to zero (not None, so that a parameter without a gradient still moves by its momentum)."""
         for name, master in self._masters.items():
             if master is not self._weights[name]:
                 self._weights[name].grad = None
@@ -43,7 +43,7 @@ class Optimizer:
                 master.grad.zero_()
 
     def accumulate(self) -> None:
-        """Add the gradients of the last backward to those of the step. Nothing to do for float32 weights."""
+        """Add the gradients of the last backward pass to those of the step. Does nothing for float32 weights."""
         for name, master in self._masters.items():
             weight = self._weights[name]
             if master is not weight and weight.grad is not None and master.grad is not None:
@@ -53,8 +53,8 @@ class Optimizer:
     def step(self, *, learning_rate: float, max_grad_norm: float) -> float:
         """Clip the gradients to `max_grad_norm`, step, and return the norm before clipping.
 
-        Raises TrainingDivergedError, with the weights untouched, if the norm is not finite, and also if a weight is not
-        finite after the step: these weights are of no use to anyone.
+        Raises TrainingDivergedError if the norm is not finite (the weights are then unchanged), or if a weight is not finite
+        after the step.
         """
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
@@ -80,7 +80,7 @@ class Optimizer:
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and step count of each parameter, as `NAME.exp_avg` and so on, and `NAME.master` where there is one."""
+        """Moments and step count of each parameter, as `NAME.exp_avg` and so on, and `NAME.master` if there is one."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for moment, value in self._adam.state.get(master, {}).items():
@@ -90,7 +90,7 @@ class Optimizer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state` returned. Raises CheckpointError if it is of another model; nothing is changed then."""
+        """Restore what `state` returned. Raises CheckpointError, with nothing changed, if it is of another model."""
         masters = {f"{name}.master" for name, master in self._masters.items() if master is not self._weights[name]}
         moments = {f"{name}.{moment}" for name in self._masters for moment in _MOMENTS}
         if tensors.keys() not in (masters, masters | moments):
@@ -118,22 +118,20 @@ def _master(weight: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(weight.detach().float())
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The learning rate of each optimizer step: by its number, and by how on-policy its batch is.
-
+# ---- the learning rate of a step
 
 FLOOR = 0.1
-"""Decaying schedules end at this share of the peak."""
+"""Decaying schedules end at this fraction of the peak."""
 
 
 def learning_rate(
     step: int, *, peak: float, schedule: Literal["constant", "linear", "cosine"], warmup_steps: int, total_steps: int
 ) -> float:
-    """The rate of optimizer step `step` (0 is the first; it makes version `step + 1`).
+    """The rate of optimizer step `step` (0 is the first; it produces version `step + 1`).
 
-    Warm-up rises linearly over steps 0 to `warmup_steps` - 1, all of them between 0 and the peak, both excluded, so that
-    no step is wasted on a rate of 0. Step `warmup_steps` is the first at the peak. From there the rate stays, or falls to
-    `FLOOR` of the peak, which the last step (`total_steps` - 1) reaches and later ones keep.
+    Warm-up rises linearly over steps 0 to `warmup_steps` - 1, strictly between 0 and the peak, so that no step has a rate of
+    0. Step `warmup_steps` is the first at the peak. From there the rate is constant, or decays to `FLOOR` times the peak at
+    the last step (`total_steps` - 1) and stays there.
 
     Raises ValueError for a negative step or warm-up, or for less than one step in total.
     """
@@ -154,10 +152,10 @@ def learning_rate(
 
 
 def ess_factor(kind: Literal["off", "sqrt"], ess: float) -> float:
-    """What `trainer.ess_lr` multiplies the learning rate with: sqrt(ESS) or 1, where ESS in (0, 1] is the batch's.
+    """The factor of `trainer.ess_lr` on the learning rate: sqrt(ESS) or 1, where ESS in (0, 1] is that of the batch.
 
-    The variance of an importance-weighted gradient is that of an on-policy batch of ESS times the size, and AdamW's
-    learning rate goes with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS of
+    The variance of an importance-weighted gradient equals that of an on-policy batch of ESS times the size, and AdamW's
+    learning rate scales with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS of
     on-policy data, which is 1 for the weights pi / mu.
     """
     return math.sqrt(ess) if kind == "sqrt" else 1.0

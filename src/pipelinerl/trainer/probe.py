@@ -1,4 +1,4 @@
-"""Do engines compute with the weights that they say they took? Their log-prob of a token is compared with the trainer's."""
+"""Checks that engines use the weights they acknowledged, by comparing their log-prob of a token with the trainer's."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pipelinerl.types import ProbeReading, Segment
 PROMPT_TOKENS = 16
 VERSIONS_KEPT = 32
 TOLERANCE = {torch.float32: 2e-3}
-"""Largest difference of log-probabilities by dtype of the model. Two implementations differ by 1e-5 to 1e-4 in float32."""
+"""Largest allowed difference of log-probs, by dtype. In float32, two implementations differ by 1e-5 to 1e-4."""
 COARSE_TOLERANCE = 0.3
 
 
 class ProbeCheck:
-    """Keeps the trainer's own answer for each of the latest versions that it published.
+    """Checks engines' probe readings against the trainer's model.
 
-    The answer is the whole distribution [V] of the token after `prompt_ids`, so that engines may draw any. `model` is the
-    trainer's, ready for packed rows.
+    For each of the latest published versions it keeps the log-probs [V] of the token after `prompt_ids`, so that engines may
+    sample any token. `model` is the trainer's, already using packed attention.
     """
 
     def __init__(self, model: Any) -> None:
@@ -39,7 +39,7 @@ class ProbeCheck:
 
     @torch.no_grad()
     def expect(self, version: int) -> None:
-        """The model holds the weights of `version` now: note what an engine that has them computes."""
+        """Store the expected log-probs of `version`, whose weights the model must hold now."""
         segment = Segment(token_ids=(*self.prompt_ids, 0), sampled=((PROMPT_TOKENS, PROMPT_TOKENS + 1),))
         logits_1V = sampled_logits(self._model, PackedRow.of([segment], self._device))
         self._expected[version] = logits_1V[0].float().log_softmax(-1).cpu()
@@ -47,7 +47,7 @@ class ProbeCheck:
             del self._expected[min(self._expected)]
 
     def check(self, readings: Iterable[ProbeReading]) -> None:
-        """Raises WeightUpdateError for a reading that is not what its version computes. Each is looked at once."""
+        """Raise WeightUpdateError for a reading that does not match its version. Each reading is checked once."""
         for reading in readings:
             expected_V = self._expected.get(reading.version)
             if expected_V is None or reading.version <= self._checked.get(reading.engine, -1):
@@ -55,9 +55,9 @@ class ProbeCheck:
             self._checked[reading.engine] = reading.version
             ours = float(expected_V[reading.token_id])
             if not abs(reading.logprob - ours) <= self._tolerance:
-                raise WeightUpdateError(self._complaint(reading, ours))
+                raise WeightUpdateError(self._mismatch_message(reading, ours))
 
-    def _complaint(self, reading: ProbeReading, ours: float) -> str:
+    def _mismatch_message(self, reading: ProbeReading, ours: float) -> str:
         others = {
             version: abs(reading.logprob - float(expected_V[reading.token_id]))
             for version, expected_V in self._expected.items()
@@ -65,12 +65,12 @@ class ProbeCheck:
         }
         nearest = min(others, key=others.__getitem__, default=None)
         hint = (
-            f"; version {nearest} would compute that"
+            f"; version {nearest} would compute this value"
             if nearest is not None and others[nearest] <= self._tolerance
             else "; check that both run the same model and dtype"
         )
         return (
-            f"engine {reading.engine!r} says that it took weights of version {reading.version}, but does not compute with "
+            f"engine {reading.engine!r} acknowledged weights of version {reading.version}, but does not compute with "
             f"them: its log-prob of token {reading.token_id} after a fixed prompt is {reading.logprob:.5f}, the trainer's "
             f"{ours:.5f} (bound: {self._tolerance:g}){hint}"
         )

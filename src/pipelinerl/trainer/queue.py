@@ -1,7 +1,7 @@
-"""The trainer's queue: prepared groups come from the stream and leave in batches of B rollouts.
+"""The trainer's queue: reads prepared groups from the stream and returns batches of B rollouts.
 
-It is where conservation is kept: every rollout that came in is queued, in hand (taken, not yet settled), trained or
-dropped for a counted reason, and `position` says exactly what a resumed run must not do again.
+Every rollout that was read is queued, taken for a step, trained, or dropped for a counted reason. Trained and dropped
+rollouts are retired; `position` records which ones, so that a resumed run does not train on or count them again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pipelinerl.ledger import GroupLedger, LedgerRecord
 from pipelinerl.types import TrainingSample
 
 RECENT_ROLLOUTS = 1024
-"""How many of the latest rollouts `sampled_length_mean` is over."""
+"""Number of rollouts that `sampled_length_mean` is computed over."""
 
 
 class PreparedGroup(Protocol):
-    """What became of the rollouts of group `index`, `ids`: samples to train on; lengths and ids of those left out."""
+    """The preprocessed group `index`, with rollouts `ids`: samples to train on, and lengths and ids of dropped rollouts."""
 
     @property
     def index(self) -> int: ...
@@ -42,10 +42,10 @@ class PreparedGroup(Protocol):
 
 
 class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the trainer has come in the stream.
+    """The trainer's position in the stream.
 
-    Everything before `offset` is dealt with. `settled_ids` are the rollouts of later, partly dealt with groups that were
-    trained or dropped, and `ledger` the indices of all groups that are wholly dealt with.
+    All groups before `offset` are retired. `settled_ids` are the retired rollouts of groups that are only partly retired.
+    `ledger` holds the indices of all groups that are fully retired.
     """
 
     offset: int = 0
@@ -66,14 +66,14 @@ class _OpenGroup:
     def __init__(self, offset: int, ids: Iterable[str]) -> None:
         self.offset = offset
         self.open_ids = set(ids)
-        self.settled_ids: set[str] = set()
+        self.retired_ids: set[str] = set()
 
 
 class SampleQueue:
-    """First in, first out; with `by_index`, of those at hand the lowest group index first.
+    """First in, first out. With `by_index`, the queued rollout with the lowest group index comes first.
 
-    Reads a group only when asked to (`pull`): what the trainer does not need yet stays in the stream, whose bound then
-    holds the actor back or replaces old groups by fresh ones.
+    Groups are read only by `pull`. What the trainer does not need yet stays in the stream, whose capacity then blocks the
+    actor or replaces old groups by newer ones.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SampleQueue:
         position: QueuePosition | None = None,
         counts: QueueCounts | None = None,
     ) -> None:
-        """`position` and `counts` are those of the checkpoint a run resumes from."""
+        """`position` and `counts` are those of the checkpoint that a run resumes from."""
         position, counts = position or QueuePosition(), counts or QueueCounts()
         self._reader = reader
         self._by_index = by_index
@@ -93,7 +93,7 @@ class SampleQueue:
         self._too_old_reason = ""
         self._groups: dict[int, _OpenGroup] = {}
         self._next_offset = position.offset
-        self._settled_before = set(position.settled_ids)  # of groups that did not come again yet
+        self._retired_before = set(position.settled_ids)  # of groups that were not read again yet
         self._ledger = GroupLedger.from_record(position.ledger)
         self._trained = counts.trained
         self._dropped = dict(counts.dropped)
@@ -103,12 +103,12 @@ class SampleQueue:
 
     @property
     def queued(self) -> int:
-        """Rollouts at hand, to be taken."""
+        """Rollouts ready for `take`."""
         return len(self._samples)
 
     @property
     def outstanding(self) -> int:
-        """Rollouts that came in and are neither trained nor dropped: those at hand, and those in a step right now."""
+        """Rollouts that were read and not retired: those queued, and those in the current step."""
         return sum(len(group.open_ids) for group in self._groups.values())
 
     @property
@@ -126,48 +126,48 @@ class SampleQueue:
 
     @property
     def sampled_length_mean(self) -> float | None:
-        """Mean sampled tokens of the latest rollouts that came in, whatever became of them."""
+        """Mean sampled tokens of the latest rollouts that were read, dropped ones included."""
         return fmean(self._recent_lengths) if self._recent_lengths else None
 
     def pull(self) -> bool:
-        """Read one more group if the stream has one now. False if not.
+        """Read one more group if the stream has one now. Returns False if not.
 
-        Raises StreamError for a group that is already open, and what the reader raises.
+        Raises StreamError for a group that is already open, and errors of the reader.
         """
         items = self._reader.read(1)
         for offset, group in items:
             self._next_offset = offset + 1
             if group.index in self._groups:
                 raise StreamError(f"group {group.index} came twice, the second time at offset {offset} of the stream")
-            if group.index not in self._ledger:  # else it is of the time before a resume, and dealt with
+            if group.index not in self._ledger:  # otherwise it was retired before a resume
                 self._admit(offset, group)
         return bool(items)
 
     def take(self, count: int) -> list[TrainingSample]:
-        """The first `count` samples, of at least as many. The caller settles them by `mark_trained` or `drop`."""
+        """Take the first `count` samples; as many must be queued. The caller retires them by `mark_trained` or `drop`."""
         if self._by_index:
             self._samples = deque(sorted(self._samples, key=lambda sample: sample.group_index))
         return [self._samples.popleft() for _ in range(count)]
 
     def require(self, version: int, reason: str) -> None:
-        """From now on drop samples with a token of an earlier version: those at hand, and those that come later.
+        """From now on drop samples with a token older than `version`, both queued samples and later ones.
 
-        The next call replaces this one.
+        The next call replaces this requirement.
         """
         self._oldest_version, self._too_old_reason = version, reason
         self._drop_too_old(self._samples)
 
     def mark_trained(self, samples: Sequence[TrainingSample]) -> None:
-        """These went through an optimizer step."""
+        """Retire samples that an optimizer step was taken on."""
         self._trained += len(samples)
         for sample in samples:
-            self._settle(sample)
+            self._retire(sample)
 
     def drop(self, samples: Sequence[TrainingSample], reason: str) -> None:
-        """These won't be trained on."""
+        """Retire samples that won't be trained on."""
         for sample in samples:
             self._count_dropped(reason, [sample.sampled_count], [sample.id])
-            self._settle(sample)
+            self._retire(sample)
 
     def dropped_lengths(self) -> dict[str, list[int]]:
         """Sampled tokens of each rollout dropped since the last call, by reason."""
@@ -175,37 +175,37 @@ class SampleQueue:
         return lengths
 
     def dropped_ids(self) -> dict[str, list[str]]:
-        """Likewise, which rollouts these were."""
+        """Ids of the rollouts dropped since the last call, by reason."""
         ids, self._dropped_ids = self._dropped_ids, {}
         return ids
 
     def position(self) -> QueuePosition:
-        """What a checkpoint needs so that nothing is trained on twice or counted twice, and nothing is lost."""
+        """The position for a checkpoint. With it, a resumed run trains on and counts no rollout twice, and loses none."""
         return QueuePosition(
             offset=min((group.offset for group in self._groups.values()), default=self._next_offset),
-            settled_ids=tuple(sorted(self._settled_before.union(*(group.settled_ids for group in self._groups.values())))),
+            settled_ids=tuple(sorted(self._retired_before.union(*(group.retired_ids for group in self._groups.values())))),
             ledger=self._ledger.to_record(),
         )
 
     def commit(self, position: QueuePosition) -> None:
-        """A checkpoint with this position is safely written: the stream may forget what is before it."""
+        """Allow the stream to discard what is before `position`. Call it once a checkpoint with this position is written."""
         self._reader.commit(position.offset)
 
     def _admit(self, offset: int, group: PreparedGroup) -> None:
         if len(set(group.ids)) != len(group.ids):
             raise StreamError(f"group {group.index} has two rollouts of the same id")
         opened = _OpenGroup(offset, (sample.id for sample in group.samples))
-        opened.settled_ids = set(group.ids) - opened.open_ids
-        settled_before = self._settled_before.intersection(group.ids)
-        self._settled_before -= settled_before
-        if not settled_before:  # else its drops were counted when it came first
+        opened.retired_ids = set(group.ids) - opened.open_ids
+        retired_before = self._retired_before.intersection(group.ids)
+        self._retired_before -= retired_before
+        if not retired_before:  # otherwise its drops were counted when it was first read
             for reason, lengths in group.dropped_by_length.items():
                 self._count_dropped(reason, lengths, group.dropped_ids.get(reason, ()))
         self._recent_lengths.extend(sample.sampled_count for sample in group.samples)
         self._recent_lengths.extend(length for lengths in group.dropped_by_length.values() for length in lengths)
-        opened.open_ids -= settled_before
-        opened.settled_ids |= settled_before
-        self._samples.extend(sample for sample in group.samples if sample.id not in settled_before)
+        opened.open_ids -= retired_before
+        opened.retired_ids |= retired_before
+        self._samples.extend(sample for sample in group.samples if sample.id not in retired_before)
         if opened.open_ids:
             self._groups[group.index] = opened
             self._drop_too_old(group.samples)
@@ -219,10 +219,10 @@ class SampleQueue:
             self._samples = deque(sample for sample in self._samples if sample.id not in too_old)
             self.drop(dropped, self._too_old_reason)
 
-    def _settle(self, sample: TrainingSample) -> None:
+    def _retire(self, sample: TrainingSample) -> None:
         group = self._groups[sample.group_index]
         group.open_ids.remove(sample.id)
-        group.settled_ids.add(sample.id)
+        group.retired_ids.add(sample.id)
         if not group.open_ids:
             del self._groups[sample.group_index]
             self._ledger.add(sample.group_index)

@@ -1,4 +1,4 @@
-"""The metrics line of one optimizer step, out of what the step, the queue and the engine say."""
+"""Builds the metrics record of an optimizer step, and the record of which rollouts it trained on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def step_record(
     engine: EngineRecord | None,
     actor: ActorProgress | None,
 ) -> StepRecord:
-    """`version` is that of the weights after the step; the standard deviation of rewards is the population's."""
+    """The metrics record. `version` is that of the weights after the step; `reward_std` is the population's."""
     metrics = result.metrics
     rewards = [sample.reward for sample in samples]
     lengths = [sample.sampled_count for sample in samples]
@@ -68,14 +68,14 @@ def step_record(
     if metrics is None:
         return record
     measured = asdict(metrics)
-    del measured["tokens"]  # counted above
+    del measured["tokens"]  # recorded as `tokens_trained`
     return msgspec.structs.replace(record, **measured)
 
 
 def length_lag_correlation(samples: Sequence[TrainingSample], version: int) -> float | None:
-    """Pearson correlation, over rollouts trained by the weights of `version`, of sampled tokens and the oldest token's lag.
+    """Pearson correlation over `samples` of the number of sampled tokens and the oldest token's lag.
 
-    None if all lengths or all lags are equal.
+    Lags are relative to `version`, the trainer's version before the step. None if all lengths or all lags are equal.
     """
     lengths = [sample.sampled_count for sample in samples]
     lags = [version - min(sample.versions) for sample in samples]
@@ -83,7 +83,7 @@ def length_lag_correlation(samples: Sequence[TrainingSample], version: int) -> f
 
 
 class EngineWatch:
-    """Remembers the engine's counters of the last step, for its rate since."""
+    """Computes the engine's token rate between records."""
 
     def __init__(self) -> None:
         self._last: tuple[float, int] | None = None
@@ -96,15 +96,14 @@ class EngineWatch:
         return EngineRecord.of(progress, rate)
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What was trained on, step by step: a line per optimizer step in `rollouts/trained.jsonl`, to be checked afterwards.
+# ---- which rollouts were trained on: one line per optimizer step in `rollouts/trained.jsonl`
 
 
 TRAINED_FILE = "trained.jsonl"
 
 
 class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a step: its sampled tokens, and the smallest and largest lag among them."""
+    """One rollout of a step: its number of sampled tokens, and their smallest and largest lag."""
 
     id: str
     group_index: int
@@ -116,9 +115,9 @@ class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
 class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step. `version` is that of the weights after it.
 
-    `dropped_lengths`: the sampled tokens of each rollout that the trainer dropped since the record before, by reason;
-    `dropped_ids`: which ones these were. A resumed run repeats the steps after its checkpoint: of equal versions the last
-    line counts.
+    `dropped_lengths` are the sampled tokens of each rollout that the trainer dropped since the previous record, by reason;
+    `dropped_ids` are the ids of these rollouts. A resumed run repeats the steps after its checkpoint: if several lines have
+    the same version, the last one counts.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""One optimizer step over B rollouts, whatever micro-batches they are computed in.
+"""One optimizer step over B rollouts, computed in micro-batches.
 
     samples ──pack──▶ micro-batches ──forward──▶ log-probs ──loss──▶ terms / Z ──backward──▶ gradient sum
                                                                                                │
@@ -34,12 +34,12 @@ from pipelinerl.types import TrainingSample
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. `stepped` is False if the ESS guard refused the batch; the weights are then untouched.
+    """The result of a step. `stepped` is False if the ESS guard rejected the batch; the weights are then unchanged.
 
-    `learning_rate` is the one that was used: the schedule's, times the factor of `trainer.ess_lr`.
+    `learning_rate` is the rate that was used: the schedule's, times the factor of `trainer.ess_lr`.
 
-    `metrics` is None when no rollout of the step had a gradient. `tokens_context` counts tokens that went through the
-    model without being trained on; `padding_free` is the share of attention's cells that are not padding.
+    `metrics` is None if no rollout of the step had a gradient. `tokens_context` counts tokens that went through the model
+    without being trained on. `padding_free` is the share of the attention's cells that are not padding.
     """
 
     stepped: bool
@@ -58,11 +58,12 @@ class StepResult:
 class Learner:
     """A model with its loss and optimizer.
 
-    `temperature` is the one rollouts were sampled at: log-probabilities are of the distribution that was sampled from.
-    With `skip_zero_advantage`, rollouts without a gradient cost no forward pass, but count in Z like the others. `lora`:
-    what `model` has adapters from, if it has; they alone are trained then.
-    Raises UnsupportedModelError if the model can't be trained on packed rows, and ModelLoadError if it can't recompute
-    activations and the configuration asks for it.
+    `temperature` is the sampling temperature of the rollouts, so that log-probabilities are of the distribution that was
+    sampled from. With `skip_zero_advantage`, rollouts without a gradient get no forward pass, but still count in Z. `lora`
+    is set if `model` has adapters, which are then the only trained weights.
+
+    Raises UnsupportedModelError if the model can't be trained on packed batches, and ModelLoadError if it can't recompute
+    activations although the configuration asks for it.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Learner:
         skip_zero_advantage: bool = True,
         lora: LoraModel | None = None,
     ) -> None:
-        model.eval()  # no dropout: the policy that is trained is the one that sampled
+        model.eval()  # no dropout, so that the trained policy is the sampling policy
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         use_packed_attention(model)
@@ -87,16 +88,16 @@ class Learner:
         self._loss = make_loss(config, correction)
         self._temperature = temperature
         self._pack = pack
-        # With a KL or drift penalty every token has a gradient, whatever its advantage.
+        # With a KL or drift penalty every token has a gradient, even at zero advantage.
         self._skip_zero_advantage = skip_zero_advantage and config.kl_coefficient == 0 and correction.drift == 0
         self._device: torch.device = next(model.parameters()).device
 
     def weights(self) -> Mapping[str, Tensor]:
-        """What engines compute with at this version: every weight, by the name that their own model has it under."""
+        """The weights that engines use at this version, by their names in the engine's model (adapters are merged)."""
         return named_weights(self.model) if self.lora is None else self.lora.weights()
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write these weights as a Hugging Face folder, and beside them the adapter if there is one."""
+        """Write these weights as a Hugging Face folder, together with the adapter if there is one."""
         (self.model if self.lora is None else self.lora).save_pretrained(folder)
 
     def step(
@@ -105,10 +106,11 @@ class Learner:
         version: int,
         on_micro_batch: Callable[[int, int], None] | None = None,
     ) -> StepResult:
-        """From the weights of `version` to those of `version + 1`, on these samples.
+        """Take the step from `version` to `version + 1` on these samples.
 
-        `on_micro_batch(done, total)` is called after each. Raises TrainingDivergedError when the loss, a log-probability
-        or the gradient is not finite (the weights are untouched then), or a weight after the step.
+        `on_micro_batch(done, total)` is called after each micro-batch. Raises TrainingDivergedError if the loss, a
+        log-probability or the gradient is not finite (the weights are then unchanged), or if a weight is not finite after
+        the step.
         """
         if not samples:
             raise ValueError("an optimizer step needs samples")

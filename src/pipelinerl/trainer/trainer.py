@@ -1,13 +1,13 @@
-"""The trainer stage: the training half of Algorithm 2, one turn at a time.
+"""The trainer stage: the training half of Algorithm 2, one iteration at a time.
 
 stream ──groups──▶ SampleQueue ──B rollouts──▶ Learner.step ──▶ publish weights, record, checkpoint
                         ▲                          │
-                        └── drop what is stale ◀───┘ ESS too low
+                        └── drop stale rollouts ◀──┘ ESS too low
 
-consumes      groups from the rollout stream, as many as the schedule needs for its next step and no more
+consumes      groups from the rollout stream, only as many as the schedule needs for the next step
 produces      weights for the engines, a StepRecord and a TrainedRecord per step, checkpoints
-waits for     rollouts, as long as the schedule does not allow a step with those at hand
-unblocked by  the actor handing groups over
+waits for     rollouts, while the schedule does not allow a step with those in the queue
+unblocked by  the actor, when it writes groups to the stream
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POLL_S = 0.002
 
 
 class TrainerCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals over the whole run, the parts before a resume included."""
+    """Totals over the whole run, including the time before a resume."""
 
     queue: QueueCounts = QueueCounts()
     micro_batches: int = 0
@@ -47,7 +47,7 @@ class TrainerCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where training stands. The default is a fresh run."""
+    """The state that training continues from. The default is a fresh run."""
 
     version: int = 0
     position: QueuePosition = QueuePosition()
@@ -55,10 +55,10 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def resume(cls, checkpoint: Checkpoint, learner: Learner) -> TrainerState:
-        """Put optimizer and random numbers back as they were at `checkpoint`, from which the model (or, with adapters,
-        these) were loaded.
+        """Restore the optimizer and random number generators from `checkpoint`.
 
-        Raises CheckpointError if the optimizer's state can't be read or does not fit the model.
+        The model, or its adapters, must already be loaded from it. Raises CheckpointError if the optimizer's state can't be
+        read or does not fit the model.
         """
         learner.optimizer.load_state(checkpoint.optimizer_state())
         checkpoint.restore_rng()
@@ -71,7 +71,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """Where checkpoints go, and what they hold besides what the trainer knows itself."""
+    """Where checkpoints go, and what they contain in addition to the trainer's own state."""
 
     directory: Path
     tokenizer: Any
@@ -79,11 +79,10 @@ class CheckpointPlan:
 
 
 class Trainer:
-    """Owns the model's training from `state` to `config.steps` optimizer steps.
+    """Trains the model from `state` to `config.steps` optimizer steps.
 
-    `queue` continues from `state.position` and `state.counters.queue`. `clock` and `started_s` are on the same scale:
-    records tell the time since `started_s`, and how the stages `engines` and `actors` did. Without `checkpoints`, none are
-    written.
+    `queue` must continue from `state.position` and `state.counters.queue`. Records contain the time since `started_s`, on
+    the scale of `clock`, and the progress of the stages `engines` and `actors`. Without `checkpoints`, none are written.
     """
 
     def __init__(
@@ -130,11 +129,11 @@ class Trainer:
         self._ess_guard_trips = state.counters.ess_guard_trips
         self._busy_s = self._step_end_busy_s = self._saving_s = 0.0
         self._latest: dict[str, float] = {}
-        self._require_recent()
+        self._drop_stale()
 
     @property
     def version(self) -> int:
-        """Optimizer steps behind the model's weights."""
+        """Number of optimizer steps that produced the model's weights."""
         return self._version
 
     @property
@@ -142,7 +141,7 @@ class Trainer:
         return self._version >= self._config.steps
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """`start`, then turns until the goal is reached or `stop()` says so, then `finish`."""
+        """Call `start`, then `pump` until the goal is reached or `stop()` returns true, then `finish`."""
         self.start()
         while not self.goal_reached and not stop():
             if not self.pump():
@@ -150,15 +149,15 @@ class Trainer:
         self.finish()
 
     def start(self) -> None:
-        """Hand the current weights to the engines, which have nothing to generate with before."""
+        """Publish the current weights. Engines can't generate before."""
         self._report("working", f"publishing the weights of version {self._version}", now=True)
         self._publish()
 
     def pump(self) -> bool:
-        """One turn: take in groups, and an optimizer step if the schedule allows it. False if there was nothing to do.
+        """One iteration: read groups, then take a step if the schedule allows it. Returns False if there was nothing to do.
 
-        Raises WeightUpdateError if an engine failed to take weights, PolicyMismatchError, TrainingDivergedError,
-        CheckpointError, and what reading and preparing groups raises.
+        Raises WeightUpdateError if an engine failed to apply weights, PolicyMismatchError, TrainingDivergedError,
+        CheckpointError, and errors of reading and preparing groups.
         """
         self._sender.receipts()
         self._check_probes()
@@ -179,18 +178,18 @@ class Trainer:
         return pulled or verdict.allowed
 
     def finish(self) -> None:
-        """Write the last checkpoint, if the last one is not of this version, and say that training is done."""
+        """Write a final checkpoint, unless this version has one, and report that training is done."""
         if self._saved_version != self._version:
             self.checkpoint()
         reason = "all steps are taken" if self.goal_reached else "stopped"
         self._report("done", f"{reason} at version {self._version}", now=True)
 
     def fail(self, why: str) -> None:
-        """Say that training ended with an error, and where every rollout is. Nothing else is written."""
+        """Report that training failed, with final rollout counts. No checkpoint is written."""
         self._report("failed", why, now=True)
 
     def checkpoint(self) -> None:
-        """Write a checkpoint, and let the stream forget what it makes superfluous. Nothing without a plan."""
+        """Write a checkpoint, then let the stream discard what is before it. Without a checkpoint plan, do nothing."""
         if self._checkpoints is None:
             return
         self._report("working", f"writing the checkpoint of version {self._version}", now=True)
@@ -224,14 +223,14 @@ class Trainer:
         self._report("working", f"step {self._version + 1} on {len(samples)} rollouts")
         result = self._learner.step(samples, self._version, on_micro_batch)
         if not result.stepped:
-            self._refuse(samples, result)
+            self._reject_batch(samples, result)
             self._busy_s += self._clock() - begin_s
             return
         self._queue.mark_trained(samples)
         self._version += 1
-        self._require_recent()
+        self._drop_stale()
         self._tokens_trained += result.tokens_trained
-        # The last weights are published in any case: the run's result is evaluated with them.
+        # The final weights are always published: the evaluation after training uses them.
         if self._schedule.publishes(self._version) or self.goal_reached:
             self._publish()
         self._record(samples, result, begin_s)
@@ -239,7 +238,7 @@ class Trainer:
         self._report("working", f"step {self._version} is done", now=True)
 
     def _save(self) -> None:
-        """What is due after a step, a checkpoint or a copy of the weights. Its time is in the next step's record."""
+        """Write a checkpoint or a copy of the weights if one is due. The time it takes is in the next step's record."""
         self._saving_s = 0.0
         copy, checkpoint = (
             every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
@@ -256,24 +255,25 @@ class Trainer:
         self._saving_s = self._clock() - begin_s
         self._busy_s += self._saving_s
 
-    def _refuse(self, samples: list[TrainingSample], result: StepResult) -> None:
-        """The ESS guard (Algorithm 2): drop the batch, and until a batch is trained on, all that is not on-policy.
+    def _reject_batch(self, samples: list[TrainingSample], result: StepResult) -> None:
+        """The ESS guard (Algorithm 2): drop the batch, and all off-policy rollouts until a batch has been trained on.
 
-        Raises PolicyMismatchError if the batch was on-policy: waiting for other data would not help.
+        Raises PolicyMismatchError if the batch was on-policy, since waiting for other data would not help.
         """
         self._ess_guard_trips += 1
         self._queue.drop(samples, "ess_guard")
         self._queue.require(self._version, "ess_guard")
-        self._report("working", "a batch was refused: its ESS is too low", now=True)  # the actor may start others now
+        # Published at once, so that the actor can start new groups.
+        self._report("working", "a batch was rejected: its ESS is too low", now=True)
         metrics = result.metrics
         if metrics is not None and metrics.lag_max == 0:
             raise PolicyMismatchError(
                 f"ESS is {metrics.ess:.3f}, below trainer.ess_threshold {self._config.ess_threshold}, for tokens sampled by "
-                f"the very weights being trained (version {self._version}): engine and trainer differ in log-probabilities "
+                f"the weights being trained (version {self._version}): engine and trainer differ in log-probabilities "
                 f"by up to {metrics.on_policy_gap:.3g}; check that both run the same model and dtype"
             )
 
-    def _require_recent(self) -> None:
+    def _drop_stale(self) -> None:
         self._queue.require(self._schedule.oldest_trained(self._version), self._schedule.too_old_reason)
 
     def _publish(self) -> None:

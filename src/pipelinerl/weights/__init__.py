@@ -1,5 +1,5 @@
-"""Weight hand-over from the trainer to the engines: whole updates, with versions, checksums and receipts.
+"""Weight transfer from the trainer to the engines: whole updates, with versions, checksums and receipts.
 
-`memory` is for one process, `shared` between processes. The launcher, which does without torch, makes the shared file
-with `shared_file`.
+`memory` transfers within one process, `shared` between processes. `shared_file` does not import torch, so that the launcher
+can create the shared file without it.
 """

@@ -1,4 +1,4 @@
-"""Where each tensor lies in a buffer of the shared file."""
+"""The layout of an update's tensors in a buffer, and the check of an engine's receipt."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import first_names
 from pipelinerl.types import UpdateReceipt
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Copying named tensors with the sharing between them kept.
+# ---- Copying named tensors; tied names stay tied
 
 
 def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type a tensor is sent in: floating-point tensors may be converted, integers and booleans stay."""
+    """The type in which a tensor is sent: `dtype` for floating-point tensors; integers and booleans are not converted."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def copied(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Copies on the CPU; names that shared one tensor share one copy."""
+    """Copies on the CPU; names that share one tensor share one copy."""
     copies: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, first in first_names(tensors).items():
@@ -39,7 +38,7 @@ _ALIGNMENT = 64
 
 
 class Place(msgspec.Struct, frozen=True):
-    """One name's tensor: `start` is in bytes from the start of the buffer. Tied names have the same place."""
+    """The place of one named tensor; `start` is in bytes from the start of the buffer. Tied names have the same place."""
 
     name: str
     dtype: str
@@ -53,7 +52,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """All tensors of an update, and how large a buffer for them is."""
+    """The places of all tensors of an update, and the size of a buffer that holds them."""
 
     places: tuple[Place, ...]
     buffer_bytes: int
@@ -71,10 +70,10 @@ class Layout(msgspec.Struct, frozen=True):
         theirs = {place.name: place for place in other.places}
         names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
         if names:
-            # A different tensor moves all behind it: name the changed ones, unless only the tying changed.
+            # A different tensor moves all tensors after it. Name the changed ones, unless only the tying changed.
             changed = [name for name in names if _kind(mine.get(name)) != _kind(theirs.get(name))] or names
             raise WeightUpdateError(
-                "the weights are not those of the updates before (names, types, shapes or tying differ): "
+                "the weights differ from those of earlier updates in names, types, shapes or tying: "
                 + ", ".join(changed[:8])
                 + (", ..." if len(changed) > 8 else "")
             )
@@ -85,7 +84,7 @@ def _kind(place: Place | None) -> tuple[str, tuple[int, ...]] | None:
 
 
 def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-    """A place for each name; names that share one tensor share the place."""
+    """The layout of `tensors`, sent as `dtype`; names that share one tensor share one place."""
     places: dict[str, Place] = {}
     end = 0
     for name, first in first_names(tensors).items():
@@ -99,7 +98,7 @@ def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layou
 
 
 def aligned(size: int, alignment: int = _ALIGNMENT) -> int:
-    """`size`, rounded up."""
+    """`size`, rounded up to a multiple of `alignment`."""
     return -(-size // alignment) * alignment
 
 
@@ -110,12 +109,11 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# When is a receipt proof that the engine holds what was sent?
+# ---- Checking that an engine holds the weights that were sent
 
 
 def complaint(receipt: UpdateReceipt, version: int, checksum: str) -> str | None:
-    """What is wrong with the receipt for the update (version, checksum), in words, or None."""
+    """An error message if the receipt does not prove that the engine holds the update (version, checksum), or None."""
     if receipt.error is not None:
         return f"engine {receipt.engine!r} did not apply weights of version {version}: {receipt.error}"
     if receipt.version != version:

@@ -1,4 +1,4 @@
-"""Weight hand-over within one process."""
+"""Weight transfer within one process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pipelinerl.weights.layout import complaint, copied
 
 
 class MemoryChannel:
-    """One sender and one receiver. The receiver gets the newest update; one that it never took is replaced."""
+    """Connects one sender and one receiver. The receiver gets the newest update; an older one not yet taken is replaced."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: what floating-point tensors are converted to on sending, None: nothing."""
+        """`dtype`: the type to which floating-point tensors are converted on sending; None: they are not converted."""
         self.offered: WeightUpdate | None = None
         self.taken: WeightUpdate | None = None
         self.receipts: list[UpdateReceipt] = []
@@ -34,7 +34,7 @@ class MemoryWeightSender:
         self._version = -1
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        """Copy the tensors, offer the copies, return their checksum. Versions must rise.
+        """Copy the tensors, make the copies available, return their checksum. Versions must rise.
 
         Raises WeightUpdateError if the receiver took an update and did not acknowledge it, or acknowledged another one.
         """
@@ -50,7 +50,7 @@ class MemoryWeightSender:
         return update.checksum
 
     def receipts(self) -> Sequence[UpdateReceipt]:
-        """Receipts since the last call. Raises WeightUpdateError if one is not for exactly what was sent."""
+        """Receipts since the last call. Raises WeightUpdateError if a receipt does not match the update that was sent."""
         self._raise_problem()
         receipts, self._channel.receipts = self._channel.receipts, []
         return receipts
@@ -78,7 +78,7 @@ class MemoryWeightReceiver:
         return update
 
     def acknowledge(self, receipt: UpdateReceipt) -> None:
-        """Answer for the update that was taken last. Raises ValueError if there is none to answer for."""
+        """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
         channel = self._channel
         if channel.taken is None:
             raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")

@@ -1,9 +1,9 @@
-"""Weight hand-over between processes, through a file in shared memory (see `shared_file` for what is where).
+"""Weight transfer between processes, through a file in shared memory (see `shared_file` for its layout).
 
-    sender:    wait until every receiver answered update n-1, fill buffer n % 2, then offer it in one write
-    receiver:  see the offer, verify the buffer's checksum, hand out views of it; later write the answer
+    sender:    wait until every receiver has acknowledged update n-1, fill buffer n % 2, then publish it in one write
+    receiver:  see the new update, verify the buffer's checksum, return views of it; later write the acknowledgement
 
-So no receiver ever sees half an update, and the views of update n stay as they are until update n+1 was answered.
+So no receiver sees a partial update, and the views of update n do not change until update n+1 is acknowledged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Sent(NamedTuple):
 
 
 class SharedWeightSender:
-    """The trainer's end. The descriptor stays the caller's, and the file is mapped for as long as views of it exist."""
+    """The trainer's end. The caller owns the descriptor. The file stays mapped as long as views of it exist."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class SharedWeightSender:
         dtype: torch.dtype | None = None,
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`timeout_s`: how long to wait for answers. `dtype`: what floating-point tensors are sent as (None: unchanged).
+        """`timeout_s`: how long to wait for answers. `dtype`: the type of floating-point tensors as sent (None: unchanged).
 
-        `give_up` says that the run is ending, and with it perhaps the engines: nothing is waited for, or sent, any more.
+        `give_up` returns True when the run is ending, and engines may be gone: the sender then neither waits nor sends.
         """
         if not 1 <= receivers <= MAX_RECEIVERS:
             raise ValueError(f"1 to {MAX_RECEIVERS} receivers, not {receivers}")
         self._fd = fd
         self._control = Control(fd)
         if self._control.offers_made():
-            raise ValueError("the shared file has had a sender: make a new one for each")
+            raise ValueError("the shared file has had a sender: make a new file for each sender")
         self._timeout_s = timeout_s
         self._dtype = dtype
         self._give_up = give_up
@@ -71,10 +71,10 @@ class SharedWeightSender:
         self._problem: str | None = None
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        """Copy the tensors into shared memory, offer them, return the checksum of what was copied ("" if it was given up).
+        """Copy the tensors into shared memory, publish them, return the checksum of the copies ("" if the run is ending).
 
-        Versions must rise, and names, types, shapes and tying stay. Raises WeightUpdateError if they do not, if an
-        engine did not answer the update before within `timeout_s`, or answered that it holds anything else.
+        Versions must rise, and names, types, shapes and tying must not change; otherwise raises WeightUpdateError. Also
+        raises it if an engine did not acknowledge the previous update within `timeout_s`, or holds other weights.
         """
         if self._sent is not None and version <= self._sent.version:
             raise WeightUpdateError(f"weight versions must rise: {version} was sent after {self._sent.version}")
@@ -83,7 +83,7 @@ class SharedWeightSender:
             self._make_buffers(layout)
         else:
             self._layout.require_same(layout)
-        if not self._answers_came():
+        if not self._wait_for_answers():
             return ""
 
         number = self._sent.number + 1 if self._sent else 1
@@ -98,7 +98,7 @@ class SharedWeightSender:
         return digest
 
     def unanswered(self) -> Sequence[str]:
-        """The engines that have not answered the last update yet. While there are any, `send` would wait."""
+        """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
         self._collect()
         sent = self._sent.number if self._sent else 0
         return [name for name, answered in zip(self._engines, self._answered, strict=True) if answered < sent]
@@ -111,7 +111,7 @@ class SharedWeightSender:
         return receipts
 
     def close(self) -> None:
-        """Let go of the buffers. What was offered can still be taken."""
+        """Release the buffers. Receivers can still take the last update."""
         self._buffers = []
         self._control.close()
 
@@ -129,8 +129,8 @@ class SharedWeightSender:
         self._layout, self._layout_bytes = layout, len(encoded)
         self._buffers = buffer_views(memory, layout, len(encoded))
 
-    def _answers_came(self) -> bool:
-        """Wait for all answers to the update before. False if it was given up."""
+    def _wait_for_answers(self) -> bool:
+        """Wait until all engines have acknowledged the previous update. False if `give_up` returned True meanwhile."""
         deadline = time.monotonic() + self._timeout_s
         while missing := self.unanswered():
             if self._give_up():
@@ -146,7 +146,7 @@ class SharedWeightSender:
         return True
 
     def _collect(self) -> None:
-        """Move new answers into the inbox. Every answer is seen: the next update waits for those to this one."""
+        """Move new receipts into the inbox. None is missed, because the next update waits for the receipts of this one."""
         sent = self._sent
         for index, answered in enumerate(self._answered):
             answer = self._control.read_answer(index) if sent and answered < sent.number else None
@@ -163,7 +163,7 @@ class SharedWeightSender:
 
 
 class SharedWeightReceiver:
-    """An engine's end: receiver number `index` of those the sender counts on. The descriptor stays the caller's."""
+    """An engine's end: number `index` of the sender's receivers. The caller owns the descriptor."""
 
     def __init__(self, fd: int, index: int) -> None:
         if not 0 <= index < MAX_RECEIVERS:
@@ -174,18 +174,18 @@ class SharedWeightReceiver:
         self._buffers: list[dict[str, Tensor]] = []
         self._seen = 0
         self._taken: Offer | None = None
-        self._owed = False
+        self._receipt_due = False
 
     def offered(self) -> int | None:
-        """The version of the newest update, if it was not taken yet. About a microsecond when there is none."""
+        """The version of the newest update if it was not taken yet, or None. Costs about a microsecond if there is none."""
         offer = self._newest()
         return offer.version if offer else None
 
     def poll(self) -> WeightUpdate | None:
-        """The newest update, if it was not taken yet.
+        """The newest update if it was not taken yet, or None.
 
-        The tensors are views of shared memory: read them, do not write. They stay as they are until the update after
-        this one is acknowledged. Raises WeightUpdateError if the bytes are not those the sender took the checksum of.
+        The tensors are views of shared memory: do not write to them. They do not change until the next update is
+        acknowledged. Raises WeightUpdateError if the bytes do not match the sender's checksum.
         """
         offer = self._newest()
         if offer is None:
@@ -193,10 +193,10 @@ class SharedWeightReceiver:
         if not self._buffers:
             self._buffers = self._map_buffers(offer)
         tensors = self._buffers[offer.buffer]
-        self._seen, self._taken, self._owed = offer.number, offer, True
+        self._seen, self._taken, self._receipt_due = offer.number, offer, True
         found = checksum(tensors)
         if found != offer.checksum:
-            # A processor that reorders its stores (ARM) may show the offer before the last bytes. They are here by now.
+            # A CPU that reorders stores (ARM) may show the offer before the last bytes, which have arrived by now.
             found = checksum(tensors)
         if found != offer.checksum:
             raise WeightUpdateError(
@@ -205,14 +205,14 @@ class SharedWeightReceiver:
         return WeightUpdate(offer.version, offer.checksum, tensors)
 
     def acknowledge(self, receipt: UpdateReceipt) -> None:
-        """Answer for the update that was taken last. Raises ValueError if there is none to answer for."""
-        if self._taken is None or not self._owed:
+        """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
+        if self._taken is None or not self._receipt_due:
             raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
         self._control.write_answer(self._index, Answer(self._taken.number, receipt))
-        self._owed = False
+        self._receipt_due = False
 
     def close(self) -> None:
-        """Let go of the buffers; views that were handed out stay valid."""
+        """Release the buffers; views returned by `poll` stay valid."""
         self._buffers = []
         self._control.close()
 
@@ -221,7 +221,7 @@ class SharedWeightReceiver:
             return None
         offer = self._control.read_offer()
         if offer is None or (self._taken is not None and offer.number <= self._taken.number):
-            return None  # The offer is being written at this moment.
+            return None  # the offer is being written
         return offer
 
     def _map_buffers(self, offer: Offer) -> list[dict[str, Tensor]]:
@@ -234,7 +234,7 @@ class SharedWeightReceiver:
 
 
 def file_bytes(layout_bytes: int, buffer_bytes: int) -> int:
-    """Size of the whole file."""
+    """Size of the whole file, in bytes."""
     return _buffer_start(layout_bytes, buffer_bytes, 2)
 
 

@@ -1,9 +1,9 @@
-"""The file behind a shared-memory weight hand-over. Its maker needs no torch, and it has no name that could be left over.
+"""The file for weight transfer through shared memory. Has no name, so no file is left behind. Does not import torch.
 
 control region    the offer: which update is in which buffer (one `SharedRecord`)
                   one receipt per receiver (a `SharedRecord` each)
 layout            names, types, shapes and places of the tensors, JSON; written once
-buffer 0, 1       the tensors, each at a multiple of 64 bytes; updates go into them in turn
+buffer 0, 1       the tensors, each at a multiple of 64 bytes; updates alternate between the buffers
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What the sender says of the update it has put into a buffer. `number` counts updates from 1."""
+    """The sender's description of the update in a buffer. `number` counts updates from 1."""
 
     number: int
     version: int
@@ -43,12 +43,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def create_shared_file() -> int:
-    """An open file descriptor of a new anonymous file in memory, to be inherited by the processes that meet in it.
+    """An open file descriptor of a new anonymous file in memory, to be inherited by the processes that share it.
 
-    The memory is freed when the last process that has it ends, however it ends. It grows when weights are first sent.
+    The memory is freed when the last process that has it exits or crashes. The file grows when weights are first sent.
     """
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("pipelinerl-weights")  # Unlike /dev/shm, not limited to the 64 MB that containers give that.
+        fd = os.memfd_create("pipelinerl-weights")  # not limited to the 64 MB that containers give /dev/shm
     else:
         memory = Path("/dev/shm")  # noqa: S108 - an unnamed file in it
         with tempfile.TemporaryFile(dir=memory if memory.is_dir() else None) as file:
@@ -73,7 +73,7 @@ class Control:
         self._offer.write(msgspec.json.encode(offer))
 
     def offers_made(self) -> int:
-        """About a microsecond."""
+        """The number of offers written so far. Costs about a microsecond."""
         return self._offer.sequence()
 
     def read_offer(self) -> Offer | None:

@@ -16,7 +16,7 @@ from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.registry import checked
-from pipelinerl.environments.single_turn import Asking, SingleTurn, checked_format_reward, is_held_out
+from pipelinerl.environments.single_turn import QuestionPrompt, SingleTurn, checked_format_reward, is_held_out
 from pipelinerl.environments.user.code import finite_number
 from pipelinerl.environments.user.trial import try_out
 from pipelinerl.errors import EnvironmentSetupError
@@ -28,24 +28,25 @@ TEXT = "{question}\nWork it out. Then give the final answer, and nothing else, b
 
 _MARKED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TRIES = 64
-_PLACES = 100
-"""Chunks that are looked through for held-out problems."""
+_HELD_OUT_CHUNKS = 100
+"""Number of chunks that are searched for held-out problems."""
 
 
 class ReasoningGym(SingleTurn):
-    """The reward is the task's own score of what stands between the last `<answer>` and `</answer>`.
+    """The reward is the task's own score of the text between the last `<answer>` and `</answer>`.
 
-    task            its name, like `chain_sum`
-    args            its arguments, like `{max_terms: 3}`
-    marked          false: the whole completion is the answer, for a prompt of yours that asks for nothing else
-    format_reward   what an answer is worth at least that is marked
-    runs_answers    some tasks hand the model's answer to Python's `eval` or to sympy, which does the same. They are refused
-                    unless this is true: an answer could then do anything that your account can
+    task            name of the task, such as `chain_sum`
+    args            arguments of the task, such as `{max_terms: 3}`
+    marked          false: the whole completion is the answer, for a custom prompt that asks for the answer alone
+    format_reward   minimum reward of an answer between the tags
+    runs_answers    some tasks pass the model's answer to Python's `eval`, directly or through sympy. They are refused unless
+                    this is true: the answer could then run any code with the permissions of your account
     chat, system, text   as in `math_words`
     max_tokens      longest completion, if `actor.max_tokens` is too long for this task
-    score_processes, score_timeout_s   so many answers are scored at once; one that takes longer scores 0
+    score_processes   number of answers that are scored at once
+    score_timeout_s   an answer that takes longer to score gets 0
 
-    One question in ten (by a hash of it) is for evaluations, the same for every seed, and is never trained on.
+    One question in ten (by a hash, the same for every seed) is held out for evaluation and never trained on.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ReasoningGym(SingleTurn):
         score_processes: int = 1,
         score_timeout_s: float = 5.0,
     ) -> None:
-        """Raises MissingDependencyError, and EnvironmentSetupError for a task that can't be had, or not in this way."""
+        """Raises MissingDependencyError, and EnvironmentSetupError for an unknown or refused task, or wrong arguments."""
         super().__init__(tokenizer, seed)
         checked(
             _Types,
@@ -79,13 +80,13 @@ class ReasoningGym(SingleTurn):
             score_timeout_s=score_timeout_s,
         )
         self.max_tokens = max_tokens
-        self._ask = Asking(tokenizer, chat=chat, system=system, text=text)
+        self._ask = QuestionPrompt(tokenizer, chat=chat, system=system, text=text)
         self._format_reward = checked_format_reward(format_reward)
         self._marked = marked
         self._task = task
         self._arguments = dict(args or {})
-        self._chunk = lru_cache(maxsize=4)(self._made)
-        _check_safe(task, self._made(0), allowed=runs_answers)
+        self._chunk = lru_cache(maxsize=4)(self._make_tasks)
+        _check_safe(task, self._make_tasks(0), allowed=runs_answers)
         limits = Limits(timeout_s=score_timeout_s)
         functions = {"score": "pipelinerl.environments.adapters.reasoning_gym_tasks:score"}
         self._pool = FunctionPool(functions, workers=score_processes, limits=limits)
@@ -94,16 +95,16 @@ class ReasoningGym(SingleTurn):
 
     def problem(self, index: int) -> Problem:
         chunk, place = divmod(index, CHUNK)
-        for again in range(_TRIES):
-            # Some tasks have fewer entries than a chunk: another place, too.
-            problem = self._entry(f"train/{self.seed}/{chunk}/{again}", (place + again * 97) % CHUNK)
+        for attempt in range(_TRIES):
+            # Each attempt uses another place as well as another seed: some tasks have fewer entries than a chunk.
+            problem = self._entry(f"train/{self.seed}/{chunk}/{attempt}", (place + attempt * 97) % CHUNK)
             if problem is not None and not is_held_out(problem.payload["question"]):
                 return problem
         raise EnvironmentSetupError(f"{self._task} of reasoning-gym has too few different problems for its arguments")
 
     def held_out(self, count: int) -> Sequence[Problem]:
         found: dict[str, Problem] = {}
-        for number in range(_PLACES * CHUNK):
+        for number in range(_HELD_OUT_CHUNKS * CHUNK):
             if len(found) >= count:
                 break
             problem = self._entry(f"held-out/{number // CHUNK}", number % CHUNK)
@@ -115,8 +116,8 @@ class ReasoningGym(SingleTurn):
         return self._ask(problem.payload["question"])
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        """Its metrics: `score` is the task's own, `marked` and `score_failed` (too slow, or a crash) are 1 or 0."""
-        prompt_ids = self._encoded(self.prompt(problem))
+        """Metrics: `score` is the task's own; `marked` and `score_failed` (a limit was exceeded, or a crash) are 1 or 0."""
+        prompt_ids = self._encode(self.prompt(problem))
         completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
         text = self._decode(completion.token_ids)
         answer = marked_answer(text) if self._marked else text.strip()
@@ -132,7 +133,7 @@ class ReasoningGym(SingleTurn):
         )
 
     def reward(self, problem: Problem, text: str) -> float:
-        """Not used: an answer waits for the process that scores it (see `rollout`)."""
+        """Not used: answers are scored in another process (see `rollout`)."""
         raise NotImplementedError
 
     async def _score(self, problem: Problem, answer: str | None) -> float:
@@ -140,7 +141,7 @@ class ReasoningGym(SingleTurn):
         return finite_number(await self._pool.call("score", task, problem.payload, answer), f"{self._task} of reasoning-gym")
 
     def _entry(self, name: str, place: int) -> Problem | None:
-        """None where a task has fewer entries than a chunk."""
+        """The entry at `place` of the chunk `name`; None if the task has fewer entries."""
         seed = zlib.crc32(f"{self._task}/{name}".encode()) % 2**31
         try:
             entry = self._chunk(seed)[place]
@@ -149,12 +150,12 @@ class ReasoningGym(SingleTurn):
         payload = {"seed": seed, "index": place, "question": entry["question"], "answer": str(entry["answer"])}
         return Problem(id=f"{self._task}/{seed}/{place}", payload=payload)
 
-    def _made(self, seed: int) -> Any:
+    def _make_tasks(self, seed: int) -> Any:
         return make_tasks(self._task, self._arguments, seed)
 
 
 def marked_answer(text: str) -> str | None:
-    """What stands between the last pair of tags, without the white space around it. None if there is no pair."""
+    """The text between the last pair of tags, stripped of white space. None if there is no pair."""
     found = _MARKED.findall(text)
     return found[-1].strip() if found else None
 
@@ -168,7 +169,7 @@ def _check_safe(task: str, tasks: Any, *, allowed: bool) -> None:
 
 
 class _Types(msgspec.Struct, kw_only=True):
-    """What a run file's values for these arguments must be."""
+    """Types and ranges of these arguments in a run file."""
 
     task: str
     args: dict[str, Any] | None

@@ -1,7 +1,7 @@
-"""Tasks of the package `reasoning-gym` by name, and what an answer is worth by their own rules.
+"""Creates tasks of the package `reasoning-gym` and scores answers by their own rules.
 
-The scoring runs in a process of its own (`pool`): some tasks take seconds over some answers, and may take for ever. An entry
-is a function of the task's name, its arguments, the seed and the index, so these say which one is meant.
+Scoring runs in a separate process (`pool`), because some tasks take seconds, or unbounded time, over some answers. An entry
+is a function of the task's name, its arguments, the seed and the index, so these identify it in that process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import msgspec
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
 
 CHUNK = 500
-"""Entries with one seed. Several tasks have a fixed number of entries, or make them all at once."""
+"""Entries per seed. Several tasks have a fixed number of entries, or create all of them at once."""
 
 _RUNS_TEXT = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 
 
 def make_tasks(name: str, arguments: Mapping[str, Any], seed: int) -> Any:
-    """The data set of `CHUNK` entries of a seed.
+    """The data set of `CHUNK` entries for a seed.
 
-    Raises MissingDependencyError without the package, EnvironmentSetupError for an unknown task or arguments it won't take.
+    Raises MissingDependencyError without the package, EnvironmentSetupError for an unknown task or wrong arguments.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise MissingDependencyError("reasoning-gym is not installed: pip install 'pipelinerl[reasoning-gym]'")
@@ -51,16 +51,16 @@ def make_tasks(name: str, arguments: Mapping[str, Any], seed: int) -> Any:
 
 
 def runs_answers(tasks: Any) -> bool:
-    """Whether the task's class hands texts to Python or sympy to evaluate, as far as its source shows."""
+    """Whether the source of the task's class calls `eval`, `exec`, or a sympy parser that uses `eval`."""
     return _RUNS_TEXT.search(inspect.getsource(type(tasks))) is not None
 
 
 def score(task: Mapping[str, Any], entry: Mapping[str, Any], answer: str | None) -> float:
-    """What `answer` is worth. `task` has a name and `args`; `entry` the seed and index of a problem, and its question.
+    """The score of `answer`. `task` has `name` and `args`; `entry` has the seed, index and question of a problem.
 
-    Raises RolloutError if that entry asks another question here than where the problem was made.
+    Raises RolloutError if the entry has another question in this process than where the problem was created.
     """
-    tasks = _remembered(task["name"], msgspec.json.encode(task["args"], order="deterministic"), entry["seed"])
+    tasks = _cached_tasks(task["name"], msgspec.json.encode(task["args"], order="deterministic"), entry["seed"])
     found = tasks[entry["index"]]
     if found["question"] != entry["question"]:
         raise RolloutError(
@@ -71,5 +71,5 @@ def score(task: Mapping[str, Any], entry: Mapping[str, Any], answer: str | None)
 
 
 @lru_cache(maxsize=8)
-def _remembered(name: str, arguments: bytes, seed: int) -> Any:
+def _cached_tasks(name: str, arguments: bytes, seed: int) -> Any:
     return make_tasks(name, msgspec.json.decode(arguments), seed)

@@ -1,17 +1,17 @@
-"""Chats in token ids: messages go in, exact ids go to the model, and what it sampled is never encoded again.
+"""Multi-turn chats with exact token ids: sampled tokens are never decoded and encoded again.
 
 The next prompt of a conversation is
 
-    the ids of the prompt before  +  the ids that were sampled, as they were  +  the ids of what the template adds after them
+    the ids of the previous prompt  +  the sampled ids, unchanged  +  the ids of the text that the template adds after them
 
-The tokenizer's chat template decides whether that is possible. It is rendered over the whole history, with the model's
-answers replaced by exactly what was sampled. If the rendering begins with the rendering before and what was sampled, the
-rest is what the template adds, and it alone is encoded. Where it doesn't begin so, the history has been rewritten: by the
-template (it strips the thoughts of earlier turns, or says what time it is), or by the caller. The prompt is then encoded
-anew, whole. Training sees a new segment there (`preprocess/turns.py`), and `new_segments` counts it.
+Whether this is possible depends on the chat template. The template is rendered over the whole history, with the model's
+answers replaced by the exact sampled text. If the rendering starts with the previous rendering plus the sampled text, only
+the rest is encoded. If not, the history was rewritten: by the template (it strips the reasoning of earlier turns, or inserts
+the time) or by the caller. The whole prompt is then encoded again, training gets a new segment (`preprocess/turns.py`), and
+`new_segments` counts it.
 
-White space at the edges of an answer that the template trims is no rewriting: the model sees the ids that it sampled.
-Where the template does nothing with tools, they are described in the system message (`describe_tools`).
+If the template only trims white space around an answer, the history is not considered rewritten: the model keeps the ids
+that it sampled. If the template ignores tools, they are described in the system message (`describe_tools`).
 
     conversation = Conversation(client)
     answer = await conversation.ask(messages, tools)
@@ -46,10 +46,10 @@ from pipelinerl.types import Completion, Turn
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What the model is to be asked: `ids`, which read as `text`.
+    """A prompt: `ids`, and `text`, the text that they encode.
 
-    `given` are the caller's messages, `rendered` those that the template was rendered with. `before` is the turn that this
-    continues, `rewritten` says that there was one but the template has changed it.
+    `given` are the caller's messages; `rendered` are those that the template was rendered with. `before` is the answer that
+    this prompt continues by ids. `rewritten`: the messages continue an answer, but the history was rewritten.
     """
 
     ids: tuple[int, ...]
@@ -63,9 +63,10 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the model said. `text` is without special tokens, `message` what was read from it, for the caller to send back.
+    """An answer of the model. `text` has no special tokens; `message` is parsed from it, for the caller to send back.
 
-    `sampled` is the text with special tokens, but for the one that ended it, which is `ended_by` ("" if it was cut off).
+    `sampled` is the text with special tokens but without the stop token, which is `ended_by` ("" if it was cut off). `next`
+    holds the answers that continue this one.
     """
 
     prompt: Prompt
@@ -80,7 +81,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """As OpenAI's API says it."""
+        """As in OpenAI's API."""
         if self.completion.finish_reason == "stop":
             return "tool_calls" if self.calls else "stop"
         return "length"
@@ -91,10 +92,10 @@ class Answer:
 
 
 class Conversation:
-    """All chats of one rollout: one that goes on from call to call, or several, also at the same time.
+    """All chats of one rollout: one or several, which may be concurrent.
 
-    Which chat a call continues is seen from its messages, so callers need not say. `template_options` go to the chat
-    template (such as `enable_thinking`); `parser` finds the tool calls in a text, if tools were offered.
+    A call's messages determine which chat it continues. `template_options` are passed to the chat template (such as
+    `enable_thinking`); `parser` finds the tool calls in a text, if tools were offered.
     """
 
     def __init__(
@@ -109,17 +110,17 @@ class Conversation:
         self._options = dict(template_options or {})
         self._parser = parser
         self._answers: list[Answer] = []
-        self._first: list[Answer] = []  # those that continue nothing
+        self._first: list[Answer] = []  # answers that continue no other
         self._template_shows_tools: bool | None = None
 
     async def ask(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = (), *, max_tokens: int | None = None
     ) -> Answer:
-        """One call of the model. Raises RequestError for messages that can't be rendered, PromptTooLongError."""
+        """One call of the model. Raises RequestError for messages that can't be rendered, and PromptTooLongError."""
         return await self._generate(self.prompt(messages, tools), max_tokens)
 
     async def continue_text(self, text: str, *, max_tokens: int | None = None) -> Answer:
-        """The same for a plain text, which the model continues. Each such call is a conversation of its own."""
+        """One call that continues a plain text. Each such call is a separate chat."""
         try:
             ids = encode_prompt(self._tokenizer, text)
         except Exception as error:  # as in `_encode`
@@ -127,20 +128,20 @@ class Conversation:
         return await self._generate(Prompt(ids, text), max_tokens)
 
     async def continue_ids(self, ids: Sequence[int], *, max_tokens: int | None = None) -> Answer:
-        """The same for token ids, of a caller that keeps them itself."""
+        """One call that continues token ids, for callers that keep track of the ids themselves."""
         return await self._generate(Prompt(tuple(ids), ""), max_tokens)
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Prompt:
-        """The exact ids for these messages, in continuation of an earlier turn where that is what they are.
+        """The exact ids for these messages, continuing an earlier turn where possible.
 
-        Raises RequestError if the template refuses them, or if there is none.
+        Raises RequestError if the template refuses the messages, or if there is no template.
         """
         if not has_chat_template(self._tokenizer):
             raise RequestError("the model's tokenizer has no chat template: give the prompt as plain text")
         if not messages:
             raise RequestError("messages: there are none")
         given = tuple(map(plain_message, messages))
-        before = self._continued(given)
+        before = self._find_previous(given)
         if before is not None:
             for prompt in self._continuations(before, given, tools):
                 return prompt
@@ -148,7 +149,7 @@ class Conversation:
         return Prompt(self._encode(text), text, given, given, bool(tools), rewritten=before is not None)
 
     def record(self, prompt: Prompt, completion: Completion) -> Answer:
-        """Note what came of a prompt. `ask` does it."""
+        """Record the completion of a prompt. `ask` calls this."""
         ids = list(completion.token_ids)
         stop = ids[-1:] if completion.finish_reason == "stop" else []
         text = self._decode(ids, skip_special_tokens=True)
@@ -169,14 +170,14 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """All calls so far, each after the one that it continues; conversations one after the other."""
-        return tuple(answer.turn for first in self._first for answer in _in_order(first))
+        """All calls so far, chat by chat; each call follows the one that it continues."""
+        return tuple(answer.turn for first in self._first for answer in _depth_first(first))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For the rollout. `new_segments` counts turns (after the first) that continue no other turn's ids.
+        """Metrics of the rollout. `new_segments` counts turns after the first that do not extend another turn's ids.
 
-        `rewritten_history`: those of them which would have, had the template not changed what was said before.
+        `rewritten_history` counts those of them whose messages continue a turn, but whose history was rewritten.
         """
         branches = sum(max(0, len(answer.next) - 1) for answer in self._answers)
         return {
@@ -186,36 +187,37 @@ class Conversation:
             "malformed_tool_calls": float(sum(answer.malformed_calls for answer in self._answers)),
         }
 
-    # ------------------------------------------------------------------------------------------------------ how
-
     async def _generate(self, prompt: Prompt, max_tokens: int | None) -> Answer:
         return self.record(prompt, await self._client.generate(prompt.ids, max_tokens=max_tokens))
 
-    def _continued(self, given: Sequence[PlainMessage]) -> Answer | None:
-        """The latest answer that these messages go on from: they repeat its prompt's messages, and it, word by word."""
+    def _find_previous(self, given: Sequence[PlainMessage]) -> Answer | None:
+        """The answer with the longest history that `given` starts with; the history includes the answer. Latest on ties."""
         found: Answer | None = None
         for answer in reversed(self._answers):
             known = len(answer.prompt.given)
             if known and (found is None or known > len(found.prompt.given)) and len(given) > known:
-                said = plain_message(answer.message)
-                if same_messages(given[: known + 1], (*answer.prompt.given, said)):
+                message = plain_message(answer.message)
+                if same_messages(given[: known + 1], (*answer.prompt.given, message)):
                     found = answer
         return found
 
     def _continuations(
         self, before: Answer, given: tuple[PlainMessage, ...], tools: Sequence[ToolSchema]
     ) -> Iterator[Prompt]:
-        """Prompts that continue `before` by ids. The answer is rendered as it was sampled; failing that as it was parsed,
-        for templates that accept no answers of a tool that was not called."""
+        """Prompts that continue `before` by ids, best first.
+
+        The first renders the answer as it was sampled. The second renders it as it was parsed, for templates that reject a
+        tool's result without a parsed tool call.
+        """
         known = len(before.prompt.given)
         sampled: PlainMessage = {"role": "assistant", "content": before.sampled}
-        for said in (sampled, given[known]):
-            rendered = (*before.prompt.rendered, said, *given[known + 1 :])
+        for answer in (sampled, given[known]):
+            rendered = (*before.prompt.rendered, answer, *given[known + 1 :])
             try:
                 text = self._render(rendered, tools)
             except RequestError:
                 continue
-            added = _added(text, before)
+            added = _text_after(text, before)
             if added is not None:
                 ids = (*before.prompt.ids, *before.completion.token_ids, *self._encode_after(before, added))
                 yield Prompt(ids, text, given, rendered, bool(tools), before)
@@ -226,7 +228,7 @@ class Conversation:
         return self._apply(messages, tools)
 
     def _shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
-        """Whether the template does anything with tools."""
+        """Whether the template renders tools. Checked once."""
         if self._template_shows_tools is None:
             question: PlainMessage = {"role": "user", "content": "?"}
             self._template_shows_tools = self._apply([question], tools) != self._apply([question], ())
@@ -241,21 +243,24 @@ class Conversation:
                 add_generation_prompt=True,
                 **self._options,
             )
-        except Exception as error:  # the template is a program of the model's, which raises what it likes
+        except Exception as error:  # a template is code and may raise anything
             what = " ".join(str(error).split())
             raise RequestError(f"messages: the model's chat template refuses them: {what}") from error
         return str(text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        """Of a rendering: the template has written all special tokens itself."""
+        """The ids of a rendered text, which already has its special tokens."""
         try:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-        except Exception as error:  # tokenizers raise plain exceptions for characters they don't have
+        except Exception as error:  # tokenizers raise plain exceptions for unknown characters
             raise RequestError(f"the model's tokenizer can't encode the prompt: {error}") from error
 
     def _encode_after(self, before: Answer, added: str) -> tuple[int, ...]:
-        """Of what follows an answer. Behind the token that ended it, if there is one: some tokenizers put a space in front
-        of what they take for the beginning of a text."""
+        """The ids of the text `added` after an answer.
+
+        It is encoded together with the answer's stop token, if there is one, because some tokenizers insert a space at the
+        start of a text.
+        """
         if before.ended_by:
             ids = self._encode(before.ended_by + added)
             if ids[:1] == before.completion.token_ids[-1:]:
@@ -266,10 +271,10 @@ class Conversation:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if ids else ""
 
 
-def _added(text: str, before: Answer) -> str | None:
-    """What `text` says after the turn `before`; None if it doesn't begin with that."""
-    said = before.sampled
-    for body in (said, said.lstrip(), said.rstrip(), said.strip()):
+def _text_after(text: str, before: Answer) -> str | None:
+    """The part of `text` after the turn `before`; None if `text` doesn't start with that turn."""
+    sampled = before.sampled
+    for body in (sampled, sampled.lstrip(), sampled.rstrip(), sampled.strip()):
         known = before.prompt.text + body + before.ended_by
         if text.startswith(known):
             return text[len(known) :]
@@ -277,15 +282,15 @@ def _added(text: str, before: Answer) -> str | None:
 
 
 def _with_description(messages: Sequence[PlainMessage], described: str) -> list[PlainMessage]:
-    """The messages with this at the end of the system message."""
+    """The messages with `described` appended to the system message."""
     has_one = messages[0]["role"] == "system"
     first, rest = (messages[0], messages[1:]) if has_one else ({"role": "system", "content": ""}, messages)
     content = f"{first['content']}\n\n{described}" if first["content"] else described
     return [{**first, "content": content}, *rest]
 
 
-def _in_order(answer: Answer) -> Iterator[Answer]:
-    """An answer and all that continues it, the first to do so at once after it."""
+def _depth_first(answer: Answer) -> Iterator[Answer]:
+    """An answer and all its continuations, depth first, in order of creation."""
     pending = [answer]
     while pending:
         one = pending.pop()

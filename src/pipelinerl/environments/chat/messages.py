@@ -1,4 +1,4 @@
-"""Chat messages as OpenAI's API has them: made plain for templates, and compared."""
+"""Chat messages of OpenAI's API: normalised for chat templates, compared, and parsed for tool calls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 from pipelinerl.errors import RequestError
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Tool calls in what a model wrote: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen do.
-
+# ---- tool calls in generated text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as in Hermes and Qwen
 
 ToolSchema = Mapping[str, Any]
 """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}`"""
@@ -26,7 +24,7 @@ class ToolCall(NamedTuple):
 
 
 class ParsedText(NamedTuple):
-    """`content` is the text without the calls; what looks like a call and is none stays in it, and is counted."""
+    """`content` is the text without the calls. Malformed calls stay in it and are counted."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -37,7 +35,7 @@ ToolParser = Callable[[str], ParsedText]
 
 
 def parse_tool_calls(text: str) -> ParsedText:
-    """The calls in a text, in order. A block that isn't closed counts if it is whole JSON: some models stop there."""
+    """The calls in a text, in order. An unclosed block counts if it is complete JSON: some models stop there."""
     calls: list[ToolCall] = []
     content: list[str] = []
     malformed = read = 0
@@ -55,7 +53,7 @@ def parse_tool_calls(text: str) -> ParsedText:
 
 
 def describe_tools(tools: Sequence[ToolSchema]) -> str:
-    """What a model is told in its system message whose chat template knows nothing of tools."""
+    """A description of the tools for the system message of a model whose chat template ignores tools."""
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         f"You may call these functions, described as JSON:\n<tools>\n{described}\n</tools>\n"
@@ -83,9 +81,9 @@ _KEPT = ("name", "tool_call_id", "reasoning_content")
 
 
 def plain_message(message: ChatMessage) -> PlainMessage:
-    """As templates want it: content is one text, arguments of tool calls are objects, and nothing is null.
+    """The form that templates expect: content is one text, arguments of tool calls are objects, and no field is null.
 
-    Raises RequestError for what isn't a message of text.
+    Raises RequestError for a message that isn't text.
     """
     role = message.get("role")
     if not isinstance(role, str):
@@ -98,13 +96,13 @@ def plain_message(message: ChatMessage) -> PlainMessage:
 
 
 def answer_message(parsed: ParsedText, id_prefix: str) -> PlainMessage:
-    """What a model said, in the form of OpenAI's API: `arguments` are JSON as text."""
+    """The model's answer as a message of OpenAI's API, with `arguments` as JSON text."""
     message: PlainMessage = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         message["content"] = parsed.content or None
         message["tool_calls"] = [
             {
-                "id": f"{id_prefix}{number:02}",  # some templates want nine letters and digits, or more
+                "id": f"{id_prefix}{number:02}",  # some templates require at least nine letters and digits
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
@@ -118,7 +116,7 @@ def same_messages(some: Sequence[PlainMessage], others: Sequence[PlainMessage]) 
 
 
 def _same(one: PlainMessage, other: PlainMessage) -> bool:
-    """Of an answer, what was said counts: callers drop ids, or strip the text."""
+    """Answers are compared by text and calls only: callers drop ids, or strip the text."""
     if one is other:
         return True
     if one["role"] != "assistant" or other["role"] != "assistant":
@@ -144,7 +142,7 @@ def _plain_call(call: Any) -> PlainMessage:
         raise RequestError("messages: each of `tool_calls` must have a `function` with a `name`")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        with suppress(ValueError):  # the template gets the text, as the caller wrote it
+        with suppress(ValueError):  # if it isn't JSON, the template gets the text unchanged
             arguments = json.loads(arguments)
     plain = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return plain | ({"id": call["id"]} if call.get("id") is not None else {})

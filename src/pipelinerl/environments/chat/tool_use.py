@@ -1,4 +1,4 @@
-"""Tasks in which the model may call tools before it answers. `ToolTask` is the shortest way to one of your own."""
+"""Tasks in which the model may call tools before it answers. Subclass `ToolTask` to define one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 
 MAX_RESULT = 4000
-"""Characters of a tool's result that the model is shown: a context is soon full."""
+"""Characters of a tool's result that the model is shown, to limit the use of its context."""
 
 
 class ToolError(Exception):
-    """A call of a tool that failed: the message is told to the model, which may do better."""
+    """A failed tool call. The model is shown the message and may try again."""
 
 
 class Tool(NamedTuple):
-    """`schema` is what the model is told, `call` takes the arguments by name.
+    """`schema` describes the tool to the model; `call` takes a dict of the arguments by name.
 
-    What `call` raises is told to the model as an error. What it returns is text, or shown to the model as JSON.
+    The model is shown an exception from `call` as an error, a returned text as it is, and any other result as JSON.
     """
 
     schema: ToolSchema
@@ -38,7 +38,7 @@ class Tool(NamedTuple):
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """A function of this process as a tool; it is called between two engine steps and so must be quick and harmless.
+    """A function as a tool, called in this process between two engine steps: it must be fast and safe.
 
     Raises EnvironmentSetupError as `schema_of` does.
     """
@@ -50,15 +50,15 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def schema_of(function: Callable[..., Any]) -> ToolSchema:
-    """What the model is told of a function: from its type hints and its docstring, in Google's style.
+    """The description of a function for the model, from its type hints and its docstring in Google style.
 
-    Raises EnvironmentSetupError, saying what is missing.
+    Raises EnvironmentSetupError that names what is missing.
     """
     from transformers.utils import get_json_schema  # noqa: PLC0415 - takes seconds, and only tools need it
 
     try:
         schema: ToolSchema = get_json_schema(function)
-    except Exception as error:  # of two kinds that aren't exported, and what hints raise that can't be resolved
+    except Exception as error:  # two private types of transformers, and whatever unresolvable type hints raise
         name = getattr(function, "__name__", repr(function))
         what = " ".join(str(error).split())
         raise EnvironmentSetupError(
@@ -69,7 +69,7 @@ def schema_of(function: Callable[..., Any]) -> ToolSchema:
 
 
 class ToolUse(NamedTuple):
-    """How it went: `answer` is the last text of the model, `messages` are all there were."""
+    """A finished exchange: `answer` is the model's last text, `messages` is the whole history."""
 
     conversation: Conversation
     answer: str
@@ -88,26 +88,26 @@ async def use_tools(
     max_turns: int,
     max_tokens: int | None = None,
 ) -> ToolUse:
-    """Let the model answer, with calls of tools as it likes, until it calls none or has had `max_turns` turns.
+    """Let the model call tools until a turn has no tool calls or `max_turns` is reached.
 
-    Metrics: those of the conversation, `tool_calls`, `tool_errors`, `out_of_turns` (it had its last turn and called a tool)
-    and `out_of_context` (results left no room for another turn). Raises PromptTooLongError for the first turn alone.
+    Metrics: those of the conversation, `tool_calls`, `tool_errors`, `out_of_turns` (the last allowed turn called a tool) and
+    `out_of_context` (results left no room for another turn). Raises PromptTooLongError only if the first prompt is too long.
     """
     by_name = {tool.name: tool for tool in tools}
     conversation = Conversation(client)
-    said: list[ChatMessage] = list(messages)
+    history: list[ChatMessage] = list(messages)
     answer, calls, errors = "", 0, 0
     out_of_turns, out_of_context = True, False
     for turn in range(max_turns):
         try:
-            reply = await conversation.ask(said, [tool.schema for tool in tools], max_tokens=max_tokens)
+            reply = await conversation.ask(history, [tool.schema for tool in tools], max_tokens=max_tokens)
         except PromptTooLongError:
             if turn == 0:
                 raise
             out_of_turns, out_of_context = False, True
             break
         answer = reply.text
-        said.append(reply.message)
+        history.append(reply.message)
         if not reply.calls:
             out_of_turns = False
             break
@@ -115,18 +115,18 @@ async def use_tools(
             result, failed = await _result(call, by_name)
             calls, errors = calls + 1, errors + failed
             call_id = reply.message["tool_calls"][number]["id"]
-            said.append({"role": "tool", "name": call.name, "tool_call_id": call_id, "content": result})
+            history.append({"role": "tool", "name": call.name, "tool_call_id": call_id, "content": result})
     metrics = conversation.metrics | {
         "tool_calls": float(calls),
         "tool_errors": float(errors),
         "out_of_turns": float(out_of_turns),
         "out_of_context": float(out_of_context),
     }
-    return ToolUse(conversation, answer, said, metrics)
+    return ToolUse(conversation, answer, history, metrics)
 
 
 async def _result(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
-    """What the model is told of a call, and whether it failed."""
+    """The result of a call as shown to the model, and whether it failed."""
     tool = tools.get(call.name)
     if tool is None:
         return f"Error: there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}", True
@@ -137,7 +137,7 @@ async def _result(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]
         raise
     except ToolError as error:
         return _shortened(f"Error: {error}"), True
-    except Exception as error:  # noqa: BLE001 - a tool's failure, also one to return JSON, is the model's to deal with
+    except Exception as error:  # noqa: BLE001 - a failing tool, or a result that is not JSON, is shown to the model
         return _shortened(f"Error: {type(error).__name__}: {error}"), True
     return _shortened(text), False
 
@@ -154,15 +154,15 @@ def require_chat(tokenizer: Tokenizer, kind: str) -> None:
 
 
 class ToolTask(ABC):
-    """A subclass defines `tools`, `problem`, `prompt` and `reward`, and `held_out` if it is to be evaluated.
+    """A subclass defines `tools`, `problem`, `prompt` and `reward`, and `held_out` if evaluations use it.
 
     Constructor arguments of a subclass (after `tokenizer` and `seed`) are `environment.args` of the run file.
     """
 
     max_turns = 6
-    """Turns of the model, the answer included."""
+    """Turns of the model, including the answer."""
     max_tokens: int | None = None
-    """Longest turn that makes sense here; None or anything above `actor.max_tokens`: that."""
+    """Maximum tokens per turn for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         """Raises EnvironmentSetupError for a model without a chat template."""
@@ -172,22 +172,22 @@ class ToolTask(ABC):
 
     @abstractmethod
     def tools(self, problem: Problem) -> Sequence[Tool]:
-        """What may be called in an attempt at this problem; asked for once an attempt, so tools may have a state."""
+        """The tools for one attempt at this problem. Called once per attempt, so tools may have state."""
 
     @abstractmethod
     def problem(self, index: int) -> Problem:
-        """The training problem number `index`; a pure function of it (and of `self.seed`)."""
+        """Training problem number `index`: a pure function of `index` and `self.seed`."""
 
     @abstractmethod
     def prompt(self, problem: Problem) -> Sequence[ChatMessage]:
-        """What the model is asked."""
+        """The messages that start the conversation."""
 
     @abstractmethod
     def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> float:
-        """What the model's last text is worth, after all these messages."""
+        """The reward for the model's last text `answer`. `messages` is the whole history."""
 
     def held_out(self, count: int) -> Sequence[Problem]:  # noqa: ARG002 - for subclasses to use
-        """The first `count` evaluation problems, which `problem` never gives. None by default."""
+        """The first `count` evaluation problems, which `problem` never returns. None by default."""
         return ()
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:

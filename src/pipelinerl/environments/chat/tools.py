@@ -1,4 +1,4 @@
-"""A task with tools that is a file of examples and some functions of the user: what may be called, and what comes of it."""
+"""A tool-use task defined by a file of examples, user functions as tools, and a reward function."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat,
 from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.registry import checked
-from pipelinerl.environments.user.code import find_function, told
+from pipelinerl.environments.user.code import find_function, summarize_error
 from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Tools that are functions in a user's file, called in processes of their own or here.
-
 
 def read_tools(specs: Sequence[str], *, isolate: bool, workers: int, limits: Limits) -> list[Tool]:
-    """The tools of `path/to/file.py:function` and the like; with `isolate`, called in up to `workers` processes.
+    """User functions (`path/to/file.py:function`) as tools. With `isolate`, they are called in up to `workers` processes.
 
-    Raises EnvironmentSetupError for what is no function or can't be described, and for two of one name.
+    Raises EnvironmentSetupError for a spec that names no function, for one that can't be described to the model, and for two
+    tools with the same name.
     """
     tools = [tool_of(find_function(spec)) for spec in specs]
     names = [tool.name for tool in tools]
@@ -35,7 +33,8 @@ def read_tools(specs: Sequence[str], *, isolate: bool, workers: int, limits: Lim
         raise EnvironmentSetupError(f"environment.args.functions has two tools called {repeated[0]!r}: rename one")
     if not isolate:
         return tools
-    # The files are imported when a process starts; `call` is what is called there, as calls of a pool have no names.
+    # The specs are registered so that a process imports their files when it starts. The pool passes positional arguments
+    # only, so the workers run `call`, which takes the arguments by name.
     pool = FunctionPool({**{spec: spec for spec in specs}, "call": f"{__name__}:call"}, workers=workers, limits=limits)
     return [tool._replace(call=functools.partial(_call_in, pool, spec)) for spec, tool in zip(specs, tools, strict=True)]
 
@@ -51,31 +50,31 @@ async def _call_in(pool: FunctionPool, spec: str, arguments: dict[str, Any]) -> 
 
 
 def call(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """In a process of the pool: the function's `result`, or the `error` that it raised."""
+    """Runs in a process of the pool. Returns the function's `result`, or the `error` that it raised."""
     try:
         result = find_function(spec)(**arguments)
         msgspec.json.encode(result)
         return {"result": result}
     except MemoryError:
-        raise  # nothing is sure after that: the process ends
-    except Exception as error:  # noqa: BLE001 - code that isn't ours: the model is told
-        return {"error": told(error, Path(spec.rpartition(":")[0]))}
+        raise  # the state of the process is unknown: the worker exits
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the model sees the error
+        return {"error": summarize_error(error, Path(spec.rpartition(":")[0]))}
 
 
 class Tools(Function):
-    """Problems are the lines of a file; the model may call functions of the user before it answers.
+    """Problems are the lines of a file; the model may call user functions before it answers.
 
-    functions   `path/to/file.py:function`, or a list of them: the tools. Type hints and docstring tell the model of them
-    max_turns   turns of the model, the answer included
+    functions   the tools: `path/to/file.py:function`, or a list of them, described to the model by type hints and docstring
+    max_turns   turns of the model, including the answer
 
-    All else is as in `function`: `data`, `reward` (of the last turn's text), `prompt`, `held_out`, `system`, and the limits
-    of calls, which are those of tools as well. What a tool raises, or that it ran into a limit, is told to the model.
+    The other arguments are those of `function`: `data`, `reward` (of the last turn's text), `prompt`, `held_out`, `system`,
+    and the limits of calls, which also apply to tools. If a tool raises an error or exceeds a limit, the model is shown it.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, seed: int, *, functions: str | Sequence[str], max_turns: int = 6, **task: Any
     ) -> None:
-        """Raises EnvironmentSetupError for what can't be used, and for a model without a chat template."""
+        """Raises EnvironmentSetupError for unusable arguments, and for a model without a chat template."""
         require_chat(tokenizer, "environment.kind tools")
         own = checked(_Own, functions=functions, max_turns=max_turns)
         super().__init__(tokenizer, seed, **task)
@@ -87,7 +86,7 @@ class Tools(Function):
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         used = await use_tools(client, messages, self._tools, max_turns=self._max_turns)
-        reward, metrics = await self._judged(used.answer, problem.payload)
+        reward, metrics = await self._score(used.answer, problem.payload)
         return used.rollout(reward, metrics)
 
 

@@ -1,4 +1,4 @@
-"""Several environments in one run, each with its share of the problems."""
+"""Several environments in one run, each with a fixed share of the problems."""
 
 from __future__ import annotations
 
@@ -20,30 +20,29 @@ LONGEST_CYCLE = 10_000
 
 
 class Weighted(Inner, frozen=True, forbid_unknown_fields=True):
-    """An environment and its weight among the others."""
+    """An environment and its relative weight."""
 
     weight: int | float = 1
 
 
 class Place(NamedTuple):
-    """The problem number `rank` (of those in one cycle) of the environment number `part`."""
+    """Problem number `rank` within the cycle of environment number `part`."""
 
     part: int
     rank: int
 
 
 class Mixture:
-    """Problems of several environments by weight: the shares are exact over each cycle, and no environment skips a problem.
+    """Problems of several environments by weight. Shares are exact over each cycle, and no environment skips a problem.
 
     environments    by name: `{words: {kind: math, weight: 3, args: {...}}, numbers: {kind: countdown, weight: 1}}`
 
-    A problem's id begins with the name of its environment, and so does each metric of a rollout; its reward is also there
-    as the metric `NAME/reward`. Held-out problems come from each environment by weight too; where one has no more, the
-    others go on.
+    Problem ids and metric names are prefixed with the environment's name; the metric `NAME/reward` repeats the reward.
+    Held-out problems are also mixed by weight; when one environment runs out, the others continue.
     """
 
     def __init__(self, tokenizer: Tokenizer, seed: int, *, environments: Mapping[str, Any]) -> None:
-        """Raises EnvironmentSetupError, naming the environment, for what can't be built."""
+        """Raises EnvironmentSetupError, naming the environment, if one can't be built."""
         parts = _parts(environments)
         self._seed = seed
         self._names = tuple(parts)
@@ -54,23 +53,23 @@ class Mixture:
         self._cycle = lru_cache(maxsize=2)(self._shuffled)
 
     def problem(self, index: int) -> Problem:
-        """In each cycle every environment has its turns, in an order that depends on the seed and the cycle."""
+        """In each cycle every environment gets its share, in an order that depends on the seed and the cycle."""
         cycle, place = divmod(index, sum(self._counts))
         part, rank = self._cycle(cycle)[place]
         name = self._names[part]
-        return _outer(name, self._environments[name].problem(cycle * self._counts[part] + rank))
+        return _prefixed(name, self._environments[name].problem(cycle * self._counts[part] + rank))
 
     def held_out(self, count: int) -> Sequence[Problem]:
-        left = {name: iter(environment.held_out(count)) for name, environment in self._environments.items()}
+        remaining = {name: iter(environment.held_out(count)) for name, environment in self._environments.items()}
         chosen: list[Problem] = []
         order = [self._names[place.part] for place in spread(self._counts)]
-        while left and len(chosen) < count:
+        while remaining and len(chosen) < count:
             for name in order:
-                problem = next(left[name], None) if name in left else None
+                problem = next(remaining[name], None) if name in remaining else None
                 if problem is not None:
-                    chosen.append(_outer(name, problem))
+                    chosen.append(_prefixed(name, problem))
                 else:
-                    left.pop(name, None)
+                    remaining.pop(name, None)
         return chosen[:count]
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
@@ -88,9 +87,9 @@ class Mixture:
 
 
 def whole_weights(weights: Sequence[int | float]) -> list[int]:
-    """The smallest whole numbers in the same proportion: how many problems of each there are in a cycle.
+    """The smallest whole numbers in the same proportion: the number of problems of each environment per cycle.
 
-    Raises EnvironmentSetupError for weights that aren't positive, or make a cycle longer than LONGEST_CYCLE.
+    Raises EnvironmentSetupError for weights that aren't positive, or if a cycle would be longer than LONGEST_CYCLE.
     """
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise EnvironmentSetupError(f"the weights of a mixture must be greater than 0, but are {list(weights)}")
@@ -100,15 +99,15 @@ def whole_weights(weights: Sequence[int | float]) -> list[int]:
     counts = [count // math.gcd(*counts) for count in counts]
     if sum(counts) > LONGEST_CYCLE:
         raise EnvironmentSetupError(
-            f"the weights of a mixture are {list(weights)}: as whole numbers more than {LONGEST_CYCLE} in all; round them"
+            f"the weights of a mixture are {list(weights)}: as whole numbers they add up to over {LONGEST_CYCLE}; round them"
         )
     return counts
 
 
 def spread(counts: Sequence[int]) -> list[Place]:
-    """One cycle in which each part's turns lie as far apart as can be."""
-    turns = [((turn + 0.5) / count, part) for part, count in enumerate(counts) for turn in range(count)]
-    return _ranked([part for _, part in sorted(turns)])
+    """One cycle in which the problems of each part are spaced as evenly as possible."""
+    positions = [((rank + 0.5) / count, part) for part, count in enumerate(counts) for rank in range(count)]
+    return _ranked([part for _, part in sorted(positions)])
 
 
 def _ranked(order: Sequence[int]) -> list[Place]:
@@ -121,7 +120,7 @@ def _ranked(order: Sequence[int]) -> list[Place]:
     return places
 
 
-def _outer(name: str, problem: Problem) -> Problem:
+def _prefixed(name: str, problem: Problem) -> Problem:
     return Problem(id=f"{name}/{problem.id}", payload={"environment": name, "problem": problem.payload})
 
 

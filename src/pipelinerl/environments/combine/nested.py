@@ -1,4 +1,4 @@
-"""Environments within environments: read from `environment.args`, built, and looked through."""
+"""Environments within environments: read from `environment.args`, build, and list their distinct problems."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.types import Problem
 
-FEWEST_REPEATS = 1000
+MIN_REPEATS = 1000
 
 
 class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As under `environment` of a run file."""
+    """`kind` and `args`, as under `environment` in a run file."""
 
     kind: str
     args: dict[str, Any] = {}
 
 
 def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Environment:
-    """Raises what `make_environment` raises, with `where` in front."""
+    """Raises what `make_environment` raises, with the message prefixed by `where`."""
     try:
         return make_environment(inner.kind, inner.args, tokenizer, seed)
     except PipelineRLError as error:
@@ -31,7 +31,7 @@ def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Env
 
 
 def read_inner(where: str, value: Mapping[str, Any]) -> Inner:
-    """Raises EnvironmentSetupError if it isn't one."""
+    """Raises EnvironmentSetupError if `value` is not an environment."""
     try:
         return msgspec.convert(value, Inner)
     except msgspec.ValidationError as error:
@@ -39,10 +39,10 @@ def read_inner(where: str, value: Mapping[str, Any]) -> Inner:
 
 
 def distinct_problems(environment: Environment, limit: int) -> Iterator[Problem]:
-    """The training problems among the first `limit`, each once, in the order in which they come.
+    """The distinct training problems among the first `limit`, in order of first appearance.
 
-    Ends early when as many in a row as were found so far (at least FEWEST_REPEATS) bring nothing new: then there are no
-    others. Raises EnvironmentSetupError if two different problems have one id.
+    Ends early when max(MIN_REPEATS, number found so far) problems in a row are repeats: the set is then considered
+    complete. Raises EnvironmentSetupError if two different problems have the same id.
     """
     found: dict[str, Problem] = {}
     repeats = 0
@@ -55,7 +55,7 @@ def distinct_problems(environment: Environment, limit: int) -> Iterator[Problem]
             yield problem
             continue
         if known.payload != problem.payload:
-            raise EnvironmentSetupError(f"two different problems are called {problem.id!r}: rename one of their files")
+            raise EnvironmentSetupError(f"two different problems have the id {problem.id!r}: rename one of their files")
         repeats += 1
-        if repeats >= max(FEWEST_REPEATS, len(found)):
+        if repeats >= max(MIN_REPEATS, len(found)):
             return

@@ -1,4 +1,4 @@
-r"""Maths problems with answers of any kind (numbers, fractions, intervals, formulas), given in a `\boxed{}`."""
+r"""Maths problems whose answers, given in a `\boxed{}`, may be numbers, fractions, intervals or formulas."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 from pipelinerl.environments.maths.judge import Judge, Verdict
 from pipelinerl.environments.maths.numbers import answer_in, last_boxed, number_of, same_number
 from pipelinerl.environments.maths.problems import read_math_problems
-from pipelinerl.environments.single_turn import Asking, QuestionSet, checked_format_reward
+from pipelinerl.environments.single_turn import QuestionPrompt, QuestionSet, checked_format_reward
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, Turn
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What an attempt at a maths problem is worth: pure functions.
+# ---- parts of the reward: pure functions
 
 
 def answer_of(text: str) -> str:
-    r"""The final answer of a model's text: what its last `\boxed{}` holds, else its last number (after a `####`: the first).
+    r"""The final answer in a model's text: the content of the last `\boxed{}`, else the number of `numbers.answer_in`.
 
     Empty if there is none.
     """
@@ -31,10 +30,10 @@ def answer_of(text: str) -> str:
 
 
 def length_penalty(length: int, *, limit: int, soft_tokens: int) -> float:
-    """0 up to `limit - soft_tokens` tokens, then falling evenly to -1 at `limit`, where a text is cut off.
+    """0 up to `limit - soft_tokens` tokens, then linear down to -1 at `limit`, where a text is cut off.
 
-    A reward near the limit so tells how near it was; without it, a text cut off is worth as little as a wrong one, and a
-    policy that grows longer finds out too late.
+    The penalty warns a policy before its completions reach the limit. Without it, the first signal is the lost reward of a
+    text that was cut off.
     """
     if soft_tokens <= 0:
         return 0.0
@@ -48,17 +47,18 @@ TEXT = "Problem: {question}\nSolve it step by step, and put the final answer in 
 class Maths(QuestionSet):
     r"""Reward 1 if the answer (in the last `\boxed{}`, else the last number) has the right value, else 0.
 
-    path            file of JSON lines, or a list of them, in the form of GSM8K, MATH, AIME and others (see `math_problems`)
-    held_out_path   the same for evaluation. Without it, every tenth problem of `path` (by a hash of its question) is held
-                    out. A question that is held out is never trained on, even if `path` has it too
-    question_field, answer_field   names of the fields, or paths such as `extra.answer`, if the usual names won't do
+    path            file of JSON lines, or a list of files, in the format of GSM8K, MATH, AIME and others (see `problems`)
+    held_out_path   the same for evaluation. Without it, one problem in ten of `path` (by a hash of the question) is held
+                    out. A held-out question is never trained on, even if `path` has it too
+    question_field, answer_field   names of the fields, or paths such as `extra.answer`. Default: the usual names
     chat, system, text   as in `math_words`
-    judge           `math-verify` (needs the extra `math`), or `numbers`: then all answers must be numbers
-    judge_timeout_s, judge_processes   an answer that takes longer to judge counts as wrong; so many are judged at once
-    format_reward   what a wrong answer is worth that is in a box
+    judge           `math-verify` (needs the extra `math`), or `numbers`, for which all answers must be numbers
+    judge_timeout_s   an answer that takes longer to judge counts as wrong
+    judge_processes   number of answers that are judged at once
+    format_reward   reward of a wrong answer in a `\boxed{}`
     max_tokens      longest completion, if `actor.max_tokens` is too long for this task
-    length_penalty_tokens   over the last so many tokens before `max_tokens`, the reward falls evenly by up to
-                    `length_penalty`; a text that is cut off loses all of that. 0: no such penalty
+    length_penalty_tokens   the reward falls linearly by up to `length_penalty` over this many tokens before `max_tokens`; a
+                    text that is cut off gets the full penalty. 0: no penalty
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Maths(QuestionSet):
         length_penalty_tokens: int = 0,
         length_penalty: float = 1.0,
     ) -> None:
-        """Raises EnvironmentSetupError, naming file and line, for data that can't be used, and MissingDependencyError."""
-        asking = Asking(tokenizer, chat=chat, system=system, text=text)
+        """Raises EnvironmentSetupError, naming file and line, for unusable data, and MissingDependencyError."""
+        question_prompt = QuestionPrompt(tokenizer, chat=chat, system=system, text=text)
         self._format_reward = checked_format_reward(format_reward)
         _check_lengths(max_tokens, length_penalty_tokens, length_penalty)
         self.max_tokens = max_tokens
@@ -90,11 +90,11 @@ class Maths(QuestionSet):
         self._penalty = length_penalty
         self._judge = Judge(judge, timeout_s=judge_timeout_s, processes=judge_processes)
         read = partial(_read, question_field=question_field, answer_field=answer_field, numbers=self._judge.numbers_only)
-        super().__init__(tokenizer, seed, path=path, held_out_path=held_out_path, read=read, asking=asking)
+        super().__init__(tokenizer, seed, path=path, held_out_path=held_out_path, read=read, question_prompt=question_prompt)
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        """Its metrics: `right`, `boxed` and `judge_failed` are 1 or 0, `length_penalty` is what the length cost."""
-        prompt_ids = self._encoded(self.prompt(problem))
+        """Metrics: `right`, `boxed` and `judge_failed` are 1 or 0; `length_penalty` is at most 0."""
+        prompt_ids = self._encode(self.prompt(problem))
         completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
         text = self._decode(completion.token_ids)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
@@ -111,7 +111,7 @@ class Maths(QuestionSet):
         return Rollout(turns=(turn,), reward=score + penalty, metrics=metrics)
 
     def reward(self, problem: Problem, text: str) -> float:
-        """Not used: an answer may have to wait for the judge, and its length counts too (see `rollout`)."""
+        """Not used: the reward needs the judge process and the length of the completion (see `rollout`)."""
         raise NotImplementedError
 
     async def _verdict(self, expected: str, text: str) -> Verdict:
@@ -123,8 +123,9 @@ class Maths(QuestionSet):
     def _length_penalty(self, completion: Completion) -> float:
         if not self._soft_tokens or self.max_tokens is None:
             return 0.0
-        cut = completion.finish_reason == "length"  # perhaps earlier than here, by `actor.max_tokens` or the slot's length
-        length = self.max_tokens if cut else len(completion.token_ids)
+        # The text may be cut off before `self.max_tokens`, by `actor.max_tokens` or the slot's length.
+        cut_off = completion.finish_reason == "length"
+        length = self.max_tokens if cut_off else len(completion.token_ids)
         return self._penalty * length_penalty(length, limit=self.max_tokens, soft_tokens=self._soft_tokens)
 
 
@@ -135,8 +136,8 @@ def _check_lengths(max_tokens: int | None, soft_tokens: int, penalty: float) -> 
         raise EnvironmentSetupError("environment.args.length_penalty and length_penalty_tokens must not be negative")
     if soft_tokens and (max_tokens is None or soft_tokens > max_tokens):
         raise EnvironmentSetupError(
-            f"environment.args.length_penalty_tokens is {soft_tokens}: it needs environment.args.max_tokens, of at least as "
-            f"many (it is {max_tokens})"
+            f"environment.args.length_penalty_tokens is {soft_tokens}: it needs environment.args.max_tokens to be "
+            f"at least as many (it is {max_tokens})"
         )
 
 

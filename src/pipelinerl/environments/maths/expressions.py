@@ -1,4 +1,4 @@
-"""Arithmetic as people and models write it, read by a parser of its own: nothing that a model wrote is ever executed."""
+"""A parser for arithmetic expressions. Text from a model is never executed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = {"×": "*", "·": "*", "÷": "/", "−": "-", "\\times": "*", "\\cdot":
 
 
 class Expression(NamedTuple):
-    """The exact value (None after a division by zero) and the numbers in it, in the order in which they were written."""
+    """The exact value (None after a division by zero), and the numbers in order of appearance."""
 
     value: Fraction | None
     numbers: tuple[int, ...]
@@ -41,7 +41,7 @@ class _NotAnExpressionError(Exception):
 
 
 def _tokens(text: str) -> list[str]:
-    """Empty if the text has anything else in it."""
+    """The tokens of a text. Empty if it is longer than MAX_LENGTH or has anything else in it."""
     tokens: list[str] = []
     position = 0
     while position < len(text) <= MAX_LENGTH:

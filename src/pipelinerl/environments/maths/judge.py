@@ -1,8 +1,8 @@
-"""Whether an answer is the right one: at once where both are plain numbers or the same text, else with `math-verify`.
+"""Judges answers: directly where both are plain numbers or the same text, else with `math-verify`.
 
-`math-verify` hands the model's text to sympy, which a few characters (`9^{9^{9}}`) can keep busy for ever, in C code that
-no signal interrupts. So it runs in a process of its own under limits (`pool`), with its own timeouts switched off: they use
-the signal that `actor.deadline` needs, and the process is ended from outside anyway.
+`math-verify` passes the model's text to sympy, where a few characters (`9^{9^{9}}`) can take unbounded time in C code that
+no signal interrupts. So it runs in a separate process under limits (see `pool`). Its own timeouts are disabled: they use
+the signal that `actor.deadline` needs, and the pool kills the process anyway.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 
-REMEMBERED = 4096
+CACHED_VERDICTS = 4096
 _PLAIN_NUMBER = re.compile(r"\s*-?\s*\\?\$?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?\.?\s*")
 
 
 class Verdict(NamedTuple):
-    """`failed`: the judge did not come to an end (too slow, too much memory, a crash); the answer counts as wrong."""
+    """`failed`: the judge exceeded its time or memory, or crashed; the answer counts as wrong."""
 
     right: bool
     failed: bool = False
 
 
 class Judge:
-    """Compares final answers. Verdicts are remembered: the attempts of a group have many an answer in common."""
+    """Compares final answers. Verdicts are cached: the attempts of a group often give the same answer."""
 
     def __init__(self, name: str, *, timeout_s: float, processes: int) -> None:
         """Raises MissingDependencyError without `math-verify`, unless `name` is `numbers`."""
@@ -47,7 +47,7 @@ class Judge:
             )
         self.numbers_only = name == "numbers"
         self._pool = None if self.numbers_only else _pool(timeout_s, processes)
-        self._remembered: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
 
     async def verdict(self, expected: str, answer: str) -> Verdict:
         """Whether `answer` has the value of `expected`."""
@@ -55,15 +55,15 @@ class Judge:
         if quick is not None or self._pool is None:
             return Verdict(bool(quick))
         key = (expected, answer)
-        known = self._remembered.get(key)
+        known = self._cache.get(key)
         if known is None:
-            known = self._remembered[key] = await self._asked(self._pool, expected, answer)
-            if len(self._remembered) > REMEMBERED:
-                self._remembered.popitem(last=False)
+            known = self._cache[key] = await self._ask(self._pool, expected, answer)
+            if len(self._cache) > CACHED_VERDICTS:
+                self._cache.popitem(last=False)
         return known
 
-    async def _asked(self, pool: FunctionPool, expected: str, answer: str) -> Verdict:
-        """An error in the judge itself is no verdict: it costs the rollout, and if it stays the run ends."""
+    async def _ask(self, pool: FunctionPool, expected: str, answer: str) -> Verdict:
+        """The judge's verdict. Other errors of the judge propagate: they fail the rollout, and if they persist, the run."""
         try:
             return Verdict(await pool.call("judge", expected, answer) is True)
         except (TimeoutError, MemoryError, ChildProcessError):
@@ -81,17 +81,17 @@ def _pool(timeout_s: float, processes: int) -> FunctionPool:
 
 
 def quick_verdict(expected: str, answer: str) -> bool | None:
-    """What needs no algebra: the same text, two plain numbers, or an answer of a length no right one has. Else None."""
+    """The verdict where no algebra is needed: same text, two plain numbers, or an empty or too long answer. Else None."""
     if not answer.strip() or len(answer) > MAX_ANSWER:
         return False
-    if _bare(expected) == _bare(answer):
+    if _normalised(expected) == _normalised(answer):
         return True
     one, other = _plain_number(expected), _plain_number(answer)
     if one is None or other is None:
         return None
     if one == other:
         return True
-    # 0.3333 and 1/3: for those with an eye for roundings.
+    # Different whole numbers are wrong; math-verify decides about rounding, as in 0.3333 and 1/3.
     return False if one.denominator == other.denominator == 1 else None
 
 
@@ -99,8 +99,8 @@ def _plain_number(text: str) -> Fraction | None:
     return number_of(text) if _PLAIN_NUMBER.fullmatch(text) else None
 
 
-def _bare(text: str) -> str:
-    """Without what makes no difference to the eye."""
+def _normalised(text: str) -> str:
+    """The text without LaTeX spacing and other marks that do not change the meaning."""
     for mark in ("\\left", "\\right", "\\!", "\\,"):
         text = text.replace(mark, "")
     return "".join(text.replace("\\dfrac", "\\frac").split()).strip("$").removesuffix(".")

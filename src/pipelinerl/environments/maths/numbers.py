@@ -1,7 +1,7 @@
-r"""Numbers in free text: which one is the answer, and what is its value. Pure functions, exact arithmetic.
+r"""Finds the answer in free text and computes its exact value. Pure functions.
 
-Understood: `42`, `-3.50`, `.5`, `1,234,567`, `$1,200.`, `75%` (as 75), `3/4`, `2 1/2`, `\frac{3}{4}`, a minus in Unicode,
-and LaTeX's `\$`, `\%`, `{,}`. A minus counts as a sign only where it can't be a subtraction.
+Number formats: `42`, `-3.50`, `.5`, `1,234,567`, `$1,200.`, `75%` (as 75), `3/4`, `2 1/2`, `\frac{3}{4}`, a Unicode
+minus, and LaTeX's `\$`, `\%`, `{,}`. A minus counts as a sign only where it can't be a subtraction.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 
 MAX_DIGITS = 40
-"""Longer runs of digits are noise, not answers."""
+"""Numbers with more digits are ignored."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = re.compile(
@@ -29,14 +29,14 @@ _MARKED = re.compile(r"####\s*(?P<answer>[^\n]*)")
 _CLOSING = ")]}%"
 _FRACTION_COMMAND = re.compile(r"\\[dt]?frac\s*\{\s*(-?)\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
 _BOXED = "\\boxed{"
-_PLAIN = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " "})  # noqa: RUF001 - characters that texts have
+_PLAIN = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " "})  # noqa: RUF001 - found in generated text
 
 
 def answer_in(text: str) -> Fraction | None:
     r"""The number that a text gives as its answer.
 
-    That is the number after the last `####`, else the one in the last `\boxed{}`, else the last number of all. None if the
-    place where it should be has no number.
+    That is the first number after the last `####`, else the last one in the last `\boxed{}`, else the last one in the text.
+    None if the place chosen has no number.
     """
     text = _simplified(text)
     marked = list(_MARKED.finditer(text))
@@ -49,7 +49,7 @@ def answer_in(text: str) -> Fraction | None:
 
 
 def marks_answer(text: str) -> bool:
-    r"""Whether the text says which number is its answer: a number after the last `####`, or in the last `\boxed{}`."""
+    r"""Whether the text marks its answer: a number after the last `####`, or in the last `\boxed{}`."""
     text = _simplified(text)
     marked = list(_MARKED.finditer(text))
     if marked:
@@ -59,7 +59,10 @@ def marks_answer(text: str) -> bool:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The value of a text that is one number and nothing else (signs of currency or percent and a unit aside)."""
+    """The value of a text that has exactly one number and nothing before it but a currency sign or minus; else None.
+
+    Text without a number may follow, such as a percent sign or a unit.
+    """
     text = _simplified(text)
     match = _NUMBER.search(text)
     if match is None or text[: match.start()].strip(" \t-$") or _NUMBER.search(text, match.end()):
@@ -68,7 +71,7 @@ def number_of(text: str) -> Fraction | None:
 
 
 def same_number(text: str, expected: Fraction) -> bool:
-    """Whether the answer that `text` gives has the value `expected`."""
+    """Whether the answer in `text` has the value `expected`."""
     return answer_in(text) == expected
 
 
@@ -90,7 +93,7 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What is between the braces of the last box, which may have braces in it; all of the rest if they aren't closed."""
+    """The content of the last box, including nested braces; the rest of the text if the box isn't closed."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None
@@ -119,7 +122,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _is_negative(before: str) -> bool:
-    """Whether what stands before a number ends with a sign: a minus that is neither a subtraction nor a list's dash."""
+    """Whether the text before a number ends with a minus sign, as opposed to a subtraction or the dash of a list item."""
     minus = _MINUS.search(before)
     if minus is None:
         return False

@@ -1,7 +1,7 @@
-r"""Maths problems from JSON lines as data sets have them: what is asked, and the final answer within the given one.
+r"""Reads maths problems from JSON lines in the formats of common data sets, and extracts the final answers.
 
-Known without being told: GSM8K (`question`; `answer` ending in `#### 42`), MATH (`problem`; `solution` with a `\boxed{}`),
-AIME and the like (`problem`, `answer`, perhaps a `solution` beside it).
+Recognised by default: GSM8K (`question`; `answer` ending in `#### 42`), MATH (`problem`; `solution` with a `\boxed{}`),
+AIME and similar sets (`problem`, `answer`, and optionally `solution`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelinerl.types import Problem
 QUESTION_FIELDS = ("question", "problem", "prompt", "Question", "Problem")
 ANSWER_FIELDS = ("answer", "final_answer", "expected_answer", "Answer", "solution", "Solution")
 MAX_ANSWER = 300
-"""Longest final answer, in characters, of a data set or of a model."""
+"""Longest final answer in characters, in a data set or from a model."""
 
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s$.,]+)")
 
@@ -27,14 +27,14 @@ _BARE_BOX = re.compile(r"\\boxed\s+([^\s$.,]+)")
 def read_math_problems(path: Path, question_field: str | None, answer_field: str | None) -> list[Problem]:
     """The problems of one file; the payload has `question` and the final `answer` as texts.
 
-    A field may be a path (`extra.answer`, `0.value`); None: the first of those above that the row has. Raises
-    EnvironmentSetupError, naming file and line, for a row that has no question or no final answer.
+    A field may be a path (`extra.answer`, `0.value`). If it is None, the first of QUESTION_FIELDS or ANSWER_FIELDS in the
+    row is used. Raises EnvironmentSetupError, naming file and line, for a row without a question or final answer.
     """
     problems = []
     for number, row in read_rows(path):
         place = f"{path}:{number}"
-        _, question = _found(row, place, "question_field", question_field, QUESTION_FIELDS)
-        answer_name, answer = _found(row, place, "answer_field", answer_field, ANSWER_FIELDS)
+        _, question = _find_field(row, place, "question_field", question_field, QUESTION_FIELDS)
+        answer_name, answer = _find_field(row, place, "answer_field", answer_field, ANSWER_FIELDS)
         if not isinstance(question, str) or not question.strip():
             raise EnvironmentSetupError(f"{place}: the question must be a text, not {_short(question)}")
         final = final_answer(answer)
@@ -48,7 +48,7 @@ def read_math_problems(path: Path, question_field: str | None, answer_field: str
 
 
 def final_answer(answer: Any) -> str | None:
-    r"""What follows `####`, else what the last `\boxed{}` holds, else all of it, if that is short and of one line."""
+    r"""The text after the last `####`, else in the last `\boxed{}`, else all of it. None if it is not one short line."""
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         return None
     text = _BARE_BOX.sub(r"\\boxed{\1}", str(answer).replace("\\fbox", "\\boxed"))
@@ -64,8 +64,8 @@ def final_answer(answer: Any) -> str | None:
     return text if 0 < len(text) <= MAX_ANSWER and "\n" not in text else None
 
 
-def _found(row: Any, place: str, option: str, name: str | None, usual: Sequence[str]) -> tuple[str, Any]:
-    """The name and value of the field called `name`, or of the first usual one."""
+def _find_field(row: Any, place: str, option: str, name: str | None, usual: Sequence[str]) -> tuple[str, Any]:
+    """The name and value of the field `name`, or of the first of the `usual` fields in the row."""
     if not isinstance(row, (dict, list)):
         raise EnvironmentSetupError(f"{place} is not a JSON object, but {_short(row)}")
     for candidate in [name] if name else usual:

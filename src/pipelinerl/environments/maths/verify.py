@@ -1,4 +1,4 @@
-"""What `math-verify` says of two answers. Imported in a process of the judge's pool only: see `math_judge`."""
+"""Compares two answers with `math-verify`. Imported only in the processes of the judge's pool: see `judge`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ library: Any = import_module("math_verify")
 
 
 def same_value(expected: str, answer: str) -> bool:
-    """Whether two pieces of LaTeX have the same value. Takes milliseconds as a rule, for ever now and then."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+    """Whether two pieces of LaTeX have the same value. Usually takes milliseconds; can take forever."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are disabled
     return bool(library.verify(_parsed(expected), _parsed(answer), timeout_seconds=None))
 
 
 def _parsed(text: str) -> Any:
-    """Only ever as LaTeX: the library reads other notations with Python's `eval`."""
+    """Parse as LaTeX only: the library reads other notations with Python's `eval`."""
     latex = [library.LatexExtractionConfig(boxed_match_priority=0)]
     return library.parse(f"\\boxed{{{text}}}", latex, parsing_timeout=None)

@@ -1,4 +1,4 @@
-"""Maths word problems from JSON lines files, with a numeric verifier."""
+"""Maths word problems from files of JSON lines, with numeric answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelinerl.environments.data import fields_of, read_rows
 from pipelinerl.environments.maths.numbers import marks_answer, number_of, same_number
-from pipelinerl.environments.single_turn import Asking, QuestionSet, checked_format_reward, is_held_out
+from pipelinerl.environments.single_turn import QuestionPrompt, QuestionSet, checked_format_reward, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
@@ -21,17 +21,17 @@ TEXT = "Question: {question}\nAnswer step by step, and end with #### and the num
 
 
 class MathWords(QuestionSet):
-    """Reward 1 if the number that the answer gives (see `numbers.answer_in`) has the right value, else 0.
+    """Reward 1 if the number in the answer (see `numbers.answer_in`) has the right value, else 0.
 
-    path            file of JSON lines, or a list of them: an object a line with a question and an answer. The answer is a
-                    number, or a text that ends with `#### number` (as in GSM8K)
-    held_out_path   the same for evaluation. Without it, every tenth problem of `path` (by a hash of its question) is held
-                    out. A question that is held out is never trained on, even if `path` has it too
+    path            file of JSON lines, or a list of files. Each line is an object with a question and an answer. The answer
+                    is a number, or a text that ends with `#### number` (as in GSM8K)
+    held_out_path   the same for evaluation. Without it, one problem in ten of `path` (by a hash of the question) is held
+                    out. A held-out question is never trained on, even if `path` has it too
     question_field, answer_field   names of the two fields
     chat            use the model's chat template (default: if it has one), with `system` as the system message ("" for
                     none); otherwise the prompt is `text`, with the question in place of `{question}`
-    format_reward   what a wrong answer is worth that is marked as the system message asks (`#### number`, or boxed). 0 by
-                    default; a small model that is hardly ever right learns nothing without it
+    format_reward   reward of a wrong answer that is marked as the system message asks (`#### number`, or boxed). 0 by
+                    default; without it, a small model that is hardly ever right learns nothing
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class MathWords(QuestionSet):
         text: str = TEXT,
         format_reward: float = 0.0,
     ) -> None:
-        """Raises EnvironmentSetupError, naming file and line, for data that can't be used."""
-        asking = Asking(tokenizer, chat=chat, system=system, text=text)
+        """Raises EnvironmentSetupError, naming file and line, for unusable data."""
+        question_prompt = QuestionPrompt(tokenizer, chat=chat, system=system, text=text)
         self._format_reward = checked_format_reward(format_reward)
         read = partial(_read_problems, question_field=question_field, answer_field=answer_field)
-        super().__init__(tokenizer, seed, path=path, held_out_path=held_out_path, read=read, asking=asking)
+        super().__init__(tokenizer, seed, path=path, held_out_path=held_out_path, read=read, question_prompt=question_prompt)
 
     def reward(self, problem: Problem, text: str) -> float:
         expected = number_of(problem.payload["answer"])
@@ -64,7 +64,7 @@ class MathWords(QuestionSet):
 def _read_problems(path: Path, question_field: str, answer_field: str) -> list[Problem]:
     """The problems of one file of JSON lines; the payload has `question` and `answer`, the answer's number as text.
 
-    Raises EnvironmentSetupError, naming the file and the line, for anything that isn't such a problem.
+    Raises EnvironmentSetupError, naming the file and the line, for a line that isn't such a problem.
     """
     return [
         _problem(row, f"{path}:{number}", f"{path.stem}/{number}", question_field, answer_field)

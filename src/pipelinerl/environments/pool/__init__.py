@@ -1,4 +1,4 @@
-"""Functions that may be slow, crash or run wild, in processes of their own: see `pool.FunctionPool`.
+"""Runs user functions that may be slow or crash in separate processes: see `pool.FunctionPool`.
 
-Nothing is imported here, as these processes should start fast.
+This module imports nothing, so that the worker processes start fast.
 """

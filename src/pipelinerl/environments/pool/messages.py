@@ -1,4 +1,4 @@
-"""What goes between the pool and its processes: JSON, one message a line, a call at a time."""
+"""Messages between the pool and its worker processes: JSON, one message per line, one call at a time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, Literal
 import msgspec
 
 MAX_REPLY_BYTES = 4 << 20
-"""Longest line that a worker may answer with."""
+"""Longest reply line of a worker."""
 OUT_OF_MEMORY = 77
-"""Exit status of a worker in which a call asked for more memory than it may have."""
+"""Exit status of a worker in which a call exceeded its memory limit."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a call: `timeout_s` of time, `memory_mb` more than the process has once the functions' files are imported.
+    """Limits of a call: `timeout_s`, and `memory_mb` beyond what the process uses after importing the functions' files.
 
-    `start_timeout_s` bounds that import.
+    `start_timeout_s` limits that import.
     """
 
     timeout_s: float = 10.0
@@ -24,15 +24,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's only argument: functions (`file.py:function`) by name, limits, and a pipe whose other end the pool has."""
+    """A worker's only argument: functions (`file.py:function`) by name, limits, and its end of the parent-death pipe."""
 
     functions: dict[str, str]
     limits: Limits
-    lifeline_fd: int
+    parent_pipe_fd: int
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Call the function of this name. `number` comes back in the reply."""
+    """A call of the function `name`. The reply repeats `number`."""
 
     number: int
     name: str
@@ -40,7 +40,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """How a call ended: `value` for "returned", `error` (one line) for the others. Number 0: the imports, as a call."""
+    """The outcome of a call: `value` if it returned, else `error` (one line). Number 0 is the outcome of the imports."""
 
     number: int
     outcome: Literal["returned", "raised", "bad_value"] = "returned"

@@ -1,4 +1,4 @@
-"""One worker process, seen from the pool: started, asked, ended."""
+"""The pool's handle of one worker process: starts it, sends calls, kills it."""
 
 from __future__ import annotations
 
@@ -17,54 +17,58 @@ import msgspec
 
 from pipelinerl.environments.pool.messages import MAX_REPLY_BYTES, OUT_OF_MEMORY, Call, Limits, Reply, Start
 
-DYING_S = 1.0
-"""How long a process may take from closing its socket to being gone."""
-LOOK_EVERY_S = 0.005
+EXIT_TIMEOUT_S = 1.0
+"""How long a process may take to exit after it closed its socket."""
+POLL_S = 0.005
 
 
 class WorkerProcess:
-    """Its process group is its own: what it starts is ended with it, and Ctrl-C does not reach it."""
+    """The process leads its own process group: its children are killed with it, and Ctrl-C does not reach it."""
 
     def __init__(self, functions: Mapping[str, str], limits: Limits) -> None:
-        """Returns at once; `reply(0)` says when it is ready. Raises OSError if it can't be started."""
+        """Returns at once; reply 0 arrives when the process is ready. Raises OSError if it can't be started."""
         self._memory_mb = limits.memory_mb
         self._killed = False
-        # A pipe for this process alone: whom the kernel tells of its end is noted with the pipe, not with who reads it.
-        lifeline_fd, self._held_fd = os.pipe()
-        start = Start(functions=dict(functions), limits=limits, lifeline_fd=lifeline_fd)
-        self._socket, its_end = socket.socketpair()
+        # SIGIO ownership is a property of the pipe, so each process needs its own.
+        worker_fd, self._parent_pipe_fd = os.pipe()
+        start = Start(functions=dict(functions), limits=limits, parent_pipe_fd=worker_fd)
+        self._socket, worker_socket = socket.socketpair()
         self._socket.setblocking(False)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", "pipelinerl.environments.pool.worker", msgspec.json.encode(start).decode()],
-                stdin=its_end.fileno(),
-                pass_fds=[lifeline_fd],
+                stdin=worker_socket.fileno(),
+                pass_fds=[worker_fd],
                 process_group=0,
-                env={"OMP_NUM_THREADS": "1", **os.environ},  # several workers, each of one thread
+                env={"OMP_NUM_THREADS": "1", **os.environ},  # several workers, one thread each
             )
         except OSError:
-            self._let_go()
+            self._close_fds()
             raise
         finally:
-            os.close(lifeline_fd)
-            its_end.close()
+            os.close(worker_fd)
+            worker_socket.close()
 
     @property
     def pid(self) -> int:
         return int(self._process.pid)
 
     async def ask(self, call: Call, timeout_s: float) -> Reply:
-        """Raises TimeoutError, MemoryError, or ChildProcessError if it died or broke the protocol: end it then."""
+        """Send a call and return the reply.
+
+        Raises TimeoutError, MemoryError, or ChildProcessError if the process died or broke the protocol. The caller must
+        kill the process after any of these.
+        """
         deadline_s = time.monotonic() + timeout_s
         loop = asyncio.get_running_loop()
-        left = memoryview(msgspec.json.encode(call) + b"\n")
-        while left:
+        unsent = memoryview(msgspec.json.encode(call) + b"\n")
+        while unsent:
             try:
-                left = left[self._socket.send(left) :]
+                unsent = unsent[self._socket.send(unsent) :]
             except BlockingIOError:
                 await self._wait(loop.add_writer, loop.remove_writer, deadline_s)
             except OSError:
-                raise await self._death() from None
+                raise await self._exit_error() from None
         return await self.reply(call.number, deadline_s)
 
     async def reply(self, number: int, deadline_s: float) -> Reply:
@@ -82,39 +86,39 @@ class WorkerProcess:
             except OSError:
                 received = b""
             if not received:
-                raise await self._death()
+                raise await self._exit_error()
             line += received
         try:
             reply = msgspec.json.decode(line, type=Reply)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise ChildProcessError("it wrote something into the pool's socket that is no reply") from None
+            raise ChildProcessError("it wrote something to the pool's socket that is not a reply") from None
         if reply.number != number:
             raise ChildProcessError(f"it replied to call {reply.number}, but was asked {number}")
         return reply
 
     def kill(self) -> None:
-        """At once, with all that it has started. Twice is fine."""
+        """Kill the process group. Idempotent."""
         if self._killed:
             return
         self._killed = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._let_go()
+        self._close_fds()
 
-    def gone(self) -> bool:
-        """Whether it has ended. To be asked until it has, lest a zombie be left."""
+    def has_exited(self) -> bool:
+        """Whether the process has exited. Poll until it has: polling reaps the zombie."""
         return self._process.poll() is not None
 
     def wait(self, timeout_s: float) -> None:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
 
-    def _let_go(self) -> None:
+    def _close_fds(self) -> None:
         self._socket.close()
-        os.close(self._held_fd)
+        os.close(self._parent_pipe_fd)
 
     async def _wait(self, add: Callable[..., Any], remove: Callable[..., Any], deadline_s: float) -> None:
-        """Wait for the socket. That it is ready counts before the time does: this loop may itself have come late."""
+        """Wait until the socket is ready. Readiness wins over the deadline, because the event loop itself may be late."""
         ready = asyncio.get_running_loop().create_future()
         add(self._socket, lambda: None if ready.done() else ready.set_result(None))
         try:
@@ -124,11 +128,11 @@ class WorkerProcess:
         if not ready.done():
             raise TimeoutError
 
-    async def _death(self) -> Exception:
-        """Why it has closed its socket."""
-        until_s = time.monotonic() + DYING_S
-        while not self.gone() and time.monotonic() < until_s:
-            await asyncio.sleep(LOOK_EVERY_S)
+    async def _exit_error(self) -> Exception:
+        """The error that explains why the process closed its socket."""
+        until_s = time.monotonic() + EXIT_TIMEOUT_S
+        while not self.has_exited() and time.monotonic() < until_s:
+            await asyncio.sleep(POLL_S)
         status = self._process.returncode
         if status is None:
             return ChildProcessError("it closed the pool's socket")

@@ -1,13 +1,13 @@
-"""The process in which functions of a user run.
+"""The worker process that runs user functions.
 
     python -m pipelinerl.environments.pool.worker START
 
-START is a `Start` as JSON. Standard input is a socket: calls come in, replies go out, one at a time. The user's code has
-neither: its standard input is empty, and what it prints goes to standard error.
+START is a `Start` as JSON. Standard input is a socket for calls and replies, one at a time. User code can't use it: for user
+code, standard input is empty and standard output goes to standard error.
 
-The process ends when the pool does. Waiting, it reads the end of its socket. In the midst of a call, the kernel sends
-SIGIO, as nobody holds the other end of the lifeline any more; that ends it even if the call never returns to Python.
-Where a system does not send it, the limit on CPU time is left.
+The process exits with the pool. While it waits for a call, it reads end-of-file from the socket. During a call, the kernel
+sends SIGIO when the other end of the parent-death pipe closes, which kills the process even if the call never returns to
+Python. On systems that don't send SIGIO, the limit on CPU time still applies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXTRA_CPU_S = 1
 def main(argument: str) -> int:
     start = msgspec.json.decode(argument.encode(), type=Start)
     connection = _take_connection()
-    if not _end_with_pool(start.lifeline_fd):
+    if not _exit_with_pool(start.parent_pipe_fd):
         return 0
     try:
         functions = {name: find_function(spec) for name, spec in start.functions.items()}
@@ -53,7 +53,7 @@ def main(argument: str) -> int:
 
 
 def answer(call: Call, function: UserFunction, spec: str) -> bytes:
-    """The reply to a call, encoded. Ends the process if it needs more memory than there is: nothing is sure after that."""
+    """The encoded reply to a call. Exits the process on MemoryError: its state is unreliable afterwards."""
     try:
         value = plain(function(*call.arguments))
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number
@@ -65,30 +65,30 @@ def answer(call: Call, function: UserFunction, spec: str) -> bytes:
             return _encode(Reply(number=call.number, outcome="bad_value", error=what))
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-    except BaseException as error:  # noqa: BLE001 - code that isn't ours, SystemExit included: it costs this call
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included; only this call fails
         return _encode(Reply(number=call.number, outcome="raised", error=f"{call.name}: {describe(error, spec)}"))
 
 
 def _take_connection() -> socket.socket:
     connection = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     os.dup2(2, 1)
     return connection
 
 
-def _end_with_pool(lifeline_fd: int) -> bool:
-    """Have the kernel end this process, and those it started, when the lifeline closes. False if it has already."""
-    os.set_inheritable(lifeline_fd, False)
+def _exit_with_pool(pipe_fd: int) -> bool:
+    """Have the kernel kill this process group when the parent-death pipe closes. False if it is closed already."""
+    os.set_inheritable(pipe_fd, False)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    return not select.select([lifeline_fd], [], [], 0)[0]
+    fcntl.fcntl(pipe_fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe_fd, fcntl.F_SETFL, fcntl.fcntl(pipe_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    return not select.select([pipe_fd], [], [], 0)[0]
 
 
 def _limit_memory(limits: Limits) -> None:
-    """On top of what the process has by now: what its imports have mapped is not the calls' doing."""
+    """Limit memory to `memory_mb` beyond the present use, so that the imports don't count."""
     with suppress(OSError, ValueError):  # not every system has these limits
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -97,7 +97,7 @@ def _limit_memory(limits: Limits) -> None:
 
 
 def _limit_cpu(limits: Limits) -> None:
-    """For a call that computes on when the pool is not there, or too busy, to end it."""
+    """Limit CPU time, for a call that runs on when the pool has died or is too busy to kill it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     cores = os.cpu_count() or 1
     most = math.ceil(used.ru_utime + used.ru_stime + limits.timeout_s * cores) + EXTRA_CPU_S

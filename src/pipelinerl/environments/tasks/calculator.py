@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator at hand: the example of a task with a tool."""
+"""Arithmetic with a calculator: the example of a task with a tool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def calculate(expression: str) -> str:
     found = read_expression(expression)
     if found is None:
         raise ToolError(
-            f"{expression!r} is no expression of whole numbers (of up to {MAX_DIGITS} digits), + - * / and brackets"
+            f"{expression!r} is not an expression of whole numbers (of up to {MAX_DIGITS} digits), + - * / and brackets"
         )
     if found.value is None:
         raise ToolError("division by zero")
@@ -37,11 +37,11 @@ def calculate(expression: str) -> str:
 class Calculator(ToolTask):
     """Sums, differences and products; the model may call a calculator. Reward 1 for the right number, else 0.
 
-    numbers     how many there are: the fewest and the most
-    highest     they go from 2 to this
+    numbers     minimum and maximum count of numbers
+    highest     the numbers are from 2 to this
     operations  some of `+-*`
     system      the system message
-    max_turns   turns of the model, the answer included
+    max_turns   turns of the model, including the answer
     max_tokens  longest turn, if `actor.max_tokens` is too long for this task
     """
 
@@ -79,11 +79,11 @@ class Calculator(ToolTask):
         return [self._calculate]
 
     def problem(self, index: int) -> Problem:
-        return self._drawn(random.Random(f"calculator/{self.seed}/{index}"), f"calculator/{index}", held_out=False)
+        return self._draw(random.Random(f"calculator/{self.seed}/{index}"), f"calculator/{index}", held_out=False)
 
     def held_out(self, count: int) -> Sequence[Problem]:
         rng = random.Random("calculator/held-out")
-        return [self._drawn(rng, f"calculator/held-out/{number}", held_out=True) for number in range(count)]
+        return [self._draw(rng, f"calculator/held-out/{number}", held_out=True) for number in range(count)]
 
     def prompt(self, problem: Problem) -> Sequence[ChatMessage]:
         question = {"role": "user", "content": f"What is {problem.payload['expression']}?"}
@@ -92,7 +92,7 @@ class Calculator(ToolTask):
     def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> float:  # noqa: ARG002
         return float(answer_in(answer) == problem.payload["value"])
 
-    def _drawn(self, rng: random.Random, name: str, *, held_out: bool) -> Problem:
+    def _draw(self, rng: random.Random, name: str, *, held_out: bool) -> Problem:
         while True:
             numbers = [rng.randint(2, self._highest) for _ in range(rng.randint(self._fewest, self._most))]
             expression = str(numbers[0])

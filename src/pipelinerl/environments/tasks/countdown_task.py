@@ -18,7 +18,7 @@ _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Difficulty:
-    """How many numbers (at least, at most), the highest of them, the highest target, and the operations of a solution."""
+    """The minimum and maximum count of numbers, the highest number, the highest target, and the operations of a solution."""
 
     fewest: int = 3
     most: int = 4
@@ -34,17 +34,17 @@ class Countdown:
 
     @property
     def name(self) -> str:
-        """What it is about: two problems of one name are the same problem."""
+        """Identifies the problem: problems with the same name are the same."""
         return ",".join(map(str, sorted(self.numbers))) + f"={self.target}"
 
 
 def is_held_out(task: Countdown) -> bool:
-    """One problem in ten, whatever the seed and the difficulty."""
+    """One problem in ten, by a hash: independent of the seed and the difficulty."""
     return zlib.crc32(task.name.encode()) % HELD_OUT_IN == 0
 
 
 def draw_task(rng: random.Random, difficulty: Difficulty, *, held_out: bool, tries: int) -> Countdown | None:
-    """A problem that has a solution with all of its numbers. None if none was found in so many tries."""
+    """A problem with a solution that uses all of its numbers. None if none was found in this many tries."""
     for _ in range(tries):
         count = rng.randint(difficulty.fewest, difficulty.most)
         numbers = tuple(rng.randint(1, difficulty.highest) for _ in range(count))
@@ -57,7 +57,10 @@ def draw_task(rng: random.Random, difficulty: Difficulty, *, held_out: bool, tri
 
 
 def _reachable(rng: random.Random, numbers: Sequence[int], difficulty: Difficulty) -> int | None:
-    """What comes of combining two of the numbers at random until one is left: whole, positive, no higher than allowed."""
+    """Combine two of the numbers at random until one is left. Results are whole, positive and within the highest target.
+
+    None if no operation gives such a result.
+    """
     left = list(numbers)
     while len(left) > 1:
         rng.shuffle(left)
@@ -71,7 +74,7 @@ def _reachable(rng: random.Random, numbers: Sequence[int], difficulty: Difficult
 
 
 def answer_in(text: str) -> str:
-    r"""The expression that a text ends with: in `<answer>`, in the last `\boxed{}`, or else its last line; up to an `=`."""
+    r"""The expression in the last `<answer>`, else in the last `\boxed{}`, else in the last line; up to an `=`."""
     tagged = _TAGGED.findall(text)
     boxed = last_boxed(text)
     lines = text.strip().splitlines()
@@ -80,7 +83,7 @@ def answer_in(text: str) -> str:
 
 
 def score(task: Countdown, text: str, format_reward: float) -> float:
-    """1 if the expression has the target's value, `format_reward` if it only keeps to the numbers, else 0."""
+    """1 if the expression has the target's value, `format_reward` if it only uses the given numbers, else 0."""
     expression = read_expression(answer_in(text))
     if expression is None or Counter(expression.numbers) - Counter(task.numbers):
         return 0.0

@@ -1,4 +1,4 @@
-"""The demo's task as an environment; what it is about is in `gcd_task`."""
+"""The demo's task as an environment. The task itself is defined in `gcd_task`."""
 
 from __future__ import annotations
 

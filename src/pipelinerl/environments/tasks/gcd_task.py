@@ -1,9 +1,9 @@
-"""The demo's task: the greatest common divisor of two numbers, found by repeated subtraction.
+"""The demo's task: the greatest common divisor of two numbers, by repeated subtraction.
 
-The prompt is the pair, `84,36:`. A full answer takes the smaller number from the larger, step by step,
-until they are equal, then the result: `48,36;12,36;12,24;12,12>12`. All numbers have two digits. Only the
-result is graded, so a model is free to guess or to stop early; on this task that rarely pays. The number of
-steps is long-tailed (usually a few, now and then more than thirty), and so is the length of a completion.
+The prompt is the pair, `84,36:`. A full answer subtracts the smaller number from the larger, step by step,
+until they are equal, then gives the result: `48,36;12,36;12,24;12,12>12`. All numbers have two digits. Only the
+result is graded, so a model may guess or stop early, which rarely succeeds on this task. The number of
+steps is long-tailed (usually a few, sometimes more than thirty), and so is the length of a completion.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ALPHABET = "0123456789,;:>"
 MAX_STEPS = 36
 MEAN_EXTRA_STEPS = 5.0
 MAX_ANSWER = 12
-# The longest full answer has MAX_STEPS cells of six characters, then three for the result; the rest is room
-# for detours.
+# The longest full answer has MAX_STEPS cells of six characters, then three for the result; the rest is
+# slack.
 MAX_COMPLETION_TOKENS = 240
 
 Pools = Mapping[int, Mapping[int, tuple[tuple[int, int], ...]]]
@@ -49,9 +49,9 @@ def count_steps(a: int, b: int) -> int:
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Whether this pair is kept for evaluation: about one in ten is.
+    """Whether this pair is held out for evaluation; about one in ten is.
 
-    A hash of the text decides, so that no pattern in the digits tells the two kinds apart.
+    A hash of the text decides, so that no pattern in the digits separates training from evaluation.
     """
     return zlib.crc32(f"{a:02d},{b:02d}".encode()) % 10 == 0
 
@@ -72,26 +72,26 @@ def problem_pools(held_out: bool) -> Pools:
 
 
 def draw_problem(rng: random.Random, held_out: bool, steps: int | None = None) -> GcdProblem:
-    """A random problem of about `steps` subtractions; without it, a long-tailed number of them."""
+    """A random problem with `steps` subtractions (default: a long-tailed random number); fewer if no pair has that many."""
     if steps is None:
         steps = min(MAX_STEPS, 1 + int(rng.expovariate(1.0 / MEAN_EXTRA_STEPS)))
     pools = problem_pools(held_out)
-    while steps not in pools:  # a small pool can lack a length: take the next shorter one it has
+    while steps not in pools:  # a small pool can lack a number of steps: take the next lower one
         steps -= 1
     by_answer = pools[steps]
-    # The answer is drawn first and evenly: most pairs have 1 in common, and "always say 01" must not pay.
+    # The answer is drawn first, uniformly: the divisor of most pairs is 1, and always answering 01 must not pay off.
     answer = rng.choice(sorted(by_answer))
     a, b = rng.choice(by_answer[answer])
     return GcdProblem(a=a, b=b, answer=answer, steps=steps)
 
 
 def problem_at(index: int, seed: int, held_out: bool) -> GcdProblem:
-    """Problem number `index` of an endless stream. The same arguments always give the same problem."""
+    """Problem number `index` of an endless stream. A pure function of its arguments."""
     return draw_problem(random.Random(f"gcd/{seed}/{held_out}/{index}"), held_out)
 
 
 def held_out_problems(n: int) -> list[GcdProblem]:
-    """The first `n` problems of the one fixed evaluation set."""
+    """The first `n` problems of the fixed evaluation set."""
     return [problem_at(index, seed=0, held_out=True) for index in range(n)]
 
 
@@ -100,6 +100,6 @@ def prompt_text(problem: GcdProblem) -> str:
 
 
 def score(problem: GcdProblem, text: str) -> float:
-    """1.0 if what follows the first `>`, to the very end, is exactly the answer in two digits; else 0.0."""
+    """1.0 if the text after the first `>` is exactly the answer in two digits; else 0.0."""
     _, mark, result = text.partition(">")
     return 1.0 if mark and result == f"{problem.answer:02d}" else 0.0

@@ -1,4 +1,4 @@
-"""Guess a number in several turns: token ids in, token ids out, nothing that the model wrote is ever encoded again."""
+"""Guess a number in several turns. Sampled token ids are reused as they are, never encoded again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _INTEGER = re.compile(r"\d{1,9}")
 
 
 class GuessNumber:
-    """The number lies between 1 and `highest`; each guess is answered by `higher` or `lower`.
+    """The number is between 1 and `highest`; the reply to each guess is `higher` or `lower`.
 
-    Reward: 1 / number of guesses, 0 if it isn't found in `max_turns`. A tenth of the numbers are held out for evaluation.
+    Reward: 1 / number of guesses, 0 if it isn't found in `max_turns`. A tenth of the numbers is held out for evaluation.
     `chat`: use the model's chat template (default: if it has one).
     """
 
@@ -44,7 +44,7 @@ class GuessNumber:
         self._max_tokens = max_tokens
         self._chat = has_chat_template(tokenizer) if chat is None else chat
         numbers = list(range(1, highest + 1))
-        random.Random(f"guess/{highest}").shuffle(numbers)  # the same numbers are held out whatever the run's seed
+        random.Random(f"guess/{highest}").shuffle(numbers)  # the held-out numbers do not depend on the run's seed
         self._held_out, self._training = numbers[: highest // 10], numbers[highest // 10 :]
         try_prompt(tokenizer, self._first_prompt())
 
@@ -84,6 +84,6 @@ class GuessNumber:
 
 
 def guess_in(text: str) -> int | None:
-    """The first whole number of a text, None if there is none."""
+    """The first whole number in a text; None if there is none."""
     match = _INTEGER.search(text)
     return int(match.group()) if match else None

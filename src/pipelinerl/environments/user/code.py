@@ -1,4 +1,4 @@
-"""A function in a user's file: found by `path/to/file.py:name` or `package.module:name`, and what it returns made plain."""
+"""Loads user code named by `path/to/file.py:name` or `package.module:name`, and checks what it returns and raises."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from typing import Any
 
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Importing what users name: a Python file, by its path, or a module, by its name. Every mistake is one line.
+# ---- importing a Python file by path, or a module by name
 
 
-def module_named(name: str) -> ModuleType:
-    """The module of `path/to/file.py`, or `package.module`. Raises EnvironmentSetupError, with the file's line."""
-    return module_of_file(Path(name)) if name.endswith(".py") or "/" in name else _module(name)
+def import_module_or_file(name: str) -> ModuleType:
+    """Import `path/to/file.py` or `package.module`. Raises EnvironmentSetupError, with the line of the file."""
+    return import_file(Path(name)) if name.endswith(".py") or "/" in name else _module(name)
 
 
-def module_of_file(path: Path) -> ModuleType:
-    """Imported once in a process, with the folder that it is in as the last place to import from.
+def import_file(path: Path) -> ModuleType:
+    """Import a file once per process; its folder is appended to `sys.path`.
 
     A relative path is relative to the working directory. Raises EnvironmentSetupError.
     """
     path = path.expanduser().resolve()
-    # A name of its own, so that no file can shadow a real module or another file of the same name.
+    # A unique module name: a file must not shadow a real module or another file with the same name.
     name = f"pipelinerl_file_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -41,24 +40,24 @@ def module_of_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise EnvironmentSetupError(f"{path} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look their module up there
+    sys.modules[name] = module  # dataclasses look up their module there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise EnvironmentSetupError(f"{path} can't be imported: {told(error, path)}") from error
+        raise EnvironmentSetupError(f"{path} can't be imported: {summarize_error(error, path)}") from error
     return module
 
 
 def no_file(path: Path) -> EnvironmentSetupError:
-    """What to say of a file that is not there."""
+    """The error for a file that does not exist."""
     return EnvironmentSetupError(f"there is no file {path} (a path is relative to the working directory, {Path.cwd()})")
 
 
-def told(error: BaseException, file: Path) -> str:
-    """One line for what code of `file` raised, with the last line of that file that took part."""
+def summarize_error(error: BaseException, file: Path) -> str:
+    """An error from the code of `file` in one line, with the last line of that file in the traceback."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"line {error.lineno}: SyntaxError: {error.msg}"
     line = last_line(error, file)
@@ -67,7 +66,7 @@ def told(error: BaseException, file: Path) -> str:
 
 
 def last_line(error: BaseException, file: Path) -> int | None:
-    """The last line of `file` that took part in raising `error`; None if none did."""
+    """The last line of `file` in the traceback of `error`; None if the file is not in it."""
     line = None
     trace = error.__traceback__
     while trace is not None:
@@ -101,40 +100,42 @@ def names_a_function(text: str) -> bool:
 
 
 def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
-    """The function that `spec` names; its file is imported, with the folder it is in as the last place to import from.
+    """The function that `spec` names. Its file is imported as by `import_file`.
 
-    Raises EnvironmentSetupError, with the file's line where there is one, if there is no such function.
+    Raises EnvironmentSetupError, with the line of the file where known, if there is no such function.
     """
     module_name, colon, name = spec.rpartition(":")
     if not colon or not module_name or not name:
-        raise EnvironmentSetupError(f"{spec!r} names no function; write path/to/file.py:function or package.module:function")
-    module = module_named(module_name)
+        raise EnvironmentSetupError(
+            f"{spec!r} does not name a function; write path/to/file.py:function or package.module:function"
+        )
+    module = import_module_or_file(module_name)
     found = getattr(module, name, None)
     if not callable(found):
         what = f"{name!r} of {module_name} is a {type(found).__name__}, not a function"
-        raise EnvironmentSetupError(what if hasattr(module, name) else _no_such(module, module_name, name))
+        raise EnvironmentSetupError(what if hasattr(module, name) else _no_such_function(module, module_name, name))
     if inspect.iscoroutinefunction(found) and not allow_async:
-        raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may take its time")
+        raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may block")
     function: UserFunction = found
     return function
 
 
 def describe(error: BaseException, spec: str) -> str:
-    """One line for what the function `spec` raised, with its file and the last line of that file that took part."""
+    """An error from the function `spec` in one line, with its file and the last line of that file in the traceback."""
     file = Path(spec.rpartition(":")[0])
-    said = told(error, file)
-    return f"{file.name}, {said}" if said.startswith("line ") else said
+    summary = summarize_error(error, file)
+    return f"{file.name}, {summary}" if summary.startswith("line ") else summary
 
 
 def plain(value: object) -> object:
-    """Numbers of NumPy, of torch (scalars) and the like as floats; anything else as it is."""
+    """Scalars of NumPy, torch and similar libraries as floats; other values unchanged."""
     if isinstance(value, bool | int | str) or not hasattr(type(value), "__float__"):
         return value
     return float(value)  # type: ignore[arg-type]  # it has `__float__`
 
 
 def finite_number(value: object, name: str) -> float:
-    """What the function `name` returned, as a reward. Raises RolloutError if it isn't a finite number."""
+    """The value that the function `name` returned, as a reward. Raises RolloutError if it isn't a finite number."""
     number = plain(value)
     if not isinstance(number, bool | int | float):
         kind = "None" if value is None else f"a {type(value).__name__}"
@@ -152,7 +153,7 @@ def not_finite(name: str, value: float) -> str:
     return f"{name} returned {value}, not a finite number"
 
 
-def _no_such(module: ModuleType, module_name: str, name: str) -> str:
+def _no_such_function(module: ModuleType, module_name: str, name: str) -> str:
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     functions = [key for key in own if inspect.isfunction(vars(module)[key])]
     near = get_close_matches(name, functions, n=1) or functions[:3]

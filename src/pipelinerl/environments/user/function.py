@@ -1,4 +1,4 @@
-"""A task that is a file of examples and a function: `reward(completion: str, example: dict) -> float`."""
+"""A task defined by a file of examples and a reward function: `reward(completion: str, example: dict) -> float`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
-REMEMBERED_PROMPTS = 64
-ENDED = (TimeoutError, MemoryError, ChildProcessError)
-"""How a call ends that ran into a limit, or brought its process down."""
+CACHED_PROMPTS = 64
+ENDED_BY_LIMIT = (TimeoutError, MemoryError, ChildProcessError)
+"""Raised for a call that exceeded a limit or crashed its process."""
 
 Prompt = str | list[Message]
 
 
 class Calls(Protocol):
-    """Calls of the user's functions, by name: `FunctionPool`, or `InProcess`."""
+    """Calls user functions by name: `FunctionPool` or `InProcess`."""
 
     async def call(self, name: str, *arguments: Any) -> Any: ...
 
 
 class InProcess:
-    """The user's functions, called where we are: at no cost, and with nothing between their mistakes and the run."""
+    """Calls user functions in this process: no overhead, but no limits and no protection from crashes either."""
 
     def __init__(self, specs: dict[str, str]) -> None:
         self._specs = specs
@@ -48,20 +48,20 @@ class InProcess:
 
 
 class Function:
-    """Problems are the lines of a file; a function of the user says what an answer to one is worth.
+    """Problems are the lines of a file; a user function computes the reward of an answer.
 
-    data        file of JSON lines, or a list of them: an object a line, of which the functions get a dict
+    data        file of JSON lines, or a list of files. Each line is an object, passed to the functions as a dict
     reward      `path/to/file.py:function`: (completion, example) -> a finite number. The completion is text without special
                 tokens, and may be empty
-    prompt      the field with the prompt, or `path/to/file.py:function` too: (example) -> a text or chat messages
-    held_out    which examples evaluations use and training never sees: a share of `data` (by a hash of the prompt), or a
-                file of them
-    chat        whether a text becomes the user's message in the model's chat template (default: if it has one), after
-                `system` as the system message ("": none). Otherwise the model continues it
-    isolate     call the functions in `workers` processes, each call with at most `timeout_s` of time and `memory_mb` of
-                memory on top of what the process has once it is loaded. false: call them here, while the engine waits
-    ended_reward    what an answer is worth whose reward ran into a limit or crashed; null: the rollout is dropped, as it is
-                when the function raises something or returns what isn't a number
+    prompt      name of the field with the prompt, or `path/to/file.py:function`: (example) -> a text or chat messages
+    held_out    examples for evaluation, never used in training: a share of `data` (by a hash of the prompt), or a file of
+                examples
+    chat        whether a text prompt becomes the user's message in the model's chat template (default: if it has one), after
+                the system message `system` ("": none). Otherwise the model continues the text
+    isolate     call the functions in `workers` processes. Each call may take `timeout_s`, and `memory_mb` of memory beyond
+                what the process uses after its imports. false: call them in this process, while the engine waits
+    ended_reward    reward of an answer whose reward function exceeded a limit or crashed. null: the rollout is dropped, as
+                it is when the function raises an error or does not return a number
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Function:
         memory_mb: int = 1024,
         ended_reward: float | None = None,
     ) -> None:
-        """Raises EnvironmentSetupError for data and functions that can't be used; both are called once to find out."""
+        """Raises EnvironmentSetupError for unusable data or functions. Each function is called once to check it."""
         checked(
             _Types,
             reward=reward,
@@ -101,7 +101,7 @@ class Function:
             raise EnvironmentSetupError("environment.args.chat is true, but the model's tokenizer has no chat template")
         self._system = system
         self._ended_reward = ended_reward
-        self._encoded: dict[str, tuple[int, ...]] = {}
+        self._prompt_ids: dict[str, tuple[int, ...]] = {}
         self._field = None if names_a_function(prompt) else prompt
         self._training, self._held_out = read_split(data, held_out, self._check, self._key)
         functions = {"reward": reward} | ({} if self._field else {"prompt": prompt})
@@ -112,7 +112,7 @@ class Function:
         self._epochs = Epochs(len(self._training), f"function/{seed}")
 
     def problem(self, index: int) -> Problem:
-        """Every example once an epoch, in an order that depends on the seed and the epoch."""
+        """Each example once per epoch, in an order that depends on the seed and the epoch."""
         return self._training[self._epochs.place(index)]
 
     def held_out(self, count: int) -> Sequence[Problem]:
@@ -120,19 +120,19 @@ class Function:
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         key = self._key(problem)
-        prompt_ids = self._encoded.get(key) or self._remember(key, await self._prompt(problem.payload))
+        prompt_ids = self._prompt_ids.get(key) or self._cache_prompt(key, await self._prompt(problem.payload))
         completion = await client.generate(prompt_ids)
         text = self._decode(completion.token_ids)
-        reward, metrics = await self._judged(text, problem.payload)
+        reward, metrics = await self._score(text, problem.payload)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
         return Rollout(turns=(turn,), reward=reward, metrics=metrics)
 
-    async def _judged(self, text: str, example: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        """The reward, and the metrics about it."""
+    async def _score(self, text: str, example: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        """The reward, and whether the call was ended as a metric (only with `ended_reward`)."""
         ended = 0.0
         try:
             reward = await self._reward(text, example)
-        except ENDED:
+        except ENDED_BY_LIMIT:
             if self._ended_reward is None:
                 raise
             reward, ended = self._ended_reward, 1.0
@@ -151,15 +151,15 @@ class Function:
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": value}]
 
-    def _remember(self, key: str, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's ids; the attempts of a group share them."""
-        while len(self._encoded) >= REMEMBERED_PROMPTS:
-            del self._encoded[next(iter(self._encoded))]
-        ids = self._encoded[key] = encode_prompt(self._tokenizer, prompt)
+    def _cache_prompt(self, key: str, prompt: Prompt) -> tuple[int, ...]:
+        """Encode a prompt and cache its ids: the attempts of a group share them."""
+        while len(self._prompt_ids) >= CACHED_PROMPTS:
+            del self._prompt_ids[next(iter(self._prompt_ids))]
+        ids = self._prompt_ids[key] = encode_prompt(self._tokenizer, prompt)
         return ids
 
     async def _trial(self, problem: Problem) -> None:
-        """What a mistake in the functions would cost every rollout is better known before the first."""
+        """Call each function once, so that errors appear before the first rollout."""
         encode_prompt(self._tokenizer, await self._prompt(problem.payload))
         await self._reward("", problem.payload)
 
@@ -167,19 +167,19 @@ class Function:
         if self._field is None:
             return None
         if self._field not in example:
-            there = ", ".join(example) or "none"
-            return f"has no field `{self._field}` for the prompt (it has: {there}); set environment.args.prompt"
+            fields = ", ".join(example) or "none"
+            return f"has no field `{self._field}` for the prompt (it has: {fields}); set environment.args.prompt"
         wrong = _wrong_prompt(example[self._field])
         return f"has {wrong} as its `{self._field}`" if wrong else None
 
     def _key(self, problem: Problem) -> str:
-        """What makes two examples the same problem: the prompt, or all of it where a function makes the prompt."""
+        """Identifies a problem: its prompt, or the whole example if a function makes the prompt."""
         what = problem.payload[self._field] if self._field else problem.payload
         return msgspec.json.encode(what, order="deterministic").decode()
 
 
 def _wrong_prompt(value: object) -> str | None:
-    """What `value` is if it is neither a text nor chat messages."""
+    """A description of `value` if it is not a valid prompt; else None."""
     if isinstance(value, str):
         return None if value else "an empty text"
     try:
@@ -192,7 +192,7 @@ def _wrong_prompt(value: object) -> str | None:
 
 
 class _Types(msgspec.Struct, kw_only=True):
-    """What a run file's values for these arguments must be."""
+    """Types and ranges of these arguments in a run file."""
 
     reward: str
     prompt: str

@@ -1,7 +1,7 @@
-"""What can be said of `environment` of a run file before any process starts, without running a user's code.
+"""Static checks of `environment` in a run file, made before any process starts and without running user code.
 
-Files of a user are parsed, not imported. Whatever can't be known that way (names from `import *`, base classes in other
-files, modules by dotted name) is left to `make_environment`.
+User files are parsed, not imported. What parsing can't determine (names from `import *`, base classes in other files,
+modules by dotted name) is left to `make_environment`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from pipelinerl.environments.data import names_a_dataset, unreadable
 from pipelinerl.environments.registry import check_arguments, find_class, no_held_out
-from pipelinerl.environments.user.code import names_a_function, no_file, told
+from pipelinerl.environments.user.code import names_a_function, no_file, summarize_error
 from pipelinerl.errors import EnvironmentSetupError, UserError
 
 FILES = {
@@ -24,24 +24,24 @@ FILES = {
     "agent": ("data", "held_out"),
     "math": ("path", "held_out_path"),
     "math_words": ("path", "held_out_path"),
-    "curriculum": ("pass_rates",),
+    "difficulty_filter": ("pass_rates",),
 }
 """Arguments of built-in kinds that name files of JSON lines."""
 FUNCTIONS = {"function": ("reward", "prompt"), "tools": ("reward", "prompt", "functions"), "agent": ("run",)}
 """Arguments of built-in kinds that name functions."""
-INNER = {"mixture": "environments", "curriculum": "environment", "agent": "problems"}
+INNER = {"mixture": "environments", "difficulty_filter": "environment", "agent": "problems"}
 """Arguments of built-in kinds that hold environments: one, or a mapping of them by name."""
 OWN_BASES = {"SingleTurn", "ToolTask"}
-"""Bases whose constructor and `held_out` are known: `BASE_SIGNATURE`, and no problems."""
+"""Base classes whose constructor is known to be `BASE_SIGNATURE` and whose `held_out` returns no problems."""
 BASE_SIGNATURE = inspect.Signature(
     [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("tokenizer", "seed")]
 )
 
 
 def check_statically(kind: str, args: Mapping[str, Any], *, held_out: int = 0) -> None:
-    """Raises EnvironmentSetupError for files, classes, functions and arguments that can't be right.
+    """Raises EnvironmentSetupError for files, classes, functions and arguments that are certainly wrong.
 
-    Raises ConfigError if `held_out` problems are to be evaluated, and the class is sure to have none.
+    Raises ConfigError if `held_out` is not 0 and the class certainly has no held-out problems.
     """
     module, colon, name = kind.rpartition(":")
     if not colon or not module or not name:
@@ -76,7 +76,7 @@ def _check_files(kind: str, args: Mapping[str, Any]) -> None:
 
 
 def _inner(kind: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The environments within this one, each with its place in the run file."""
+    """The environments nested in this one, each with its path in the run file."""
     argument = INNER.get(kind)
     value = args.get(argument) if argument else None
     if not isinstance(value, Mapping):
@@ -96,11 +96,11 @@ def _parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError) as error:
-        raise EnvironmentSetupError(f"{path} can't be imported: {told(error, path)}") from error
+        raise EnvironmentSetupError(f"{path} can't be imported: {summarize_error(error, path)}") from error
 
 
 def _class(kind: str, tree: ast.Module) -> ast.ClassDef | None:
-    """The class in its file; None if it may be there, and can't be looked at."""
+    """The class that `kind` names; None if it may exist but is not defined where it can be parsed."""
     module, _, name = kind.rpartition(":")
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
@@ -113,7 +113,7 @@ def _class(kind: str, tree: ast.Module) -> ast.ClassDef | None:
 
 
 def _check_class(kind: str, found: ast.ClassDef, args: Mapping[str, Any], held_out: int) -> None:
-    """Arguments against its constructor, and held-out problems against its `held_out`."""
+    """Check `args` against the constructor, and `held_out` against the methods of the class."""
     if found.decorator_list or found.keywords:
         return
     own = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -136,7 +136,7 @@ def _check_function(tree: ast.Module, module: str, name: str) -> None:
 
 
 def _may_define(tree: ast.AST, name: str) -> bool:
-    """Whether anything in this code, however deep, may bind `name`."""
+    """Whether any node of this tree may bind `name`."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound):
@@ -154,7 +154,7 @@ def _may_define(tree: ast.AST, name: str) -> bool:
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """Of a method with these arguments, without `self`."""
+    """The signature of a method with these arguments, without `self`."""
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
     some, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY

@@ -1,4 +1,4 @@
-"""Calling code that is not ours once, when an environment is built, so that its mistakes are known before a rollout."""
+"""Calls user code once when an environment is built, so that its errors appear before the first rollout."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ from typing import Any, TypeVar
 
 from pipelinerl.errors import EnvironmentSetupError
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Calls of code that isn't ours in threads, where it may never return.
-
-
 T = TypeVar("T")
 
 
 def in_daemon_thread(call: Callable[[], T]) -> Future[T]:
-    """What the call comes to, in a thread of its own.
+    """Run `call` in a new daemon thread.
 
-    In a pool's, calls that never return would keep others waiting, and the process from ending.
+    In a thread pool, calls that never return would block other calls and keep the process from exiting.
     """
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the call can't be
+    done.set_running_or_notify_cancel()  # a waiter can be cancelled, but not the call
 
     def run() -> None:
         try:
             done.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
             done.set_exception(error)
 
     Thread(target=run, daemon=True).start()
@@ -36,11 +32,11 @@ def in_daemon_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def try_out(trial: Coroutine[Any, Any, object], bound_s: float, what: str) -> None:
-    """Run it now, whether or not a loop runs in this thread. Raises EnvironmentSetupError with what goes wrong."""
+    """Run `trial` to its end, even if this thread runs an event loop. Raises EnvironmentSetupError if it fails."""
     try:
         in_daemon_thread(lambda: asyncio.run(trial)).result(bound_s)
     except EnvironmentSetupError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - code that isn't ours: whatever it raises is said
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
         reason = str(error) or f"it took longer than {bound_s:g} s"
         raise EnvironmentSetupError(f"tried on {what}, {reason}") from None

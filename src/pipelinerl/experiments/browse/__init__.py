@@ -1,1 +1,1 @@
-"""The rollouts of a run, to be looked at."""
+"""Browse, search and export the rollouts of a run."""

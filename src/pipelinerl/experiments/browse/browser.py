@@ -1,6 +1,6 @@
-"""The browser, apart from any terminal: keys go in with `press`, time with `tick`, and `view` says what is to be seen.
+"""The rollout browser, with three screens: all groups, one group's attempts side by side, one rollout token by token.
 
-Three screens, each opened from the one before: all groups, the attempts of one side by side, one rollout token by token.
+`Browser` is independent of the terminal: `press` handles a key, `tick` does background work, `view` draws the screen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipelinerl.experiments.browse.records import Attempts, Browsed, Damaged
 from pipelinerl.experiments.browse.tokens import one_line
 
 SEARCH_S = 0.1
-"""How long a tick searches before the screen is looked after again."""
+"""Time limit for the search in one tick, so that the screen stays responsive."""
 HEADER_LINES = 3
 FOOTER_LINES = 2
 
@@ -43,7 +43,7 @@ _CLOSES: dict[Screen, Screen] = {"groups": "groups", "group": "groups", "rollout
 
 
 class Browser:
-    """`pages` draws single rollouts."""
+    """State of the browser for one run. `pages` draws the screen of a single rollout."""
 
     def __init__(self, run: Browsed, title: str, pages: RolloutPages) -> None:
         self.screen: Screen = "groups"
@@ -55,7 +55,7 @@ class Browser:
         self._pages = pages
         self._entry: str | None = None
         self._query: Query | None = None
-        self._search: tuple[int, int] | None = None  # the next place to look at, and the direction
+        self._search: tuple[int, int] | None = None  # next place to search, and direction
         self._message = ""
         self._follow = False
         self._page = 10
@@ -64,7 +64,7 @@ class Browser:
     # Keys
 
     def press(self, key: str) -> None:
-        """Take in one key, as `keys.decode` names it."""
+        """Handle one key, named as by `decode`."""
         self._message = ""
         if key == "quit":
             self.done = True
@@ -85,7 +85,7 @@ class Browser:
             self._move(key)
 
     def search(self, text: str) -> None:
-        """Go to the first rollout from here on that `text` describes. Raises UserError if it can't be understood."""
+        """Go to the first rollout from here on that matches `text`. Raises UserError if `text` is not a valid query."""
         self._query = parse(text)
         self._search = (self.place, 1)
 
@@ -115,7 +115,7 @@ class Browser:
     def _go(self, text: str) -> None:
         match = _PLACE.fullmatch(text)
         if match is None:
-            raise UserError(f"{one_line(text)!r} is no group: give its number (12), or a rollout's id (g12.a3)")
+            raise UserError(f"{one_line(text)!r} is not a group: give its number (12), or a rollout's id (g12.a3)")
         place = self._run.place_of(int(match[1]))
         if place is None:
             raise UserError(f"group {match[1]} is not among the {len(self._run)} read so far")
@@ -123,7 +123,7 @@ class Browser:
         group = self._summary()
         if match[2] is not None and not isinstance(group, Damaged):
             wanted = int(match[2])
-            found = [i for i, one in enumerate(group.rollouts) if one.attempt == wanted]
+            found = [i for i, rollout in enumerate(group.rollouts) if rollout.attempt == wanted]
             if not found:
                 raise UserError(f"group {match[1]} has no attempt {wanted}: it was dropped, or never started")
             self.attempt, self.screen = found[0], "rollout"
@@ -148,17 +148,17 @@ class Browser:
         elif step is not None:
             self.scroll = max(0, self.scroll + step)
         elif key in ("home", "end", "g", "G"):
-            self.scroll = 0 if key in ("home", "g") else 1 << 60  # `view` knows how far there is to go
+            self.scroll = 0 if key in ("home", "g") else 1 << 60  # `view` limits it to the last line
 
     # Time
 
     @property
     def busy(self) -> bool:
-        """Whether the next tick should come at once."""
+        """Whether the next tick should follow immediately."""
         return self._more or self._search is not None or self._pages.asked
 
     def tick(self) -> None:
-        """Take in what is new, go on searching, and load what the last view wanted."""
+        """Read new lines, continue the search, and load what the last view needs."""
         before = len(self._run)
         self._more = self._run.look()
         if self._follow and self.screen == "groups" and len(self._run) > before:
@@ -169,7 +169,7 @@ class Browser:
 
     def _next(self, direction: int) -> None:
         if self._query is None:
-            self._message = "nothing to search for yet: / searches"
+            self._message = "no search yet: press / to search"
             return
         group = self._summary() if len(self._run) else None
         if self.screen != "groups" and isinstance(group, Attempts):
@@ -181,7 +181,7 @@ class Browser:
         self._search = (self.place + direction, direction)
 
     def _seek(self, query: Query, place: int, direction: int) -> None:
-        """Look at groups from `place` on, for a while."""
+        """Search groups from `place` on, for at most `SEARCH_S`."""
         until_s = time.monotonic() + SEARCH_S
         while 0 <= place < len(self._run):
             group = self._run.summary(place)
@@ -203,7 +203,7 @@ class Browser:
     # Drawing
 
     def view(self, console: Console) -> RenderableType:
-        """The whole screen, as large as `console` is."""
+        """The whole screen, in the size of `console`."""
         self._page = max(1, console.height - HEADER_LINES - FOOTER_LINES)
         if not len(self._run):
             body: RenderableType = Text("no group is finished yet" if not self._more else "reading", "dim")
@@ -211,7 +211,7 @@ class Browser:
             body = self._groups()
         else:
             group = self._summary()
-            body = Text(str(group), "red") if isinstance(group, Damaged) else self._one(group, console)
+            body = Text(str(group), "red") if isinstance(group, Damaged) else self._detail(group, console)
         return Group(self._header(), body, Text(), self._footer())
 
     def _summary(self) -> Attempts | Damaged:
@@ -242,7 +242,7 @@ class Browser:
         shown = [(self._run.summary(place), self._run.is_replaced(place), self._trained(place)) for place in places]
         return draw.groups_table(shown, self.place - first)
 
-    def _one(self, group: Attempts, console: Console) -> RenderableType:
+    def _detail(self, group: Attempts, console: Console) -> RenderableType:
         head = [Text(one_line(group.title), no_wrap=True, overflow="ellipsis")]
         if self.screen == "group":
             lines = draw.lines(draw.group_columns(group, self._trained(self.place), self.attempt, console.width), console)
@@ -256,8 +256,7 @@ class Browser:
         return Group(*head, shown, Text(f"{below} more lines" if below > 0 else "", "dim"))
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Keys from a terminal, one at a time and without echo.
+# ---- keys from a terminal, one at a time and without echo
 
 
 _SEQUENCES = {
@@ -278,7 +277,7 @@ _CONTROLS = {"\r": "enter", "\n": "enter", "\x7f": "backspace", "\b": "backspace
 
 
 def decode(data: bytes) -> list[str]:
-    """The keys behind what a terminal sent: a character, or a name (`up`, `enter`, `escape`). Unknown ones are left out."""
+    """Decode terminal input into keys: a character, or a name (`up`, `enter`, `escape`). Unknown keys are dropped."""
     text, keys = data.decode("utf-8", "ignore"), []
     i = 0
     while i < len(text):
@@ -295,19 +294,19 @@ def decode(data: bytes) -> list[str]:
 
 
 class Keyboard:
-    """The terminal behind `fd`, raw while inside; given back as it was, whatever happens."""
+    """Context manager: reads keys from the terminal `fd` without line buffering or echo, and restores its mode on exit."""
 
     def __init__(self, fd: int) -> None:
         try:
             import termios  # noqa: PLC0415 (not on Windows)
         except ImportError as error:
-            raise UserError("no keys can be read on this system: use --plain or --export") from error
+            raise UserError("this system does not support reading keys: use --plain or --export") from error
         self._termios = termios
         self._fd = fd
         self._before: list[Any] | None = None
 
     def read(self, timeout_s: float) -> list[str]:
-        """The keys of the next `timeout_s` seconds at most; `quit` when the terminal has gone."""
+        """The keys pressed, after at most `timeout_s` seconds; `quit` if the terminal was closed."""
         ready, _, _ = select.select([self._fd], [], [], timeout_s)
         if not ready:
             return []
@@ -321,7 +320,7 @@ class Keyboard:
         self._before = self._termios.tcgetattr(self._fd)
         raw = self._termios.tcgetattr(self._fd)
         raw[3] &= ~(self._termios.ICANON | self._termios.ECHO)
-        raw[6][self._termios.VSUSP] = b"\0"  # whoever came back would find another screen and other keys
+        raw[6][self._termios.VSUSP] = b"\0"  # no Ctrl-Z: screen and key mode would be wrong after it
         self._termios.tcsetattr(self._fd, self._termios.TCSADRAIN, raw)
         return self
 
@@ -330,16 +329,15 @@ class Keyboard:
             self._termios.tcsetattr(self._fd, self._termios.TCSADRAIN, self._before)
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The browser in a terminal: a loop of keys, time and drawing.
+# ---- main loop in a terminal
 
 
 WAIT_S = 0.5
-"""How long the screen stays as it is when no key is pressed; then the run is looked at again."""
+"""Longest wait for a key before the files are checked again and the screen is redrawn."""
 
 
 def browse(browser: Browser, console: Console, fd: int) -> None:
-    """Until the user has seen enough. The terminal is given back as it was, whatever happens."""
+    """Run the browser until the user quits. The terminal's mode is always restored."""
     with Keyboard(fd) as keyboard, Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         while not browser.done:
             browser.tick()

@@ -1,4 +1,4 @@
-"""What each screen shows: pure functions from records to rich renderables."""
+"""The contents of each screen, and the plain table: pure functions from records to rich renderables or text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from pipelinerl.experiments.browse.records import Attempt, Attempts, Browsed, Da
 from pipelinerl.experiments.browse.tokens import TokenText, one_line, printable
 from pipelinerl.types import Rollout, Turn, VersionSpan
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The colour of each token, by what made it: styles for rich, and a legend that says what they mean.
+# ---- colours of tokens: rich styles with a legend
 
 
 ColourBy = Literal["version", "logprob", "gap"]
@@ -33,14 +32,14 @@ _GAP_STYLES = ("bold red", "red", "dark_orange", "", "cyan", "bright_blue", "bol
 
 
 class Colouring(NamedTuple):
-    """A style for each token, and what the styles mean: (label, style)."""
+    """A style for each token, and a legend of (label, style)."""
 
     styles: list[str]
     legend: list[tuple[str, str]]
 
 
 def by_version(versions: Sequence[int]) -> Colouring:
-    """Neighbouring versions never share a colour; far ones may."""
+    """By weight version. Consecutive versions never share a colour; distant ones may."""
     styles = {version: _VERSIONS[i % len(_VERSIONS)] for i, version in enumerate(sorted(set(versions)))}
     return Colouring(
         [styles[version] for version in versions], [(f"v{version}", style) for version, style in styles.items()]
@@ -48,14 +47,14 @@ def by_version(versions: Sequence[int]) -> Colouring:
 
 
 def by_logprob(logprobs: Sequence[float]) -> Colouring:
-    """By the probability with which the engine sampled a token."""
+    """By the probability with which the engine sampled each token."""
     styles = [_PROBABILITY_STYLES[bisect_right(_PROBABILITIES, math.exp(min(0.0, logprob)))] for logprob in logprobs]
     labels = [f"p < {_PROBABILITIES[0]:g}", *(f"from {limit:g}" for limit in _PROBABILITIES)]
     return Colouring(styles, list(zip(labels, _PROBABILITY_STYLES, strict=True)))
 
 
 def by_gap(gaps: Sequence[float]) -> Colouring:
-    """By the log-prob under other weights minus the engine's, nats: red is less likely now, blue is likelier."""
+    """By log-prob under saved weights minus the engine's, in nats: red is less likely now, blue more likely."""
     styles = [_GAP_STYLES[bisect_right(_GAPS, gap)] for gap in gaps]
     labels = [f"below {_GAPS[0]:g}", *(f"from {limit:g}" for limit in _GAPS)]
     return Colouring(styles, list(zip(labels, _GAP_STYLES, strict=True)))
@@ -75,12 +74,12 @@ def versions_text(versions: Iterable[int]) -> str:
 
 
 def lag_text(trained: Iterable[Trained | None]) -> str:
-    found = [was for was in trained if was is not None]
-    return versions_text(lag for was in found for lag in (was.lag_min, was.lag_max))
+    found = [record for record in trained if record is not None]
+    return versions_text(lag for record in found for lag in (record.lag_min, record.lag_max))
 
 
 def groups_table(rows: Sequence[tuple[Attempts | Damaged, bool, TrainedBy]], selected: int) -> Table:
-    """A row a group; `rows` are those that fit, each with whether a later line replaces it."""
+    """One row per group. `rows` are the visible ones: group, whether a later line replaces it, and its training records."""
     table = Table(box=None, padding=(0, 2, 0, 0), expand=True, header_style="dim")
     for name in HEADINGS:
         table.add_column(name, justify="left" if name == "rewards" else "right", no_wrap=True)
@@ -97,17 +96,17 @@ def groups_table(rows: Sequence[tuple[Attempts | Damaged, bool, TrainedBy]], sel
 
 
 def group_cells(group: Attempts, trained: TrainedBy) -> list[str]:
-    """What belongs below HEADINGS."""
+    """The cells for the columns in HEADINGS."""
     count = len(group.rollouts)
-    was = [trained(one.id) for one in group.rollouts]
+    records = [trained(rollout.id) for rollout in group.rollouts]
     return [
         str(group.index),
-        "".join(_bar(one.reward) for one in group.rollouts[:MAX_BARS]),
-        f"{sum(one.reward for one in group.rollouts) / count:.3f}" if count else "-",
-        f"{sum(one.tokens for one in group.rollouts) / count:.0f}" if count else "-",
+        "".join(_bar(rollout.reward) for rollout in group.rollouts[:MAX_BARS]),
+        f"{sum(rollout.reward for rollout in group.rollouts) / count:.3f}" if count else "-",
+        f"{sum(rollout.tokens for rollout in group.rollouts) / count:.0f}" if count else "-",
         versions_text(group.versions),
-        lag_text(was),
-        f"{sum(one is not None for one in was)}/{group.started}",
+        lag_text(records),
+        f"{sum(record is not None for record in records)}/{group.started}",
     ]
 
 
@@ -116,7 +115,7 @@ def _bar(reward: float) -> str:
 
 
 def group_columns(group: Attempts, trained: TrainedBy, selected: int, width: int) -> Table:
-    """As many attempts side by side as the width has room for, the selected one among them."""
+    """As many attempts side by side as fit into the width, including the selected one."""
     count = min(len(group.rollouts), max(1, width // COLUMN_WIDTH))
     first = max(0, min(selected - count // 2, len(group.rollouts) - count))
     table = Table(box=None, padding=(0, 2, 0, 0), expand=True)
@@ -128,31 +127,30 @@ def group_columns(group: Attempts, trained: TrainedBy, selected: int, width: int
     return table
 
 
-def _heading(one: Attempt, was: Trained | None) -> str:
-    step = "not trained on" if was is None else f"step {was.step}, lag {lag_text([was])}"
-    end = one.turns[-1].completion.finish_reason if one.turns else "-"
-    versions = f"versions {versions_text(one.versions)}"
-    return (
-        f"{one.label or f'attempt {one.attempt}'}  reward {one.reward:.4g}\n{one.tokens} tokens, {end}\n{versions}\n{step}"
-    )
+def _heading(rollout: Attempt, trained: Trained | None) -> str:
+    step = "not trained on" if trained is None else f"step {trained.step}, lag {lag_text([trained])}"
+    end = rollout.turns[-1].completion.finish_reason if rollout.turns else "-"
+    versions = f"versions {versions_text(rollout.versions)}"
+    name = rollout.label or f"attempt {rollout.attempt}"
+    return f"{name}  reward {rollout.reward:.4g}\n{rollout.tokens} tokens, {end}\n{versions}\n{step}"
 
 
-def rollout_facts(rollout: Rollout, was: Trained | None, left_out: str | None) -> Text:
+def rollout_facts(rollout: Rollout, trained: Trained | None, left_out: str | None) -> Text:
     facts = (
         Text(no_wrap=True, overflow="ellipsis")
         .append(one_line(rollout.id), "bold")
         .append("   reward ", "dim")
         .append(f"{rollout.reward:.4g}", "bold")
     )
-    facts.append("   trained on in step ", "dim").append("-" if was is None else f"{was.step}", "bold")
-    facts.append("   lag ", "dim").append(lag_text([was]), "bold")
+    facts.append("   trained on in step ", "dim").append("-" if trained is None else f"{trained.step}", "bold")
+    facts.append("   lag ", "dim").append(lag_text([trained]), "bold")
     if left_out is not None:
         facts.append("   left out by the trainer: ", "dim").append(one_line(left_out), "bold")
     return facts
 
 
 def rollout_text(rollout: Rollout, texts: TokenText, colouring: Colouring) -> Text:
-    """Metrics, then prompt and completion of each turn. `colouring` is of all sampled tokens, in order."""
+    """Metrics, then prompt and completion of each turn. `colouring` covers all sampled tokens, in order."""
     body, offset = Text(), 0
     if texts.missing:
         body.append(f"token ids only: {one_line(texts.missing)}\n", "yellow")
@@ -161,7 +159,7 @@ def rollout_text(rollout: Rollout, texts: TokenText, colouring: Colouring) -> Te
     body.append("\n" if rollout.metrics else "")
     seen: tuple[int, ...] = ()
     for number, turn in enumerate(rollout.turns):
-        added, what = _added(turn, seen)
+        added, what = _new_prompt_ids(turn, seen)
         body.append(f"── turn {number}: {what}, {len(added)} tokens ", "bold")
         body.append(spans_text(turn.completion.prompt_versions)).append("\n").append(
             printable(texts.text(added)), "dim"
@@ -179,15 +177,15 @@ def rollout_text(rollout: Rollout, texts: TokenText, colouring: Colouring) -> Te
     return body
 
 
-def _added(turn: Turn, seen: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    """The part of a turn's prompt that the turn before has not shown."""
+def _new_prompt_ids(turn: Turn, seen: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    """The part of a turn's prompt that was not shown with the previous turn, and a label for it."""
     if seen and turn.prompt_ids[: len(seen)] == seen:
         return turn.prompt_ids[len(seen) :], "what the prompt adds"
     return turn.prompt_ids, "prompt, which does not continue the turn before" if seen else "prompt"
 
 
 def spans_text(spans: Sequence[VersionSpan]) -> str:
-    """`v3: 0-11, v4: 12-40`, positions inclusive."""
+    """Like `v3: 0-11, v4: 12-40`; positions are inclusive."""
     return ", ".join(f"v{span.version}: {span.start}-{span.end - 1}" for span in spans)
 
 
@@ -202,26 +200,25 @@ Line = list[Segment]
 
 
 def lines(body: RenderableType, console: Console) -> list[Line]:
-    """The lines that `body` takes at the console's width."""
+    """Render `body` at the console's width, as lines."""
     return console.render_lines(body, console.options.update(height=None), pad=False)
 
 
 def joined(lines: Sequence[Line]) -> Text:
-    """Lines as one text again."""
+    """Join lines into one text."""
     return Text("\n").join(Text.assemble(*((part.text, part.style or "") for part in line)) for line in lines)
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The groups of a run as lines of text, where there is no terminal to browse in.
+# ---- groups as plain lines, for output that is not a terminal
 
 
 _WIDTHS = (7, MAX_BARS, 7, 7, 11, 7, 7)
 
 
 def plain_table(run: Browsed, query: Query | None, warn: Callable[[str], None]) -> Iterator[str]:
-    """A heading, then a line for each group with a rollout that `query` describes; those rollouts' ids follow the problem.
+    """A heading, then one line per group that matches `query`; it ends with the ids of the matching rollouts.
 
-    Damaged lines are named to `warn`.
+    Damaged lines are reported with `warn`.
     """
     while run.look():
         pass

@@ -1,4 +1,4 @@
-"""The rollouts of a run as flat rows, in JSON lines or Parquet, for other tools to work with."""
+"""Exports the rollouts of a run as flat rows, in JSON lines or Parquet."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _BATCH_ROWS = 1024
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout. `problem` (its payload) and `metrics` are JSON texts.
+    """One rollout. `problem` (the problem's payload) and `metrics` are JSON texts.
 
-    Of several turns, `prompt` is the first one's with its special tokens, `completion` all that the model wrote, turns
-    joined by newlines. Versions are of sampled tokens; `step` (the version after it) and lags are null unless trained on,
-    `left_out` (the trainer's reason) unless it was.
+    With several turns, `prompt` is that of the first turn, with special tokens, and `completion` is the model's text of all
+    turns, joined by newlines. Versions are those of sampled tokens. `step` (the version after the step) and lags are null
+    unless the rollout was trained on. `left_out` is the trainer's reason for dropping it, else null.
     """
 
     id: str
@@ -57,10 +57,10 @@ Write = Callable[[list[Row]], None]
 
 
 def export(run: RunRollouts, texts: TokenText, out: Path, query: Query | None, warn: Callable[[str], None]) -> int:
-    """Write a row for each rollout that `query` describes; returns how many. The file is whole, or not there.
+    """Write a row for each rollout that matches `query`; returns their number. The file is written atomically.
 
-    Groups that a resumed run started again are left out, and damaged lines, which are named to `warn`. Raises UserError
-    for a file name or number that the format does not know, MissingDependencyError, and RunDirectoryError.
+    Groups that a resumed run started again are omitted. Damaged lines are omitted and reported with `warn`. Raises UserError
+    for an unknown file format or a number that it can't store, MissingDependencyError, and RunDirectoryError.
     """
     open_writer = _writers().get(out.suffix)
     if open_writer is None:
@@ -74,15 +74,15 @@ def export(run: RunRollouts, texts: TokenText, out: Path, query: Query | None, w
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open_writer(temporary) as write:
-            rows_left = _rows(run, texts, query, warn)
-            while rows := list(islice(rows_left, _BATCH_ROWS)):
+            remaining = _rows(run, texts, query, warn)
+            while rows := list(islice(remaining, _BATCH_ROWS)):
                 write(rows)
                 count += len(rows)
         os.replace(temporary, out)
     except OSError as error:
         raise RunDirectoryError(f"can't write {out}: {error.strerror or error}") from error
     except (ValueError, OverflowError) as error:
-        raise UserError(f"can't write {out}: a record does not fit into it: {error}") from error
+        raise UserError(f"can't write {out}: a record does not fit the format: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return count
@@ -106,8 +106,8 @@ def _rows(run: RunRollouts, texts: TokenText, query: Query | None, warn: Callabl
 
 def _row(run: RunRollouts, place: int, group: Group, rollout: Rollout, texts: TokenText) -> Row:
     completions = [turn.completion for turn in rollout.turns]
-    versions = [span.version for one in completions for span in one.weight_versions]
-    was = run.trained(place, rollout.id)
+    versions = [span.version for completion in completions for span in completion.weight_versions]
+    trained = run.trained(place, rollout.id)
     known = texts.known and bool(rollout.turns)
     written = [
         turn.text or (texts.text(turn.completion.token_ids, special=False) if texts.known else "") for turn in rollout.turns
@@ -125,12 +125,12 @@ def _row(run: RunRollouts, place: int, group: Group, rollout: Rollout, texts: To
         turns=len(rollout.turns),
         finish_reason=completions[-1].finish_reason if completions else None,
         prompt_tokens=len(rollout.turns[0].prompt_ids) if completions else 0,
-        completion_tokens=sum(len(one.token_ids) for one in completions),
+        completion_tokens=sum(len(completion.token_ids) for completion in completions),
         version_min=min(versions, default=None),
         version_max=max(versions, default=None),
-        step=was.step if was else None,
-        lag_min=was.lag_min if was else None,
-        lag_max=was.lag_max if was else None,
+        step=trained.step if trained else None,
+        lag_min=trained.lag_min if trained else None,
+        lag_max=trained.lag_max if trained else None,
         left_out=run.left_out(place, rollout.id),
     )
 
@@ -158,7 +158,7 @@ def _jsonl(path: Path) -> Iterator[Write]:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[Write]:
-    try:  # it comes without types, so it is looked up by name
+    try:  # imported by name because pyarrow has no type hints
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
         raise MissingDependencyError("Parquet needs pyarrow: pip install 'pipelinerl[parquet]', or export .jsonl") from error

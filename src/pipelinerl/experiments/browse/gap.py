@@ -1,4 +1,4 @@
-"""How far the engine's log-probs are from those of other weights: the records of a run hold only the engine's."""
+"""Differences between log-probs under saved weights and the engine's, which are the only ones that a run records."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Gaps:
     """Log-prob under saved weights minus the engine's, for each sampled token. The model is loaded at first use.
 
-    `config` is the run's, or why there is none. `weights` None: the run's newest checkpoint. What the engine noted is
-    after `top_p` and `top_k`; what is computed here is not.
+    `config` is the run's configuration, or the reason why it can't be read. `weights` None: the run's newest checkpoint.
+    The engine's log-probs are after truncation by `top_p` and `top_k`; those computed here are not.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig | str, weights: Path | None) -> None:
@@ -29,7 +29,7 @@ class Gaps:
         self._scorer: FrozenModelScorer | None = None
 
     def of(self, rollout: Rollout) -> list[float]:
-        """Nats. Raises UserError if there are no weights or the records do not allow it, and what loading a model raises."""
+        """The gaps in nats. Raises UserError if no weights can score the rollout, and what `load_model` raises."""
         from pipelinerl.preprocess.turns import join_turns  # noqa: PLC0415 (with the others)
 
         joined = join_turns(rollout.turns)
@@ -51,10 +51,10 @@ class Gaps:
         from pipelinerl.trainer.logprobs import FrozenModelScorer  # noqa: PLC0415
 
         if config.actor.temperature == 0:
-            raise UserError("the run sampled greedily: its log-probs are of no distribution to compare with")
+            raise UserError("the run sampled greedily: its log-probs have no distribution to compare with")
         path = self._weights or latest_checkpoint(self._run_dir)
         if path is None:
-            raise UserError("no gap without weights: the run has no checkpoint yet; name a model folder with --weights")
+            raise UserError("the gap needs weights: the run has no checkpoint yet; name a model folder with --weights")
         model = load_model(msgspec.structs.replace(config.model, path=str(path), trust_remote_code=False))
         return FrozenModelScorer(
             model,

@@ -1,4 +1,4 @@
-"""The lines of a file that may be large and may still be growing: where each one is, and no more until it is asked for."""
+"""An incremental index of the lines of a large file that may still be growing. Line contents are read on demand."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from pipelinerl.errors import RunDirectoryError
 
 CHUNK_BYTES = 1 << 20
 LOOK_BYTES = 1 << 25
-"""What one look goes through at most, give or take a line: some ten milliseconds, so that a screen stays alive."""
+"""Bytes that one `look` scans, up to the end of a line: about ten milliseconds, so that the screen stays responsive."""
 MAX_LINE_BYTES = 1 << 28
 
 
 class Lines:
-    """Whole lines of `path`, found by `look`. A last line without its newline is being written, or torn: not there yet.
+    """The complete lines of `path`, found by `look`.
 
-    The file need not exist yet. Raises RunDirectoryError where it can't be read.
+    A last line without a newline is ignored: it is still being written, or partial. The file need not exist yet. Methods
+    raise RunDirectoryError if it can't be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ends = array("Q")
         self._size = 0
-        self._complete = 0  # the size of the file when a look last came to its end
+        self._complete = 0  # file size when `look` last reached the end
 
     def __len__(self) -> int:
         return len(self._ends)
 
     @property
     def share(self) -> float:
-        """How much of the file has been gone through, 0 to 1."""
+        """The fraction of the file that was scanned, 0 to 1."""
         return self._end / self._size if self._size else 1.0
 
     def look(self, budget: int = LOOK_BYTES) -> bool:
@@ -45,7 +46,7 @@ class Lines:
             raise RunDirectoryError(f"can't read {self.path}: {error.strerror}") from error
 
     def read(self, i: int, most: int = MAX_LINE_BYTES) -> bytes:
-        """The first `most` bytes of line `i` (from 0), its newline included."""
+        """The first `most` bytes of line `i` (from 0), including its newline."""
         start = self._ends[i - 1] if i else 0
         try:
             with open(self.path, "rb", buffering=0) as file:
@@ -63,11 +64,11 @@ class Lines:
             raise RunDirectoryError(f"{self.path} was replaced while it was being read; start again")
         if size == self._complete:
             return False
-        # Always from the last newline: a resumed run cuts a torn line off and writes another in its place.
+        # Start at the last newline: a resumed run truncates a partial line and writes another one in its place.
         start = position = self._end
         while position < size:
             chunk = os.pread(fd, min(CHUNK_BYTES, size - position), position)
-            if not chunk:  # cut off since
+            if not chunk:  # truncated in the meantime
                 break
             newline = chunk.find(b"\n")
             while newline >= 0:

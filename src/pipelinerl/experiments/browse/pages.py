@@ -1,4 +1,4 @@
-"""One rollout token by token, with what that takes loaded when it is first wanted: the tokenizer, a model for the gap."""
+"""The screen of one rollout, token by token. The tokenizer, and the model for the gap, are loaded at first use."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from pipelinerl.types import Rollout, versions_from_spans
 
 
 class RolloutPages:
-    """`texts` and `gaps` take their time: the run's tokenizer, and the gaps of a rollout's tokens in nats.
+    """Draws single rollouts. `texts` loads the run's tokenizer; `gaps` computes the gaps of a rollout's tokens in nats.
 
-    So a page says that it waits for one, `work` gets it, and the next page has it. A PipelineRLError of `gaps` is shown.
+    Both are slow: a page that needs one shows that it is loading, `work` runs it, and the next page has the result. A
+    PipelineRLError raised by `gaps` is shown on the page.
     """
 
     def __init__(self, run: Browsed, texts: Callable[[], TokenText], gaps: Callable[[Rollout], Sequence[float]]) -> None:
@@ -28,23 +29,23 @@ class RolloutPages:
         self._load_texts = texts
         self._compute_gaps = gaps
         self._texts: TokenText | None = None
-        self._gaps: tuple[Any, Sequence[float] | str] = (None, "")  # of the rollout that was asked for last
+        self._gaps: tuple[Any, Sequence[float] | str] = (None, "")  # of the last requested rollout
         self._asked: Callable[[], None] | None = None
-        self._lines: tuple[Any, list[draw.Line]] = (None, [])  # of the page that was drawn last
+        self._lines: tuple[Any, list[draw.Line]] = (None, [])  # of the last drawn page
 
     @property
     def asked(self) -> bool:
-        """Whether a page waits for something."""
+        """Whether the last page needs something that is not loaded yet."""
         return self._asked is not None
 
     def work(self) -> None:
-        """Get what the last page waits for, if anything."""
+        """Load what the last page needs, if anything."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
             asked()
 
     def page(self, place: int, attempt: int, colour: ColourBy, console: Console) -> tuple[list[Text], list[draw.Line]]:
-        """What stays at the top, and the lines to scroll through."""
+        """The fixed lines at the top, and the lines to scroll."""
         group = self._run.group(place)
         if isinstance(group, Damaged):
             return [Text(str(group), "red")], []
@@ -62,25 +63,30 @@ class RolloutPages:
             colouring = Colouring([""] * sum(len(turn.completion.token_ids) for turn in rollout.turns), [])
         else:
             note = Text.assemble((f"by {colour}: ", "dim"), draw.legend_text(colouring), no_wrap=True, overflow="ellipsis")
-        # Kept, since decoding a long rollout takes longer than a key is held.
+        # Cached: decoding a long rollout takes longer than the interval at which a held key repeats.
         key = (place, attempt, colour, bool(colouring.legend), console.width)
         if self._lines[0] != key:
             self._lines = (key, draw.lines(draw.rollout_text(rollout, self._texts, colouring), console))
         return [*facts, note], self._lines[1]
 
     def _colouring(self, which: tuple[int, int], rollout: Rollout, colour: ColourBy) -> Colouring | str:
-        """Or why there is none. Raises ValueError for a rollout that does not fit together."""
+        """The colouring, or the reason why there is none. Raises ValueError for an inconsistent rollout."""
         completions = [turn.completion for turn in rollout.turns]
-        noted = any(one.logprobs for one in completions)
-        if noted and any(len(one.token_ids) != len(one.logprobs) for one in completions):
-            raise ValueError("it has another number of log-probs than of tokens")
+        recorded = any(completion.logprobs for completion in completions)
+        if recorded and any(len(completion.token_ids) != len(completion.logprobs) for completion in completions):
+            raise ValueError("the numbers of log-probs and tokens differ")
         if colour == "version":
-            spans = [versions_from_spans(one.weight_versions, len(one.token_ids)) for one in completions if one.token_ids]
-            return by_version([version for versions in spans for version in versions])
-        if not noted:
-            return "log-probs are not recorded of this one"
+            versions = [
+                version
+                for completion in completions
+                if completion.token_ids
+                for version in versions_from_spans(completion.weight_versions, len(completion.token_ids))
+            ]
+            return by_version(versions)
+        if not recorded:
+            return "log-probs are not recorded for this rollout"
         if colour == "logprob":
-            return by_logprob([logprob for one in completions for logprob in one.logprobs])
+            return by_logprob([logprob for completion in completions for logprob in completion.logprobs])
         known, gaps = self._gaps
         if known != which:
             self._asked = partial(self._compute, which, rollout)

@@ -1,4 +1,4 @@
-"""What is searched for: `reward>0.5 version=12 "some text"`. Every term must hold for one and the same rollout."""
+"""Search queries like `reward>0.5 version=12 "some text"`. All terms must hold for the same rollout."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _HOLDS: dict[str, Callable[[float, float, float], bool]] = {
     ">=": lambda _low, high, value: high >= value,
     "=": lambda low, high, value: low <= value <= high,
 }
-"""Whether some number from `low` to `high` compares so with `value`."""
+"""Operator -> whether any number from `low` to `high` satisfies the comparison with `value`."""
 
 _Term = Callable[[Attempts, Attempt | None, TrainedBy], bool]
 
 
 @dataclass(frozen=True)
 class Query:
-    """Made by `parse`."""
+    """A parsed query, made by `parse`."""
 
     text: str
     terms: tuple[_Term, ...]
 
     def matches(self, group: Attempts, trained: TrainedBy) -> list[int] | None:
-        """The rollouts of the group for which all terms hold, by position; None if the group has nothing to show.
+        """The positions of the group's rollouts for which all terms hold; None if the group does not match.
 
-        A group that lost all of its attempts matches as a whole, with an empty list.
+        A group without rollouts (all attempts failed) can match as a whole: the list is then empty.
         """
         if not group.rollouts:
             return [] if all(term(group, None, trained) for term in self.terms) else None
-        found = [i for i, one in enumerate(group.rollouts) if all(term(group, one, trained) for term in self.terms)]
+        found = [i for i, rollout in enumerate(group.rollouts) if all(term(group, rollout, trained) for term in self.terms)]
         return found or None
 
 
 def parse(text: str) -> Query:
-    """Raises UserError for a comparison with something that is not a number."""
+    """Parse a query. Raises UserError for a comparison with something that is not a number."""
     parts = [(match[1], match[2]) for match in _PART.finditer(text)]
     return Query(text, tuple(_words(quoted) if bare is None else _term(bare) for quoted, bare in parts))
 
@@ -55,7 +55,9 @@ def _term(part: str) -> _Term:
     if name == "dropped":
         return lambda group, _attempt, _trained: bool(group.dropped.get(reason) if equals else group.dropped)
     if part in ("trained", "untrained"):
-        return lambda _group, one, trained: one is not None and (trained(one.id) is not None) == (part == "trained")
+        return lambda _group, rollout, trained: (
+            rollout is not None and (trained(rollout.id) is not None) == (part == "trained")
+        )
     comparison = _COMPARISON.fullmatch(part)
     if comparison is None:
         return _words(part)
@@ -64,33 +66,33 @@ def _term(part: str) -> _Term:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise UserError(f"{part!r} compares with no number; search for: {HELP}")
+        raise UserError(f"{part!r} does not compare with a number; search for: {HELP}")
     return _comparison(comparison[1], _HOLDS[comparison[2]], value)
 
 
 def _comparison(field: str, holds: Callable[[float, float, float], bool], value: float) -> _Term:
-    def term(_group: Attempts, one: Attempt | None, trained: TrainedBy) -> bool:
-        return one is not None and any(holds(low, high, value) for low, high in _ranges(field, one, trained))
+    def term(_group: Attempts, rollout: Attempt | None, trained: TrainedBy) -> bool:
+        return rollout is not None and any(holds(low, high, value) for low, high in _ranges(field, rollout, trained))
 
     return term
 
 
-def _ranges(field: str, one: Attempt, trained: TrainedBy) -> list[tuple[float, float]]:
+def _ranges(field: str, rollout: Attempt, trained: TrainedBy) -> list[tuple[float, float]]:
     if field == "reward":
-        return [(one.reward, one.reward)]
+        return [(rollout.reward, rollout.reward)]
     if field == "length":
-        return [(one.tokens, one.tokens)]
+        return [(rollout.tokens, rollout.tokens)]
     if field == "version":
-        return [(version, version) for version in one.versions]
-    was = trained(one.id)
-    return [] if was is None else [(was.lag_min, was.lag_max)]
+        return [(version, version) for version in rollout.versions]
+    record = trained(rollout.id)
+    return [] if record is None else [(record.lag_min, record.lag_max)]
 
 
 def _words(words: str) -> _Term:
-    """In the problem or in what the model wrote; upper and lower case are the same."""
+    """Matches text in the problem or in the model's output, ignoring case."""
     wanted = words.casefold()
 
-    def term(group: Attempts, one: Attempt | None, _trained: TrainedBy) -> bool:
-        return wanted in group.title.casefold() or (one is not None and wanted in one.text.casefold())
+    def term(group: Attempts, rollout: Attempt | None, _trained: TrainedBy) -> bool:
+        return wanted in group.title.casefold() or (rollout is not None and wanted in rollout.text.casefold())
 
     return term

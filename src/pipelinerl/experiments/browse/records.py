@@ -1,4 +1,4 @@
-"""The records of a run's rollouts, one group or one training step at a time: of each line, what is asked for."""
+"""Reads the records of a run's rollouts and training steps lazily, line by line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipelinerl.types import FinishReason, Group, Problem, VersionSpan
 T = TypeVar("T")
 
 _TRAINED_LOOK_BYTES = 1 << 22
-_REMEMBERED = 512
+_CACHED_GROUPS = 512
 _INDEX = re.compile(rb'\{"index":(\d{1,18}),')
 
 
@@ -34,7 +34,7 @@ class SampledTurn(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A rollout without its ids and log-probs, which are most of a line. `label`: what to call it instead of its number."""
+    """A rollout without token ids and log-probs, which are most of a line. `label`: a name to show instead of the number."""
 
     turns: tuple[SampledTurn, ...]
     reward: float
@@ -44,22 +44,22 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def versions(self) -> list[int]:
-        """Of its spans, in order."""
+        """The versions of its spans, in order."""
         return [span.version for turn in self.turns for span in turn.completion.weight_versions]
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of all turns: spans cover them exactly."""
+        """The number of sampled tokens of all turns, which the spans cover exactly."""
         return sum(turn.completion.weight_versions[-1].end for turn in self.turns if turn.completion.weight_versions)
 
     @property
     def text(self) -> str:
-        """What the model wrote, turn by turn."""
+        """The model's text, one turn after another."""
         return "\n".join(turn.text for turn in self.turns)
 
 
 class Attempts(msgspec.Struct, frozen=True, dict=True):
-    """A group as lists and searches need it. `dropped`: attempts that failed, by reason."""
+    """A group with what lists and searches need. `dropped`: failed attempts by reason."""
 
     index: int
     problem: Problem
@@ -71,14 +71,14 @@ class Attempts(msgspec.Struct, frozen=True, dict=True):
     def versions(self) -> list[int]:
         return [version for rollout in self.rollouts for version in rollout.versions]
 
-    @cached_property  # a search asks once for every attempt
+    @cached_property  # a search uses it once per attempt
     def title(self) -> str:
-        """The problem: its id, and what the environment put into it."""
+        """The problem: id and payload."""
         return f"{self.problem.id} {msgspec.json.encode(self.problem.payload).decode()}"
 
 
 class Damaged(NamedTuple):
-    """A line that is not a group. `line` counts from 1, as editors do."""
+    """A line that can't be decoded. `line` counts from 1, as in editors."""
 
     line: int
     why: str
@@ -88,7 +88,7 @@ class Damaged(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Where a rollout was trained on: the step (the version after it), and the smallest and largest lag of its tokens."""
+    """When a rollout was trained on: the step (the version after it), and the smallest and largest lag of its tokens."""
 
     step: int
     lag_min: int
@@ -96,32 +96,32 @@ class Trained(NamedTuple):
 
 
 class Browsed(Protocol):
-    """What can be browsed: groups by place, from 0. Nothing is read before `look`."""
+    """A source of groups for the browser, by place (from 0). Nothing is read before `look`."""
 
     @property
     def path(self) -> Path:
-        """The file, or folder, that it is read from."""
+        """The file or folder that groups are read from."""
         ...
 
     @property
     def share(self) -> float:
-        """How much of it has been gone through, 0 to 1."""
+        """The fraction of the files that was read, 0 to 1."""
         ...
 
     @property
     def facts(self) -> list[str]:
-        """For the title."""
+        """Short texts for the title."""
         ...
 
     @property
     def damage(self) -> list[str]:
-        """What could not be read, besides groups."""
+        """Descriptions of damaged lines other than groups."""
         ...
 
     def __len__(self) -> int: ...
 
     def look(self) -> bool:
-        """Take in what is new, in part. Returns whether there is more."""
+        """Read a part of what is new. Returns whether there is more."""
         ...
 
     def summary(self, place: int, /) -> Attempts | Damaged: ...
@@ -129,19 +129,19 @@ class Browsed(Protocol):
     def group(self, place: int, /) -> Group | Damaged: ...
 
     def place_of(self, index: int) -> int | None:
-        """Where group `index` is, if it has been seen; the last of several."""
+        """The place of group `index`, the last one if there are several; None if it was not read yet."""
         ...
 
     def is_replaced(self, place: int, /) -> bool:
-        """Whether a resumed run started this group again: a later line counts."""
+        """Whether a resumed run started this group again, so that a later line replaces it."""
         ...
 
     def trained(self, place: int, rollout_id: str, /) -> Trained | None:
-        """How the rollout was trained on; None: not yet, or not at all."""
+        """The training record of the rollout; None if it was not, or not yet, trained on."""
         ...
 
     def left_out(self, place: int, rollout_id: str, /) -> str | None:
-        """Why the trainer will not train on it, if it said so."""
+        """The trainer's reason for dropping the rollout, if it recorded one."""
         ...
 
 
@@ -159,10 +159,10 @@ class _TrainedStep(msgspec.Struct, frozen=True):
 
 
 class RunRollouts:
-    """The groups of `rollouts.jsonl`, by place in the file (from 0), and what `trained.jsonl` says of their rollouts.
+    """The groups of `rollouts.jsonl`, by place in the file (from 0), and the training records of `trained.jsonl`.
 
-    Nothing is read before `look`, which may be called as often as one likes while the run goes on. Raises
-    RunDirectoryError for a folder that holds no rollouts, and where a file can't be read.
+    Nothing is read before `look`, which may be called at any time while the run continues. Raises RunDirectoryError if the
+    folder has no rollouts or a file can't be read.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -175,10 +175,10 @@ class RunRollouts:
         self._indices: list[int | None] = []
         self._summaries = msgspec.json.Decoder(Attempts)
         self._groups = msgspec.json.Decoder(Group)
-        self.summary = lru_cache(_REMEMBERED)(self._summary)
-        """The group at a place without ids and log-probs, or what is wrong with its line."""
+        self.summary = lru_cache(_CACHED_GROUPS)(self._summary)
+        """The group at a place without token ids and log-probs, or what is wrong with its line."""
         self.group = lru_cache(2)(self._group)
-        """All of the group at a place, or what is wrong with its line."""
+        """The complete group at a place, or what is wrong with its line."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -202,7 +202,7 @@ class RunRollouts:
         return [f"{self.steps.lines.path}, {damaged}" for damaged in self.steps.damaged]
 
     def look(self) -> bool:
-        """Take in what the files hold beyond the last look, in part. Returns whether there is more."""
+        """Read a part of what was added to the files since the last call. Returns whether there is more."""
         more = self.lines.look()
         for i in range(len(self._indices), len(self.lines)):
             found = _INDEX.match(self.lines.read(i, 32))
@@ -212,20 +212,20 @@ class RunRollouts:
         return self.steps.look() or more
 
     def place_of(self, index: int) -> int | None:
-        """Where group `index` is, if it has been seen; the last of several."""
+        """The place of group `index`, the last one if there are several; None if it was not read yet."""
         return self._place.get(index)
 
     def is_replaced(self, place: int) -> bool:
-        """Whether a resumed run started this group again: a later line counts."""
+        """Whether a resumed run started this group again, so that a later line replaces it."""
         index = self._indices[place]
         return index is not None and self._place[index] != place
 
     def trained(self, place: int, rollout_id: str) -> Trained | None:
-        """How the rollout was trained on; None: not yet, or not at all."""
+        """The training record of the rollout; None if it was not, or not yet, trained on."""
         return None if self.is_replaced(place) else self.steps.of(rollout_id)
 
     def left_out(self, place: int, rollout_id: str) -> str | None:
-        """Why the trainer will not train on it; None: it has, may yet, or did not note which ones it left out."""
+        """The trainer's reason for dropping the rollout. None if it was not dropped, or the run did not record the ids."""
         return None if self.is_replaced(place) else self.steps.left_out(rollout_id)
 
     def _summary(self, place: int) -> Attempts | Damaged:
@@ -245,15 +245,15 @@ class RunRollouts:
 
 
 class TrainedSteps:
-    """What became of rollouts in the trainer, from `trained.jsonl`; empty while there is none.
+    """Which rollouts the trainer trained on or dropped, from `trained.jsonl`; empty if the file does not exist yet.
 
-    A resumed run repeats the steps after its checkpoint: what it repeats replaces what was there.
+    A resumed run repeats the steps after its checkpoint; repeated steps replace the earlier ones.
     """
 
     def __init__(self, path: Path) -> None:
         self.damaged: list[Damaged] = []
         self.dropped: Counter[str] = Counter()
-        """Rollouts that the trainer left out, by reason."""
+        """Number of rollouts that the trainer dropped, by reason."""
         self.lines = Lines(path)
         self._decoder = msgspec.json.Decoder(_TrainedStep)
         self._read = 0
@@ -280,7 +280,7 @@ class TrainedSteps:
 
     def _add(self, step: _TrainedStep) -> None:
         while self._steps and self._steps[-1].version >= step.version:
-            self._forget(self._steps.pop())
+            self._remove(self._steps.pop())
         for sample in step.samples:
             self._trained[sample.id] = Trained(step.version, sample.lag_min, sample.lag_max)
         for reason, ids in step.dropped_ids.items():
@@ -288,7 +288,7 @@ class TrainedSteps:
         self.dropped.update(_counts(step))
         self._steps.append(step)
 
-    def _forget(self, step: _TrainedStep) -> None:
+    def _remove(self, step: _TrainedStep) -> None:
         self.dropped.subtract(_counts(step))
         for sample in step.samples:
             self._trained.pop(sample.id, None)

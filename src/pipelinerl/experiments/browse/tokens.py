@@ -1,4 +1,4 @@
-"""From token ids to what a terminal may show of them. Nothing that a model wrote reaches the terminal as a control code."""
+"""Converts token ids to text that is safe to print: model output never reaches the terminal as control codes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {
 _INVISIBLE = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029, 0xFEFF]
 _SHOWN = _PICTURES | {code: f"<U+{code:04X}>" for code in (*_INVISIBLE, *range(0xD800, 0xE000))}
 
-_NOT_ITS_TOKENS = (OverflowError, ValueError, IndexError, KeyError, TypeError)
+_DECODE_ERRORS = (OverflowError, ValueError, IndexError, KeyError, TypeError)
+"""What tokenizers raise for token ids that they do not have."""
 
 
 def printable(text: str) -> str:
-    """The text with a picture for each control character; newlines stay. What turns writing around is spelled out."""
+    """Replace control characters by pictures (`␛`), except newlines, and bidirectional or invisible ones by `<U+XXXX>`."""
     return text.translate(_SHOWN)
 
 
@@ -29,7 +30,7 @@ def one_line(text: str) -> str:
 
 
 class TokenText:
-    """Text of tokens, special ones included. Without a tokenizer (`missing` says why) it is their ids in brackets."""
+    """Converts tokens to text, including special tokens. Without a tokenizer (`missing` says why), gives ids in brackets."""
 
     def __init__(self, tokenizer: Any | None, missing: str = "") -> None:
         self._tokenizer = tokenizer
@@ -40,32 +41,32 @@ class TokenText:
         return self._tokenizer is not None
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """A piece for each token; together they are the whole text. Of a character of several tokens the last has it all."""
+        """One piece of text per token. A character made of several tokens is in the piece of the last one."""
         if self._tokenizer is None:
-            return _bare(token_ids)
+            return _bracketed(token_ids)
         stream = TextStream(_WithSpecialTokens(self._tokenizer))
         try:
             pieces = [stream.feed((token_id,)) for token_id in token_ids]
             if pieces:
                 pieces[-1] += stream.rest()
-        except _NOT_ITS_TOKENS:
-            return _bare(token_ids)
+        except _DECODE_ERRORS:
+            return _bracketed(token_ids)
         return pieces
 
     def text(self, token_ids: Sequence[int], *, special: bool = True) -> str:
-        """The text of all of them, with or without special tokens."""
+        """The text of all tokens, with or without special tokens."""
         if self._tokenizer is not None:
-            with suppress(*_NOT_ITS_TOKENS):
+            with suppress(*_DECODE_ERRORS):
                 return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))
-        return "".join(_bare(token_ids))
+        return "".join(_bracketed(token_ids))
 
 
-def _bare(token_ids: Sequence[int]) -> list[str]:
+def _bracketed(token_ids: Sequence[int]) -> list[str]:
     return [f"[{token_id}]" for token_id in token_ids]
 
 
 class _WithSpecialTokens:
-    """A tokenizer that leaves no token out, whatever it is asked."""
+    """A tokenizer whose `decode` always includes special tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -81,7 +82,7 @@ class _WithSpecialTokens:
 
 
 def load_token_text(model: ModelConfig) -> TokenText:
-    """With the tokenizer of a run's model, or without any if it can't be loaded. No code that comes with a model is run."""
+    """A `TokenText` with the model's tokenizer, or without one if it can't be loaded. Never runs the model's own code."""
     from pipelinerl.models.loading import load_tokenizer  # noqa: PLC0415 (loads torch and transformers: seconds)
 
     try:

@@ -1,1 +1,1 @@
-"""`pipelinerl compare`: schedules against one another on one machine, each with its best settings, from real runs."""
+"""`pipelinerl compare`: compares schedules by real runs on one machine, each schedule with its best settings."""

@@ -1,4 +1,4 @@
-"""Reading the runs of a comparison back from their folders."""
+"""Computes the results of one run from its records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelinerl.report.series import HeldOut, measure, reached, reached_held_out
 
 
 class Collected(NamedTuple):
-    """A run's numbers, and those of its figures."""
+    """A run's results, and the data of its figures."""
 
     result: RunResult
     drawn: DrawnRun
@@ -32,9 +32,9 @@ def collect(
     target: float | None,
     answered: Sequence[Answered] | None,
 ) -> Collected:
-    """What a run came to. Pure. Without a target, nothing is reached.
+    """The results of one run. Pure. Without a target, `reached` is None.
 
-    `answered`: its held-out rewards, which decide then when the target is reached; None: the training rewards decide.
+    `answered` are the run's held-out rewards, which decide when the target is reached. None: the training rewards decide.
     """
     steps = records.steps
     begin = records.begin_s
@@ -79,12 +79,12 @@ _FROM_SUMMARY = (
 
 
 def _point(one: Answered, time_s: float) -> HeldOut:
-    error = (one.high - one.low) / (2 * 1.96)  # of a 95% interval
+    error = (one.high - one.low) / (2 * 1.96)  # standard error from a 95% interval
     return HeldOut("after", one.version, one.version, one.version, time_s, one.reward, error, {})
 
 
 def series_of(drawn: DrawnRun) -> dict[str, Any]:
-    """The numbers of a run's lines, for `compare.json`."""
+    """The data of a run's curves, for `compare.json`."""
     curves = drawn.curves
     names = ("version", "time_s", "samples", "reward", "ess", "lag_mean", "lag_max", "trained_length_mean")
     return {
@@ -96,7 +96,7 @@ def series_of(drawn: DrawnRun) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """A JSON-like document with its floats at six significant digits; what JSON can't say becomes None."""
+    """A JSON-like document with floats rounded to six significant digits; NaN and infinities become None."""
     match value:
         case bool() | int() | str() | None:
             return value

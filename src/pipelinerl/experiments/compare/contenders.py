@@ -17,7 +17,7 @@ PIPELINE, CONVENTIONAL = "pipeline", "conventional"
 
 
 class Contender(NamedTuple):
-    """A schedule and its G (1 where there are no rounds)."""
+    """A schedule and its G (1 for a schedule without rounds)."""
 
     kind: Literal["pipeline", "conventional", "async"]
     steps_per_round: int = 1
@@ -28,11 +28,11 @@ class Contender(NamedTuple):
 
 
 def parse_contenders(text: str) -> tuple[Contender, ...]:
-    """`pipeline,conventional:4,async:2` as contenders. Raises ConfigError, which names what is wrong."""
+    """Parse `pipeline,conventional:4,async:2`. Raises ConfigError that names the invalid part."""
     contenders = tuple(_parse(part.strip()) for part in text.split(","))
     twice = next((one.label for one in contenders if contenders.count(one) > 1), None)
     if twice:
-        raise ConfigError(f"--schedules: {twice} is there twice; name each schedule once")
+        raise ConfigError(f"--schedules: {twice} is listed twice; list each schedule once")
     return contenders
 
 
@@ -49,15 +49,15 @@ def _parse(part: str) -> Contender:
 
 
 def whole_rounds(steps: int, contenders: Sequence[Contender]) -> int:
-    """The largest budget of at most `steps` optimizer steps that is whole rounds for everyone.
+    """The largest number of optimizer steps, at most `steps`, that is a whole number of rounds for every schedule.
 
-    A round that is cut short has generated samples that nobody trains on, which would be held against its schedule.
-    Raises ConfigError if there is none.
+    A round that is cut short has generated samples that are never trained on, which would count against its schedule.
+    Raises ConfigError if there is no such number.
     """
     common = math.lcm(*(contender.steps_per_round for contender in contenders))
     if steps < common:
         raise ConfigError(
-            f"trainer.steps: {steps} steps are less than whole rounds of every schedule; set it to a multiple of {common}"
+            f"trainer.steps: {steps} steps are too few for whole rounds of every schedule; set it to a multiple of {common}"
         )
     return steps - steps % common
 
@@ -74,9 +74,9 @@ def run_config(
 ) -> RunConfig:
     """The run file of one run: `base` with the schedule, its settings, and nothing else that takes time.
 
-    Held-out problems are not evaluated and no checkpoints are written on the way: they would interrupt all schedules, but
-    not all alike. Copies of the weights every `weights_every` steps (0: none) cost all schedules the same. Raises
-    ConfigError where the schedule does not go with the rest of `base`.
+    Evaluation and checkpoints are off, because they would interrupt the schedules to different degrees. Copies of the
+    weights every `weights_every` steps (0: none) cost all schedules the same. Raises ConfigError if the schedule is
+    incompatible with the rest of `base`.
     """
     schedule = ScheduleConfig(
         kind=contender.kind,

@@ -1,9 +1,9 @@
-"""The folder of a comparison: which of its runs are done, how they ended, and making one that is not.
+"""The folder of a comparison: which of its runs are done, how they ended, and execution of the others.
 
-OUT/request.json                 what was asked
+OUT/request.json                 the request
 OUT/runs/seed-0/pipeline/        a run directory for each schedule and seed
-OUT/trials/pipeline/p1-e1-.../   one for each setting that was tried, records only
-OUT/executions.jsonl             a line for each run that was made: how it ended, and how busy the machine was before
+OUT/trials/pipeline/p1-e1-.../   a run directory for each trial of settings, records only
+OUT/executions.jsonl             a line for each executed run: how it ended, and the load average before it
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIVERGED = "diverged"
 
 
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """One run that came to an end of its own: `status` is "finished", or "diverged: WHY"."""
+    """A run that was not interrupted. `status` is "finished" or "diverged: REASON"."""
 
     run: str
     status: str
@@ -41,10 +41,10 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Folder:
-    """Runs of one comparison. What is done is found by name: names say all in which runs of a request differ."""
+    """Runs of one comparison, identified by name. A name contains everything in which runs of a request differ."""
 
     def __init__(self, root: Path, train: Callable[[RunConfig], object]) -> None:
-        """`train` makes a run, in `config.run_dir`, to its end. Raises RunDirectoryError if the log of runs is damaged."""
+        """`train` executes a run in `config.run_dir`. Raises RunDirectoryError if `executions.jsonl` is damaged."""
         self.root = root
         self._train = train
         self._log = root / "executions.jsonl"
@@ -58,9 +58,9 @@ class Folder:
         return execution if execution and self.path(name).is_dir() else None
 
     def execute(self, name: str, config: RunConfig) -> Execution:
-        """Make the run `name`, from the start, whatever is there of it.
+        """Execute the run `name` from the start, and delete any incomplete run of that name.
 
-        A run that diverges is a result; whatever else ends a run is raised.
+        A run that diverges is a result. Any other error that ends the run is raised.
         """
         _clear(self.path(name))
         began, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
@@ -86,19 +86,19 @@ def _read_log(path: Path) -> list[Execution]:
         raise RunDirectoryError(f"can't read {path}: {error}; choose another --out") from error
 
 
-def forget_bulk(run_dir: Path) -> None:
-    """Remove what a trial's rate does not need: rollouts, checkpoints, the stream."""
+def remove_bulk(run_dir: Path) -> None:
+    """Remove the parts of a trial that its rate does not need: rollouts, checkpoints, streams."""
     for part in ("rollouts", "checkpoints", "streams"):
         shutil.rmtree(run_dir / part, ignore_errors=True)
 
 
-def forget_weights(run_dir: Path) -> None:
-    """Remove the copies of a run's weights, once they have been evaluated."""
+def remove_weights(run_dir: Path) -> None:
+    """Remove the copies of a run's weights, which are not needed after the evaluation."""
     shutil.rmtree(run_dir / WEIGHTS_FOLDER, ignore_errors=True)
 
 
 def _clear(path: Path) -> None:
-    """Remove a run that did not come to its end. Waits for what is left of it; raises RunDirectoryError if it runs on."""
+    """Remove an incomplete run. Waits for its last processes to exit; raises RunDirectoryError if it is still running."""
     if not path.is_dir():
         return
     lock = RunLock(RunDirectory(path))

@@ -1,9 +1,9 @@
-"""Held-out rewards of a run's versions, measured after the run: the reward that schedules are compared by.
+"""Held-out rewards of a run's versions, measured after the run. Schedules are compared by these rewards.
 
-A training reward is that of the weights that sampled it, which are older by the schedule's lag. Held-out problems are
-answered by the weights of each version themselves, the same versions, problems and random numbers for every schedule.
+A training reward belongs to the weights that sampled the rollout, which are older by the schedule's lag. Held-out problems
+are answered by the weights of each version, with the same versions, problems and random numbers for every schedule.
 
-run, timed ─▶ weights/step_* ─▶ `pipelinerl eval` in a process for each core ─▶ held_out.json, and the weights are removed
+timed run ─▶ weights/step_* ─▶ `pipelinerl eval` in one process per core ─▶ held_out.json, and the weights are removed
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report.files import write_file
 
 HELD_OUT_FILE = "held_out.json"
-LOOK_S = 0.1
+POLL_S = 0.1
 _EVAL = "import sys; from pipelinerl.cli import main; sys.exit(main())"
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """The held-out problems, answered once each by the weights of `version`: mean reward and its 95% bootstrap interval.
+    """Mean reward of weights `version` over the held-out problems, one attempt each, and its 95% bootstrap interval.
 
-    `failed` attempts, if any, count as reward 0.
+    `failed` attempts count as reward 0.
     """
 
     version: int
@@ -46,7 +46,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
 
 
-# What is read of the `summary.json` of an evaluation.
+# ---- the fields of an evaluation's `summary.json` that are read
 class _Interval(msgspec.Struct):
     mean: float
     low: float
@@ -68,7 +68,7 @@ class _Summary(msgspec.Struct):
 
 
 class _Part(NamedTuple):
-    """One process at work, and where it writes."""
+    """One evaluation process and its output paths."""
 
     process: subprocess.Popen[bytes]
     out: Path
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
 
 
 def check_held_out(request: Request) -> None:
-    """Raises ConfigError before anything is run if the environment has no held-out problems, and what building it raises."""
+    """Raise ConfigError, before anything is run, if there are no held-out problems. Errors of the environment are raised."""
     if not request.held_out:
         return
     config = request.config
@@ -92,8 +92,8 @@ def check_held_out(request: Request) -> None:
 def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
     """Have every version of `request.evaluated_versions` answer the held-out problems, by `pipelinerl eval`.
 
-    On CPUs the versions are dealt out to one process for each core. Raises PipelineRLError if an evaluation fails, with what
-    it said, and RunInterruptedError.
+    On CPUs the versions are distributed over one process per core. Raises PipelineRLError with the last line of output if
+    an evaluation fails, and RunInterruptedError.
     """
     versions = request.evaluated_versions
     workers = min(len(versions), request.machine.cores) if request.config.engine.device == "cpu" else 1
@@ -103,14 +103,14 @@ def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
         parts = []
         for number in range(workers):
             part = _start(run_dir, versions[number::workers], request, scratch / str(number))
-            cleanup.callback(_end, part.process)
+            cleanup.callback(_terminate, part.process)
             parts.append(part)
         while any(part.process.poll() is None for part in parts):
             if interrupts.count:
                 raise RunInterruptedError("stopped during an evaluation")
             if any(part.process.poll() for part in parts):
                 break
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         found = [model for part in parts for model in _models_of(part, run_dir)]
     answered = [
         Answered(
@@ -126,14 +126,14 @@ def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
 
 
 def read_answers(run_dir: Path) -> list[Answered]:
-    """What `write_answers` wrote, ascending by version; nothing if the run was not evaluated. Raises RunDirectoryError."""
+    """Read what `write_answers` wrote, ascending by version; empty if not evaluated. Raises RunDirectoryError."""
     path = run_dir / HELD_OUT_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[Answered])
     except FileNotFoundError:
         return []
     except (OSError, msgspec.DecodeError) as error:
-        raise RunDirectoryError(f"can't read {path}: {error}; delete it, and the run's folder with it") from error
+        raise RunDirectoryError(f"can't read {path}: {error}; delete the run's folder") from error
 
 
 def write_answers(run_dir: Path, answered: Sequence[Answered]) -> None:
@@ -141,7 +141,7 @@ def write_answers(run_dir: Path, answered: Sequence[Answered]) -> None:
 
 
 def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) -> _Part:
-    """Begin to evaluate some versions of a run. The temperature is the run file's `evaluation.temperature`."""
+    """Start evaluating `versions` of a run. The temperature is the run file's `evaluation.temperature`."""
     arguments = [*(f"{run_dir}@{version}" for version in versions), "--problems", str(request.held_out), "--attempts", "1"]
     for key, value in request.held_out_args.items():
         arguments += ["--env-arg", f"{key}={msgspec.json.encode(value).decode()}"]
@@ -161,8 +161,8 @@ def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) 
     return _Part(process, out, log)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it, if it has not ended: the first signal asks for a clean stop."""
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """Terminate the process if it is still running. The first signal requests a clean stop."""
     while process.poll() is None:
         process.terminate()
         try:
@@ -173,7 +173,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _models_of(part: _Part, run_dir: Path) -> tuple[_Model, ...]:
     status = part.process.poll()
-    if status is None:  # it is another one that failed
+    if status is None:  # still running: another process has failed, and raises below
         return ()
     if status:
         lines = part.log.read_text(encoding="utf-8", errors="replace").splitlines() or [f"exit status {status}"]

@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: `compare.json`, PNGs, and the report."""
+"""Writes the results of a comparison: `compare.json`, PNGs, and the report."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pipelinerl.report.files import write_file
 from pipelinerl.report.run_records import read_run
 
 
-class Planned(NamedTuple):
-    """One run of the comparison proper; `name` is its folder in the comparison's."""
+class PlannedRun(NamedTuple):
+    """One run of the comparison (not a trial). `name` is its folder within the comparison's folder."""
 
     name: str
     contender: Contender
@@ -30,11 +30,11 @@ class Planned(NamedTuple):
 
 
 def write_results(
-    request: Request, out: Path, trials: Trials, executions: Mapping[Planned, Execution], target: float | None
+    request: Request, out: Path, trials: Trials, executions: Mapping[PlannedRun, Execution], target: float | None
 ) -> dict[str, Any]:
-    """Read the runs, write everything that is made of them, and return the contents of `compare.json`.
+    """Read the runs, write all results, and return the contents of `compare.json`.
 
-    Without a target, one is chosen from the runs. Raises RunDirectoryError if a run's records can't be read.
+    `target` None: it is chosen from the runs. Raises RunDirectoryError if a run's records can't be read.
     """
     order = {contender: place for place, contender in enumerate(request.schedules)}
     planned = sorted(executions, key=lambda run: (order[run.contender], run.seed))
@@ -70,7 +70,7 @@ def write_results(
 
 
 def document(request: Request, results: Results, drawn: Sequence[DrawnRun]) -> dict[str, Any]:
-    """The contents of `compare.json`. The ratios at its top are pipeline's; None without a pipeline in the comparison."""
+    """The contents of `compare.json`. The top-level ratios are of the pipeline schedule; None if it was not compared."""
     pipeline = next((row for row in results.rows if row.schedule == PIPELINE), None)
     builtins = msgspec.to_builtins
     contents: dict[str, Any] = {
@@ -101,7 +101,7 @@ def document(request: Request, results: Results, drawn: Sequence[DrawnRun]) -> d
 
 
 def in_lines(contents: Mapping[str, Any]) -> bytes:
-    """JSON with a line for each key and, in lists, for each item: to be read, and to be seen to change, line by line."""
+    """JSON with one line for each key and list item, which is readable and gives useful diffs."""
     encode = msgspec.json.encode
 
     def value(item: Any) -> bytes:

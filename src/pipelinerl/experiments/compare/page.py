@@ -1,4 +1,4 @@
-"""The report of a comparison: tables and figures on one page of HTML."""
+"""The report of a comparison: one HTML page with tables and figures."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from pipelinerl.report import html
 from pipelinerl.report.run_report import BATCH_SIZES, LEARNING, NO_TIMELINE, ON_POLICYNESS
 from pipelinerl.report.series import WINDOW
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What a comparison's numbers say in words, for and against PipelineRL. Pure.
-
+# ---- conclusions from the numbers, in sentences
 
 BALANCED = 0.1
-"""Busy fractions that differ by less do not say which phase the other waits for."""
+"""If the busy fractions of both phases differ by less, neither phase is called the bottleneck."""
 
 LIMITS = (
-    "It does not help where completions have equal lengths: then no long tail runs at small batch sizes, and that tail is "
+    "It does not help if completions have equal lengths. Then no long tail runs at small batch sizes, and that tail is "
     "most of what a pipeline saves. `pipelinerl compare examples/compare_equal_lengths.yaml` shows it.",
-    "It does not help where one phase dominates: overlapping two phases saves at most the time of the shorter one, and only "
-    "if the longer one loses none of the hardware by it. A table row with a trainer that is hardly busy says so.",
-    "On one machine both schedules share the same cores. Where each phase alone keeps all of them computing, there is "
-    "nothing idle to fill, however the work is arranged.",
-    "Its data are older. Where learning suffers from lag, more samples a second buy less than their number says: compare "
-    "the samples that each schedule needed.",
+    "It does not help if one phase dominates. Overlapping two phases saves at most the time of the shorter phase, and only "
+    "if the longer phase keeps all of its hardware. A low value of trainer busy in the table indicates this.",
+    "On one machine all schedules share the same cores. If each phase alone keeps all cores busy, there is no idle time to "
+    "fill.",
+    "Its data are older. If learning suffers from lag, more samples per second help less than their number suggests: "
+    "compare the samples that each schedule needed.",
 )
 
 
 def findings(rows: Sequence[Row], target: float | None, reward: str) -> list[str]:
-    """Sentences on pipeline against the best conventional schedule, and on runs that did not get there. `reward`: whose."""
+    """Sentences that compare pipeline with the best conventional schedule and count failed runs, about `reward` rewards."""
     by_name = {row.schedule: row for row in rows}
     pipeline = by_name.get(PIPELINE)
-    said: list[str] = []
+    sentences: list[str] = []
     if pipeline is not None:
         time = pipeline.ratio_time_to_reward
         if target is None:
-            said.append(f"No schedule's {reward} reward rose, so there is no target to compare times by.")
+            sentences.append(f"No schedule's {reward} reward rose, so there is no target to compare times to.")
         elif pipeline.samples_to_reward.median == 0:
-            said.append(f"The first weights have a {reward} reward of {target:g} already, so there is no time to it.")
+            sentences.append(
+                f"The initial weights already have a {reward} reward of {target:g}, so there is no time to compare."
+            )
         else:
-            said.append(_in_words(time, f"reached a {reward} reward of {target:g}", "sooner", "later"))
-        said.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
-        said += _efficiency(pipeline, by_name.get(time.baseline or ""))
-        said += _bottleneck(pipeline, by_name)
+            sentences.append(_in_words(time, f"reached a {reward} reward of {target:g}", "sooner", "later"))
+        sentences.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
+        sentences += _efficiency(pipeline, by_name.get(time.baseline or ""))
+        sentences += _bottleneck(pipeline, by_name)
     for row in rows:
         if row.diverged:
-            said.append(f"{row.schedule}: {row.diverged} of {row.runs} runs diverged.")
+            sentences.append(f"{row.schedule}: {row.diverged} of {row.runs} runs diverged.")
         missed = row.runs - row.reached - row.diverged
         if target is not None and missed:
-            said.append(f"{row.schedule}: {missed} of {row.runs} runs did not reach {target:g}.")
-    return said
+            sentences.append(f"{row.schedule}: {missed} of {row.runs} runs did not reach {target:g}.")
+    return sentences
 
 
 def _in_words(ratio: Ratio, did: str, better: str, worse: str) -> str:
     if ratio.baseline is None:
         return f"There is no conventional run that {did}, so there is no ratio."
     if ratio.median is None or ratio.min is None or ratio.max is None:
-        return f"Against {ratio.baseline} there is no ratio: a run of one or the other never {did}."
+        return f"There is no ratio to {ratio.baseline}: at least one run of the two schedules never {did}."
     seeds = len(ratio.per_seed)
     over = f"between {ratio.min:.2f} and {ratio.max:.2f} over {seeds} seeds" if seeds > 1 else "one seed, so no spread"
     comparison = better if ratio.median >= 1 else worse
@@ -71,7 +71,7 @@ def _in_words(ratio: Ratio, did: str, better: str, worse: str) -> str:
     if ratio.median < 1:
         return sentence + " Here it does not help."
     if ratio.min <= 1 and seeds > 1:
-        return sentence + " Not in every seed: the difference is within what seeds do."
+        return sentence + " Not in every seed: the difference is within the variation between seeds."
     return sentence
 
 
@@ -81,58 +81,56 @@ def _efficiency(pipeline: Row, baseline: Row | None) -> list[str]:
     if baseline is None or not own or not other:
         return []
     return [
-        f"For it pipeline needed {own:.0f} samples and {baseline.schedule} {other:.0f} ({own / other:.2f} times as many): "
-        f"lag {_rounded(pipeline.lag_mean)} against {_rounded(baseline.lag_mean)} optimizer steps on average."
+        f"To reach it, pipeline needed {own:.0f} samples and {baseline.schedule} {other:.0f} ({own / other:.2f} times as "
+        f"many): lag {_rounded(pipeline.lag_mean)} against {_rounded(baseline.lag_mean)} optimizer steps on average."
     ]
 
 
 def _bottleneck(pipeline: Row, rows: Mapping[str, Row]) -> list[str]:
-    """Which phase the pipeline waited for, and how the fastest conventional schedule's time divides."""
-    said = []
+    """Which phase limited the pipeline, and how busy both phases were in the fastest conventional schedule."""
+    sentences = []
     engine, trainer = pipeline.engine_busy_fraction, pipeline.trainer_busy_fraction
     if engine is not None and trainer is not None:
         slower = "generation" if engine > trainer else "training"
-        conclusion = (
-            "the phases are about balanced" if abs(engine - trainer) < BALANCED else f"{slower} is what it waits for"
-        )
-        said.append(
+        conclusion = "the phases are balanced" if abs(engine - trainer) < BALANCED else f"{slower} is the bottleneck"
+        sentences.append(
             f"In pipeline the engines were busy {engine:.0%} of the time and the trainer {trainer:.0%}: {conclusion}."
         )
     baseline = rows.get(pipeline.ratio_samples_per_s.baseline or "")
     if baseline and baseline.engine_busy_fraction is not None and baseline.trainer_busy_fraction is not None:
-        said.append(
-            f"In {baseline.schedule}, the fastest conventional one, engines computed {baseline.engine_busy_fraction:.0%} "
-            f"of the time and the trainer {baseline.trainer_busy_fraction:.0%}"
+        sentences.append(
+            f"In {baseline.schedule}, the fastest conventional schedule, the engines were busy "
+            f"{baseline.engine_busy_fraction:.0%} of the time and the trainer {baseline.trainer_busy_fraction:.0%}"
             + (
-                f"; {baseline.slots_used_fraction:.0%} of the slots were in use while any was."
+                f"; {baseline.slots_used_fraction:.0%} of the slots were in use while any slot was."
                 if baseline.slots_used_fraction
                 else "."
             )
         )
-    return said
+    return sentences
 
 
 def _rounded(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-class Tried(NamedTuple):
-    """The settings that a schedule uses, and everything that was tried for it, in order."""
+class TuningResult(NamedTuple):
+    """The settings that a schedule uses, and all of its trials, in order."""
 
     used: Settings
     trials: Sequence[Trial]
 
     def decided_by(self, trial: Trial) -> bool:
-        """Whether this is the trial for which the settings are used: the longest that they had."""
+        """Whether this trial decided the settings: the full-length trial of them if there are any, else the short one."""
         return trial.settings == self.used and trial.full == any(one.full for one in self.trials)
 
 
-Trials = Mapping[str, Tried]
-"""By schedule."""
+Trials = Mapping[str, TuningResult]
+"""By label of the schedule."""
 
 
 class Results(NamedTuple):
-    """A whole comparison in numbers: a row for each schedule, and every run."""
+    """The numbers of a comparison: one row per schedule, and every run."""
 
     target: float | None
     rows: Sequence[Row]
@@ -141,7 +139,7 @@ class Results(NamedTuple):
 
 
 def comparison_page(request: Request, results: Results, figures: Mapping[str, bytes]) -> str:
-    """The HTML. `figures` are PNGs by name: learning, on_policyness, and held_out and batch_sizes if there are any."""
+    """The HTML. `figures` are PNGs by name: learning, on_policyness; held_out and batch_sizes if there are data."""
     target, rows, runs, trials = results
     config = request.config
     best = {ratio.baseline for row in rows for ratio in (row.ratio_time_to_reward, row.ratio_samples_per_s)}
@@ -149,11 +147,11 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
     body = [
         html.paragraph(
             f"{config.environment.kind} with model {config.model.path}: {request.steps} optimizer steps of "
-            f"{config.trainer.batch_size} rollouts for each, {_count(request.seeds, 'seed')}, one run after another, "
+            f"{config.trainer.batch_size} rollouts per run, {_count(request.seeds, 'seed')}. Runs were made one at a time, "
             "each from the same weights and with the whole machine.",
             "lead",
         ),
-        html.heading("What was found"),
+        html.heading("Findings"),
         html.bullets(findings(rows, target, request.reward)),
         html.heading("Schedules"),
         html.table(_HEADER, [_cells(row) for row in rows], strong=strong),
@@ -171,7 +169,7 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
         html.bullets(LIMITS),
         html.heading("Every run"),
         html.table(_RUN_HEADER, [_run_cells(run) for run in runs]),
-        html.heading("Settings that were tried"),
+        html.heading("Trials of settings"),
         *_tried(request, trials),
         html.heading("Machine and method"),
         html.bullets(_circumstances(request, runs)),
@@ -208,23 +206,23 @@ def _cells(row: Row) -> list[str]:
 
 
 HELD_OUT = (
-    "The same held-out problems, answered after the run by the weights of the same versions of every run, with their 95% "
-    "intervals as standard errors; the time of a version is when the trainer had made it. Dashed: the target."
+    "The same held-out problems, answered after the run by the same versions of the weights of every run, with standard "
+    "errors (from the 95% intervals). The time of a version is when the trainer finished it. Dashed: the target."
 )
 
 
 def _legend(target: float | None, request: Request) -> str:
-    how = "between evaluated versions the reward is taken as linear" if request.held_out else f"mean of {WINDOW} steps"
+    how = "linear between evaluated versions" if request.held_out else f"mean over {WINDOW} steps"
     reward = (
         f"No target: no schedule's {request.reward} reward rose."
         if target is None
         else f"Target: a {request.reward} reward of {target:g} ({how})."
     )
     return (
-        f"{reward} Medians over seeds, with the smallest and largest where they differ. "
-        "Times sooner and faster are ratios to the best conventional schedule (for that quantity, by its median), seed by "
-        "seed: above 1 is better than it. Slots in use: while any is, so that a draining batch counts, and a phase of "
-        "training does not."
+        f"{reward} Values are medians over seeds, with the smallest and largest if they differ. "
+        "Times sooner and times faster are ratios to the best conventional schedule (for that quantity, by its median), "
+        "taken seed by seed; above 1, the schedule is better. Slots in use is averaged over the time in which any slot is "
+        "in use: a draining batch counts, a training phase does not."
     )
 
 
@@ -258,7 +256,7 @@ def _run_cells(run: RunResult) -> list[str]:
 
 def _tried(request: Request, trials: Trials) -> list[str]:
     if not request.tune:
-        return [html.paragraph("Nothing was tried: the run file's settings were used.", "note")]
+        return [html.paragraph("No settings were tried; the run file's settings were used.", "note")]
     rows = [
         [
             schedule,
@@ -273,8 +271,8 @@ def _tried(request: Request, trials: Trials) -> list[str]:
     return [
         html.table(("schedule", "settings", "run", "tokens/s", ""), rows),
         html.paragraph(
-            f"A short run has about {request.trial_steps} steps; tokens/s after its first third, of a full one after the "
-            "first fifth. A setting is changed only for one that is more than 2% faster.",
+            f"A short run has about {request.trial_steps} steps. tokens/s excludes the first third of a short run, and the "
+            "first fifth of a full-length run. A setting is changed only for one that is more than 2% faster.",
             "note",
         ),
     ]
@@ -288,7 +286,7 @@ def _circumstances(request: Request, runs: Sequence[RunResult]) -> list[str]:
         f"{machine.cpu}, {_count(machine.cores, 'core')}{memory}, {machine.system}",
         versions,
         f"Seeds {', '.join(map(str, request.seed_numbers))}; the order of the schedules rotates from seed to seed.",
-        "No evaluation of held-out problems and no checkpoint falls into the measured time.",
+        "The measured time includes no evaluation of held-out problems and no checkpoint.",
         *([_held_out(request, runs)] if request.held_out else []),
     ]
 
@@ -299,7 +297,7 @@ def _held_out(request: Request, runs: Sequence[RunResult]) -> str:
     return (
         f"Every {_count(request.evaluate_every, 'step')} each run copied its weights, which took at most {share:.2%} of its "
         f"measured time. After the run each copy answered {request.held_out} held-out problems once, with the same random "
-        f"numbers{f', the environment with {changed}' if changed else ''}."
+        f"numbers{f' and the environment arguments {changed}' if changed else ''}."
     )
 
 

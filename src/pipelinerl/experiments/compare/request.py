@@ -1,4 +1,4 @@
-"""What a comparison is asked to do, how much work it takes on, and how that is remembered in its folder."""
+"""The request of a comparison: its runs, their number and length, and the copy of it in the comparison's folder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from pipelinerl.experiments.compare.contenders import Contender, parse_contender
 from pipelinerl.launch.hosts.resources import usable_cores
 from pipelinerl.report.files import write_file
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Where a comparison is made: what of the machine and its software bears on the numbers.
+# ---- the machine: hardware and software that affect the results
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs of one comparison are all made on one of these; `cores` are those that this process may use."""
+    """The machine that all runs of a comparison are made on. `cores` are those that this process may use."""
 
     cpu: str
     cores: int
@@ -46,7 +45,7 @@ def this_machine() -> Machine:
 
 
 def load_average() -> float | None:
-    """Runnable processes over the last minute: what else the machine was doing. None where it is not told."""
+    """Runnable processes over the last minute, which shows other load. None where the system does not report it."""
     try:
         return round(os.getloadavg()[0], 2)
     except OSError:
@@ -76,19 +75,21 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+# ---- the request
+
 REQUEST_FILE = "request.json"
 
 
 class Effort(NamedTuple):
-    """How much is measured: the defaults of what a user can set, and the length of a trial of settings.
+    """How much is measured: defaults for the user's options, and the length of a trial.
 
-    `most_steps` bounds the run file's steps; `trial_steps` is rounded up to whole rounds. `finals`: the best way to spread
-    engines over processes is decided by runs of full length.
+    `max_steps` bounds the run file's steps. `trial_steps` is rounded up to whole rounds. `finals`: runs of full length
+    decide how many processes the engines are spread over.
     """
 
     schedules: str
     seeds: int
-    most_steps: int | None
+    max_steps: int | None
     trial_steps: int
     slot_factors: tuple[int, ...]
     finals: bool
@@ -98,16 +99,16 @@ class Effort(NamedTuple):
 FULL = Effort("pipeline,conventional:4,conventional:8", 2, None, 16, (1, 2), finals=True, held_out=512)
 QUICK = Effort("pipeline,conventional:2,conventional:4", 1, 48, 8, (1, 2), finals=False, held_out=256)
 EVALUATIONS = 16
-"""Versions of each run that answer the held-out problems, besides the first weights, if the user does not say how many."""
+"""Default number of versions of each run that answer the held-out problems, besides the initial weights."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides which runs are made, so that runs made for an equal request need not be made again.
+    """Everything that determines the runs. Runs that were made for an equal request are reused.
 
     config             the run file, resolved and without its run_dir
-    held_out           held-out problems that decide when a reward is reached; 0: training rewards do
+    held_out           held-out problems that decide when a reward is reached; 0: training rewards decide
     evaluate_every     optimizer steps between the versions that answer them
-    held_out_args      arguments of the environment that differ when they are answered
+    held_out_args      overrides of environment arguments while they are answered
     """
 
     config: RunConfig
@@ -125,7 +126,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reward(self) -> Literal["held-out", "training"]:
-        """Whose reward the target is about."""
+        """The kind of reward that the target refers to."""
         return "held-out" if self.held_out else "training"
 
     @property
@@ -150,20 +151,18 @@ def make_request(
     evaluate_every: int | None = None,
     held_out_args: Mapping[str, Any] | None = None,
 ) -> Request:
-    """A request with the defaults of its effort where nothing is said. Raises ConfigError."""
+    """A request; None takes the default of the effort (quick or full). Raises ConfigError."""
     effort = QUICK if quick else FULL
     contenders = parse_contenders(effort.schedules if schedules is None else schedules)
     if seeds is not None and seeds < 1:
-        raise ConfigError(f"--seeds: {seeds} repetitions are none; ask for 1 or more")
+        raise ConfigError(f"--seeds: {seeds} is too few; give 1 or more")
     if held_out is not None and held_out < 0:
-        raise ConfigError(
-            f"--held-out: {held_out} problems are too few; ask for 1 or more, or for 0 to use training rewards"
-        )
+        raise ConfigError(f"--held-out: {held_out} problems are too few; give 1 or more, or 0 to use training rewards")
     if evaluate_every is not None and evaluate_every < 1:
         raise ConfigError(f"--evaluate-every: {evaluate_every} steps are too few; give 1 or more")
     if config.launch.kind != "processes":
-        raise ConfigError("launch.kind: schedules are compared in processes of their own; set it to processes")
-    steps = whole_rounds(min(config.trainer.steps, effort.most_steps or config.trainer.steps), contenders)
+        raise ConfigError("launch.kind: compare runs each stage in a separate process; set it to processes")
+    steps = whole_rounds(min(config.trainer.steps, effort.max_steps or config.trainer.steps), contenders)
     return Request(
         config=msgspec.structs.replace(config, run_dir=None),
         schedules=contenders,
@@ -181,7 +180,7 @@ def make_request(
 
 
 def claim_folder(out: Path, request: Request) -> None:
-    """Make `out` this request's folder, or find that it is. Raises RunDirectoryError, which says what differs."""
+    """Create `out` for this request, or check that it holds this request. Raises RunDirectoryError with the differences."""
     path = out / REQUEST_FILE
     try:
         before = path.read_bytes()
@@ -197,7 +196,7 @@ def claim_folder(out: Path, request: Request) -> None:
         raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
     if differences:
         raise RunDirectoryError(
-            f"{out} holds another comparison ({'; '.join(differences)}); give the same arguments to go on with it, or "
+            f"{out} holds another comparison ({'; '.join(differences)}); give the same arguments to continue it, or "
             "choose another --out"
         )
 
@@ -207,13 +206,13 @@ def _make(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         taken = next(out.iterdir(), None)
     except OSError as error:
-        raise RunDirectoryError(f"can't write to {out}: {error.strerror}; choose an --out that can be written to") from error
+        raise RunDirectoryError(f"can't write to {out}: {error.strerror}; choose a writable --out") from error
     if taken is not None:
-        raise RunDirectoryError(f"{out} is not empty and holds no comparison; choose an --out that is new")
+        raise RunDirectoryError(f"{out} is not empty and holds no comparison; choose a new --out")
 
 
 def differing(before: Any, now: Any, key: str = "") -> list[str]:
-    """`KEY was A, now B` for every value that two JSON-like documents do not share."""
+    """`KEY was A, now B` for every value that differs between two JSON-like documents."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         keys = list(dict.fromkeys([*before, *now]))
         return [

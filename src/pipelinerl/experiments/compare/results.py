@@ -1,7 +1,8 @@
-"""From the runs of a comparison to its numbers: the target, medians, ratios and their spread over seeds. Pure.
+"""The numbers of a comparison, from its runs: the target, medians, ratios and their spread over seeds. Pure.
 
-A run that did not reach the target, or did not finish, has None for a quantity. In a median that counts as worse than
-everything, and a ratio over seeds is None as soon as one seed lacks it: nothing is left out to look better.
+A run that did not reach the target, or did not finish, has None for a quantity. When the best conventional schedule is
+chosen, None counts as worse than any value. A spread or ratio over seeds is None if one seed lacks it, so that failed runs
+never improve a result.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from pipelinerl.report.series import Measured, Reached
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run.
 
-    rewards            those that the target is about: held-out rewards by version; or, in a comparison without them, means
-                       of training rewards over a window of steps, without those at the start that have no whole window
-    reached            when these reached the target; `reached_training` when the training rewards did
-    saving_s           of the measured time, what it took to write weights
+    rewards            the rewards that the target refers to: held-out rewards by version; or, in a comparison without them,
+                       means of training rewards over a window of steps, starting with the first full window
+    reached            when these reached the target; `reached_training`: when the training rewards reached it
+    saving_s           the part of the measured time that was spent writing weights
     """
 
     schedule: str
@@ -71,7 +72,7 @@ def samples_per_s(run: RunResult) -> float | None:
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A quantity over seeds; all of it None as soon as one seed has none. `per_seed` is in the order of the seeds."""
+    """A quantity over seeds. The statistics are None if one seed lacks it. `per_seed` is in the order of the seeds."""
 
     median: float | None
     min: float | None
@@ -87,7 +88,7 @@ def spread(values: Sequence[float | None]) -> Spread:
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
-    """How many times faster than `baseline`, the best conventional schedule for this quantity. Above 1: faster."""
+    """Ratio to `baseline`, the best conventional schedule for this quantity. Above 1: better than the baseline."""
 
     baseline: str | None
     median: float | None
@@ -97,11 +98,12 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def target_reward(runs: Iterable[RunResult]) -> float | None:
-    """The target when the user names none: nine tenths of the way from the first reward to one that every kind reaches.
+    """The default target: nine tenths of the way from the first reward to a reward that every kind of schedule reaches.
 
-    The way starts at the mean of all runs' first rewards and ends at the lowest, over the kinds of schedules, of what the
-    kind's best schedule reaches in its worst seed. So every kind has a schedule that reaches it, and one that diverges
-    does not lower it for the others. It is rounded down to two digits of the way. None if nothing was learnt.
+    The range starts at the mean of all runs' first rewards. Its end is a minimum over the kinds of schedules: the reward
+    that the kind's best schedule reaches in its worst seed. So every kind has a schedule that reaches the target, and a
+    schedule that diverges does not lower it for the others. The target is rounded down to two digits of the range. None if
+    the reward did not rise.
     """
     learnt = [run for run in runs if run.rewards]
     if not learnt:
@@ -126,12 +128,12 @@ def over_seeds(runs: Sequence[RunResult], schedule: str, quantity: Quantity) -> 
 
 
 def median_with_missing(values: Sequence[float | None], missing: float) -> float:
-    """The median where None counts as `missing`, worse than everything."""
+    """The median, with `missing` (worse than any value) in place of None."""
     return median(missing if value is None else value for value in values)
 
 
 def best_conventional(runs: Sequence[RunResult], quantity: Quantity, *, low_is_good: bool) -> str | None:
-    """The conventional schedule with the best median over seeds; None if no G has one."""
+    """The conventional schedule with the best median over seeds; None if no schedule has a finite median."""
     sign, missing = (1, math.inf) if low_is_good else (-1, -math.inf)
     schedules = list(dict.fromkeys(run.schedule for run in runs if run.kind == CONVENTIONAL))
     medians = {one: sign * median_with_missing(over_seeds(runs, one, quantity), missing) for one in schedules}
@@ -140,7 +142,7 @@ def best_conventional(runs: Sequence[RunResult], quantity: Quantity, *, low_is_g
 
 
 def ratio(runs: Sequence[RunResult], schedule: str, quantity: Quantity, *, low_is_good: bool) -> Ratio:
-    """How many times better `schedule` is than the best conventional one, seed by seed."""
+    """How many times better `schedule` is than the best conventional schedule, seed by seed."""
     baseline = best_conventional(runs, quantity, low_is_good=low_is_good)
     own = over_seeds(runs, schedule, quantity)
     others: Sequence[float | None] = [None] * len(own) if baseline is None else over_seeds(runs, baseline, quantity)
@@ -150,7 +152,7 @@ def ratio(runs: Sequence[RunResult], schedule: str, quantity: Quantity, *, low_i
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One schedule over its seeds: medians where nothing else is said; None if a run lacks the quantity."""
+    """One schedule over its seeds. Numbers are medians unless named otherwise; None if a run lacks the quantity."""
 
     schedule: str
     settings: Settings
@@ -176,7 +178,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def row(runs: Sequence[RunResult], schedule: str) -> Row:
-    """What the table says of one schedule."""
+    """The table row of one schedule."""
     own = [run for run in runs if run.schedule == schedule]
 
     def middle(quantity: Quantity) -> float | None:

@@ -1,4 +1,4 @@
-"""The settings that decide how fast a schedule is on a machine, and which of them are tried. Pure."""
+"""The settings that determine a schedule's speed on a machine, and the search for the fastest. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.launch.hosts.resources import plan_threads
 from pipelinerl.schedule import make_schedule
 
 MARGIN = 0.02
-"""A setting must be faster by this share to replace what is closer to the run file: rates of short runs vary."""
+"""A setting must be faster by this share to replace one closer to the run file, because rates of short runs vary."""
 
 
 class Settings(NamedTuple):
@@ -39,17 +39,17 @@ class Settings(NamedTuple):
 
 
 def settings_of(config: RunConfig, cores: int) -> Settings:
-    """What a run file comes to on a machine of so many cores."""
+    """The settings that a run file resolves to on a machine with `cores` cores."""
     threads = plan_threads(config, make_schedule(config), cores)
     return Settings(config.engine.processes, threads.generation, config.engine.slots, threads.training)
 
 
 Axis = Callable[[Settings], Sequence[Settings]]
-"""Alternatives to some settings: they differ from them in one respect."""
+"""Returns alternatives to some settings, which differ from them in one respect."""
 
 
 class Trial(NamedTuple):
-    """Settings that were tried; `tokens_per_s` is None if the run was too short to say. `full`: at a run's full length."""
+    """Settings that were tried. `tokens_per_s` is None if the run was too short. `full`: at full run length."""
 
     settings: Settings
     tokens_per_s: float | None
@@ -57,15 +57,15 @@ class Trial(NamedTuple):
 
 
 def axes(config: RunConfig, *, cores: int, most_in_progress: int | None, slot_factors: Sequence[int]) -> list[Axis]:
-    """What to try, one respect after the other: how engines use cores, how many slots, the trainer's threads.
+    """The axes of the search, in order: layout of engines on cores, number of slots, the trainer's threads.
 
-    most_in_progress   sequences that the schedule can have in progress, if it bounds them: more slots are no use
-    On a GPU only the slots matter.
+    `most_in_progress` is the schedule's bound on sequences in progress, if it has one; more slots would stay empty. On a
+    GPU only the slots are searched.
     """
     on_cpu = (config.engine.device == "cpu", config.trainer.device == "cpu")
     found: list[Axis] = []
     if on_cpu[0]:
-        found.append(lambda now: [_laid_out(now, *layout) for layout in engine_layouts(cores)])
+        found.append(lambda now: [_with_layout(now, *layout) for layout in engine_layouts(cores)])
     found.append(lambda now: [now._replace(slots=slots) for slots in _slots(now, most_in_progress, slot_factors)])
     if on_cpu[1]:
         found.append(lambda now: [now._replace(trainer_threads=threads) for threads in dict.fromkeys((1, cores))])
@@ -73,13 +73,13 @@ def axes(config: RunConfig, *, cores: int, most_in_progress: int | None, slot_fa
 
 
 def engine_layouts(cores: int) -> list[tuple[int, int]]:
-    """(processes, threads each) that use between one core and all: one thread each, or as many as fit into the cores."""
+    """(processes, threads per process), from one core to all: one thread each, or as many threads as the cores allow."""
     processes = [2**power for power in range(cores.bit_length()) if 2**power < cores] + [cores]
     return [(count, threads) for count in processes for threads in dict.fromkeys((1, max(1, cores // count)))]
 
 
-def _laid_out(now: Settings, processes: int, threads: int) -> Settings:
-    """The same slots in all, spread over so many engines."""
+def _with_layout(now: Settings, processes: int, threads: int) -> Settings:
+    """The same total number of slots, spread over `processes` engines."""
     slots = -(-now.processes * now.slots // processes)
     return now._replace(processes=processes, engine_threads=threads, slots=slots)
 
@@ -93,9 +93,9 @@ def _slots(now: Settings, most_in_progress: int | None, factors: Sequence[int]) 
 def search(
     start: Settings, axes: Sequence[Axis], measure: Callable[[Settings], float | None]
 ) -> tuple[Settings, list[Trial]]:
-    """The fastest settings, axis by axis from `start`, and all that was tried, in order. Nothing is measured twice.
+    """The fastest settings, searched axis by axis from `start`, and all trials in order. Nothing is measured twice.
 
-    Of equal rates (within MARGIN) the earlier one stays. A rate of None loses against everything.
+    Between equal rates (within MARGIN) the earlier settings stay. A rate of None counts as the slowest.
     """
     tried: dict[Settings, float | None] = {start: measure(start)}
     best = start
@@ -108,20 +108,20 @@ def search(
 
 
 def finalists(best: Settings, tried: Sequence[Trial]) -> list[Settings]:
-    """`best`, and the same slots in all laid out over another number of engine processes, if any other was tried.
+    """`best`, and the same total number of slots over another number of engine processes, if another was tried.
 
-    What short runs can't tell between these two is how the work shifts as the model learns: less and less of it is the
-    trainer's, once most groups are solved by all of their attempts.
+    Short runs can't decide between these two, because the work shifts as the model learns: the trainer's share shrinks as
+    more groups are solved by all of their attempts.
     """
     others = [trial for trial in tried if trial.settings.processes != best.processes]
     if not others:
         return [best]
     other = max(others, key=lambda trial: trial.tokens_per_s or 0.0).settings
-    return [best, _laid_out(best, other.processes, other.engine_threads)]
+    return [best, _with_layout(best, other.processes, other.engine_threads)]
 
 
 def decide(finals: Sequence[Trial]) -> Settings:
-    """The fastest, where the first stays unless another is faster by MARGIN."""
+    """The fastest settings; the first stay unless others are faster by MARGIN."""
     rates = {trial.settings: trial.tokens_per_s for trial in finals}
     return _fastest(finals[0].settings, list(rates), rates)
 

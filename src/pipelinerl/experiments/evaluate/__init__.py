@@ -1,1 +1,1 @@
-"""Models on held-out problems: how often they are right, and how sure that is."""
+"""Evaluates models on held-out problems: mean@K and pass@k, with confidence intervals."""

@@ -1,4 +1,4 @@
-"""Problems answered K times each by one engine. Nobody else uses it, and its weights stay as they are."""
+"""Runs K attempts at each problem on one engine, whose weights do not change."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipelinerl.types import Problem, Rollout, SamplingParams
 
 IDLE_S = 0.002
 END_S = 2.0
-"""For attempts to end that are given up."""
+"""Time that cancelled attempts get to end."""
 
 
 class Questions(NamedTuple):
-    """What is asked, and how: `attempts` K at each problem; a reward of at least `pass_at` is a pass."""
+    """The problems and how they are attempted: K = `attempts` times each; a reward of at least `pass_at` is a pass."""
 
     environment: Environment
     problems: Sequence[Problem]
@@ -41,11 +41,11 @@ async def answer(
     stop: Callable[[], bool],
     on_attempt: Callable[[AttemptRecord], None],
 ) -> bool:
-    """Make every attempt, at most `slots` at a time; False if `stop` said to stop before that.
+    """Run all attempts, at most `slots` at a time. Returns False if `stop` ended them early.
 
-    The attempts at a problem follow one another, so that their prompt is computed once. Seeds depend on `questions.seed`, a
-    problem's place and the attempt alone: different weights get the same random numbers. `on_attempt` gets each in order of
-    completion. Raises what the engine raises; attempts that fail are records.
+    The attempts at a problem are started one after another, so that their prompt is computed once. Seeds depend only on
+    `questions.seed`, the problem's position and the attempt, so different weights get the same random numbers.
+    `on_attempt` is called for each attempt in order of completion, failed ones included. Raises what the engine raises.
     """
     client = EngineClient(engine)
     waiting = ((number, k) for number in range(len(questions.problems)) for k in range(questions.attempts))

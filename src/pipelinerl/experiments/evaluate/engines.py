@@ -1,4 +1,4 @@
-"""The engine that answers: the embedded one with a model of its own, or servers that have theirs."""
+"""Engines for an evaluation: the embedded one with a model that it loads, or servers with their own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pipelinerl.launch.stages.engines import server_clients
 from pipelinerl.models.loading import LONGEST_SLOT, load_model, model_max_length, stop_token_ids
 
 STARTUP_S = 30.0
-"""For servers to answer at first: they are there already, or are not coming."""
+"""Time limit for the first response of servers, which should already be running."""
 
 
-class Answering(NamedTuple):
-    """`version` is None where nobody knows how many optimizer steps are behind the weights."""
+class EvaluationEngine(NamedTuple):
+    """An engine that is ready. `version` is None if the number of optimizer steps behind the weights is unknown."""
 
     engine: Engine
     slots: int
@@ -33,15 +33,15 @@ class Answering(NamedTuple):
 @contextmanager
 def engine_for(
     target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int, api_key: str | None
-) -> Iterator[Answering]:
-    """The engine that `config` asks for; its memory is free again afterwards.
+) -> Iterator[EvaluationEngine]:
+    """The engine that `config` describes; its memory is freed on exit.
 
-    Raises ModelLoadError, UnsupportedModelError, CheckpointError; for servers what `RemoteEngine` raises, and UserError if
-    they serve another model.
+    Raises ModelLoadError, UnsupportedModelError or CheckpointError; for servers what `RemoteEngine` raises, and UserError
+    if they serve another model.
     """
     if config.kind != "local":
-        with _remote(target, config, api_key) as answering:
-            yield answering
+        with _remote(target, config, api_key) as ready:
+            yield ready
         return
     try:
         yield _local(target, config, tokenizer, max_tokens)
@@ -49,7 +49,7 @@ def engine_for(
         gc.collect()
 
 
-def _local(target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int) -> Answering:
+def _local(target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int) -> EvaluationEngine:
     if target.checkpoint:
         load_checkpoint(Path(target.model.path))  # verifies every file
     model = load_model(target.model, config.device)
@@ -61,13 +61,13 @@ def _local(target: Target, config: EngineConfig, tokenizer: Tokenizer, max_token
         prefill_tokens=config.prefill_tokens,
         version=target.version or 0,
     )
-    return Answering(engine, config.slots, stop_token_ids(model, tokenizer), target.version)
+    return EvaluationEngine(engine, config.slots, stop_token_ids(model, tokenizer), target.version)
 
 
 @contextmanager
-def _remote(target: Target, config: EngineConfig, api_key: str | None) -> Iterator[Answering]:
-    from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - as above
-    from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - what talks HTTP is for this alone
+def _remote(target: Target, config: EngineConfig, api_key: str | None) -> Iterator[EvaluationEngine]:
+    from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - HTTP client, only needed here
+    from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
 
     facts = model_facts(target.model.path)
@@ -75,7 +75,7 @@ def _remote(target: Target, config: EngineConfig, api_key: str | None) -> Iterat
     with closing(RemoteEngine(servers, bounds=Bounds(startup_s=STARTUP_S))) as engine:
         if engine.limits.vocabulary != facts.vocabulary:
             raise UserError(
-                f"{config.urls[0]} serves a model of {engine.limits.vocabulary} tokens, and {target.model.path} has "
-                f"{facts.vocabulary}: give the MODEL that it serves, for its tokenizer"
+                f"{config.urls[0]} serves a model with a vocabulary of {engine.limits.vocabulary} tokens, but "
+                f"{target.model.path} has {facts.vocabulary}: give the MODEL that it serves, for its tokenizer"
             )
-        yield Answering(engine, engine.slots, facts.stop_token_ids, engine.version)
+        yield EvaluationEngine(engine, engine.slots, facts.stop_token_ids, engine.version)

@@ -1,6 +1,6 @@
-"""An evaluation from beginning to end: each model in turn, the same problems and random numbers for all.
+"""Runs an evaluation: one model after another, with the same problems and random numbers for all.
 
-tokenizer ─▶ environment ─▶ problems ─▶ engine ─▶ attempts ─▶ numbers ─▶ next model
+tokenizer ─▶ environment ─▶ problems ─▶ engine ─▶ attempts ─▶ estimates ─▶ next model
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipelinerl.config.schema import EngineConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, TooManyFailuresError
 from pipelinerl.experiments.evaluate.answering import Questions, answer
-from pipelinerl.experiments.evaluate.engines import Answering, engine_for
+from pipelinerl.experiments.evaluate.engines import EvaluationEngine, engine_for
 from pipelinerl.experiments.evaluate.folder import EvaluationFolder
 from pipelinerl.experiments.evaluate.passes import Floats
 from pipelinerl.experiments.evaluate.records import AttemptRecord, EvaluationSettings, EvaluationSummary, ModelResult, Status
@@ -32,7 +32,7 @@ from pipelinerl.types import Problem, SamplingParams
 
 RESAMPLES = 2000
 LEVEL = 0.95
-SAY_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,11 @@ class EvaluationPlan:
 
 
 def evaluate(plan: EvaluationPlan, stop: Callable[[], bool], say: Callable[[str], None]) -> EvaluationSummary:
-    """Evaluate every model of the plan and write it down. `say` gets lines of text on how far it is.
+    """Evaluate every model of the plan and write the results. `say` is called with lines of text on the progress.
 
-    When `stop` says so, what was done until then is the result ("interrupted"). Raises EnvironmentSetupError, before any
-    model is loaded, if the environment has no such problems; TooManyFailuresError if every attempt at them failed.
+    Once `stop` returns True, the evaluation ends with the results so far and status "interrupted". Raises
+    EnvironmentSetupError, before any model is loaded, if the environment has no such problems; TooManyFailuresError if
+    all attempts of a model failed.
     """
     if plan.engine.threads is not None:
         torch.set_num_threads(plan.engine.threads)
@@ -73,16 +74,18 @@ class _Evaluation:
         self._stop = stop
         self._say = say
         self._problems: list[Problem] = []
-        self._first: Mapping[int, Floats] | None = None
+        self._first_values: Mapping[int, Floats] | None = None
         self._results: list[ModelResult] = []
 
     def run(self) -> EvaluationSummary:
-        asked = self._ask(self._plan.targets[0])
+        first = self._load_environment(self._plan.targets[0])
         folder = EvaluationFolder(self._plan.out, overwrite=self._plan.overwrite)
         folder.write_summary(self._summary("unfinished"))
         done = True
         for number, target in enumerate(self._plan.targets):
-            done = not self._stop() and self._one(target, *(self._ask(target) if number else asked), folder)
+            done = not self._stop() and self._evaluate(
+                target, *(self._load_environment(target) if number else first), folder
+            )
             if not done:
                 break
         summary = self._summary("finished" if done else "interrupted")
@@ -92,8 +95,8 @@ class _Evaluation:
     def _summary(self, status: Status) -> EvaluationSummary:
         return EvaluationSummary(status=status, settings=self._plan.settings, models=tuple(self._results))
 
-    def _ask(self, target: Target) -> tuple[Environment, Tokenizer]:
-        """The environment for this model's tokenizer. Its problems must be those of the first."""
+    def _load_environment(self, target: Target) -> tuple[Environment, Tokenizer]:
+        """The environment for this model's tokenizer. Its problems must be the same as for the first model."""
         settings = self._plan.settings
         kind = settings.environment
         tokenizer = load_tokenizer(target.model)
@@ -105,41 +108,41 @@ class _Evaluation:
             )
         if self._problems and [problem.id for problem in problems] != [problem.id for problem in self._problems]:
             raise EnvironmentSetupError(
-                f"environment {kind} has other problems for {target.name} than for "
-                f"{self._plan.targets[0].name}; evaluate them apart"
+                f"environment {kind} gives different problems for {target.name} and "
+                f"{self._plan.targets[0].name}; evaluate them separately"
             )
         if not self._problems and len(problems) < settings.problems:
             self._say(f"{kind} has {len(problems)} problems, not {settings.problems}")
         self._problems = problems
         return environment, tokenizer
 
-    def _one(self, target: Target, environment: Environment, tokenizer: Tokenizer, folder: EvaluationFolder) -> bool:
-        """Evaluate one model; False if it was stopped. However it ends, what was done is written and counted."""
+    def _evaluate(self, target: Target, environment: Environment, tokenizer: Tokenizer, folder: EvaluationFolder) -> bool:
+        """Evaluate one model; False if it was stopped. Results so far are written even if it is stopped or fails."""
         plan, settings = self._plan, self._plan.settings
         tally = Tally(self._problems, settings)
         with (
-            engine_for(target, plan.engine, tokenizer, settings.max_tokens, plan.api_key) as answering,
+            engine_for(target, plan.engine, tokenizer, settings.max_tokens, plan.api_key) as ready,
             folder.attempts(target.folder) as attempts,
         ):
             progress = _Progress(target.name, tally, len(self._problems) * settings.attempts, self._say)
 
-            def note(record: AttemptRecord) -> None:
+            def on_attempt(record: AttemptRecord) -> None:
                 attempts.write(record)
                 tally.add(record)
-                progress.tell()
+                progress.report()
 
             try:
-                questions = self._questions(environment, answering)
+                questions = self._questions(environment, ready)
                 done = asyncio.run(
-                    answer(questions, answering.engine, tokenizer, answering.slots, stop=self._stop, on_attempt=note)
+                    answer(questions, ready.engine, tokenizer, ready.slots, stop=self._stop, on_attempt=on_attempt)
                 )
             finally:
-                progress.tell(now=True)
-                self._results.append(tally.result(target, answering.version, self._first))
+                progress.report(now=True)
+                self._results.append(tally.result(target, ready.version, self._first_values))
                 folder.write_pass_rates(target.folder, tally.pass_rates())
                 folder.write_summary(self._summary("unfinished"))
-        if self._first is None:
-            self._first = tally.values()
+        if self._first_values is None:
+            self._first_values = tally.values()
         if tally.all_failed and done:
             raise TooManyFailuresError(
                 f"{target.name}: all {tally.attempts} attempts failed, the last with {tally.last_failure} (see "
@@ -147,7 +150,7 @@ class _Evaluation:
             )
         return done
 
-    def _questions(self, environment: Environment, answering: Answering) -> Questions:
+    def _questions(self, environment: Environment, ready: EvaluationEngine) -> Questions:
         settings = self._plan.settings
         return Questions(
             environment=environment,
@@ -158,7 +161,7 @@ class _Evaluation:
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 top_k=settings.top_k,
-                stop_token_ids=answering.stop_token_ids,
+                stop_token_ids=ready.stop_token_ids,
             ),
             limits=self._limits,
             pass_at=settings.pass_at,
@@ -167,9 +170,9 @@ class _Evaluation:
 
 
 def problems_of(environment: Environment, settings: EvaluationSettings, limits: TimeLimits) -> list[Problem]:
-    """At most `settings.problems` of the held-out problems, or of the training problems, each once.
+    """The first `settings.problems` held-out or training problems, each once; fewer if there are fewer.
 
-    Raises EnvironmentSetupError if the environment can't give them.
+    Raises EnvironmentSetupError if the environment can't provide them.
     """
     if not settings.training_problems:
         return list(held_out_problems(environment, settings.problems))
@@ -178,24 +181,24 @@ def problems_of(environment: Environment, settings: EvaluationSettings, limits: 
         made = problem_for(environment, index, limits)
         if isinstance(made, Failure):
             raise EnvironmentSetupError(f"the environment can't give its training problems: {made.message}")
-        found.setdefault(made[0].id, made[0])  # beyond the end of a data set they come again
+        found.setdefault(made[0].id, made[0])  # problems repeat after the end of a data set
     return list(found.values())
 
 
 class _Progress:
-    """A line every now and then."""
+    """Prints a progress line every `REPORT_EVERY_S` seconds."""
 
     def __init__(self, name: str, tally: Tally, total: int, say: Callable[[str], None]) -> None:
         self._name = name
         self._tally = tally
         self._total = total
         self._say = say
-        self._said_s = time.monotonic()
+        self._reported_s = time.monotonic()
 
-    def tell(self, *, now: bool = False) -> None:
-        if not now and time.monotonic() < self._said_s + SAY_EVERY_S:
+    def report(self, *, now: bool = False) -> None:
+        if not now and time.monotonic() < self._reported_s + REPORT_EVERY_S:
             return
-        self._said_s = time.monotonic()
+        self._reported_s = time.monotonic()
         reward = self._tally.reward
         mean = "" if reward is None else f", mean reward {reward:.3f}"
         self._say(f"{self._name}: {self._tally.attempts} of {self._total} attempts{mean}")

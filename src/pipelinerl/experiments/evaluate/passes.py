@@ -1,12 +1,12 @@
-"""How often a model is right, with intervals. Pure maths.
+"""pass@k and confidence intervals over problems. Pure maths.
 
-Of n attempts at a problem c pass. pass@k, the chance that at least one of k attempts passes, has the unbiased estimator
-1 - C(n - c, k) / C(n, k): the share of all choices of k of the n attempts that hold a pass (Chen et al., "Evaluating Large
-Language Models Trained on Code", 2021, arXiv 2107.03374, section 2.1).
+pass@k is the probability that at least one of k attempts at a problem passes. If c of n attempts pass, its unbiased
+estimator is 1 - C(n - c, k) / C(n, k): the share of the subsets of k attempts that contain a pass (Chen et al., "Evaluating
+Large Language Models Trained on Code", 2021, arXiv 2107.03374, section 2.1).
 
-Attempts at one problem are not independent, so what intervals resample is problems, each with all of its attempts. The draws
-depend on the seed and the number of problems alone: quantities measured on the same problems are resampled together, and
-the interval of their difference is a paired one.
+Attempts at one problem are not independent, so intervals resample problems, each with all of its attempts. The draws depend
+only on the seed and the number of problems, so quantities measured on the same problems are resampled together and the
+interval of their difference is paired.
 
 Shapes: U problems, Q quantities, R resamples.
 """
@@ -34,8 +34,8 @@ def pass_at_k(attempts: int, passes: int, k: int) -> float:
     """The estimator above. Raises ValueError unless 0 <= passes <= attempts and 1 <= k <= attempts."""
     if not 0 <= passes <= attempts or not 1 <= k <= attempts:
         raise ValueError(f"no pass@{k} of {passes} passes in {attempts} attempts")
-    every = math.comb(attempts, k)
-    return (every - math.comb(attempts - passes, k)) / every
+    subsets = math.comb(attempts, k)
+    return (subsets - math.comb(attempts - passes, k)) / subsets
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
@@ -44,13 +44,13 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 
 def mean_intervals(values_UQ: Floats, *, resamples: int, seed: int, level: float) -> tuple[Interval, ...]:
-    """The mean over problems of each quantity. Raises ValueError without problems."""
+    """The mean over problems of each quantity, with its interval. Raises ValueError if there are no problems."""
     if not len(values_UQ):
         raise ValueError("no problems to take a mean over")
     generator = np.random.default_rng(seed)
-    places = range(resamples)
-    # One resample at a time: all at once would be R x U numbers, too many for a large data set.
-    means_RQ = np.array([values_UQ[generator.integers(0, len(values_UQ), len(values_UQ))].mean(axis=0) for _ in places])
+    draws = range(resamples)
+    # One resample at a time: all R x U indices at once would take too much memory for a large data set.
+    means_RQ = np.array([values_UQ[generator.integers(0, len(values_UQ), len(values_UQ))].mean(axis=0) for _ in draws])
     tail = (1 - level) / 2
     low_Q, high_Q = np.quantile(means_RQ, [tail, 1 - tail], axis=0)
     points_Q = values_UQ.mean(axis=0)

@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind, as it is written: attempts, pass rates, and the summary over all models."""
+"""The records that an evaluation writes: attempts, pass rates, and the summary over all models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AttemptRecord(EvaluatedProblem, frozen=True, kw_only=True):
 
 
 class PassRate(msgspec.Struct, frozen=True):
-    """A line of `pass_rates.jsonl`. Attempts that failed count as attempts that did not pass."""
+    """A line of `pass_rates.jsonl`. A failed attempt counts as one that did not pass."""
 
     id: str
     attempts: int
@@ -29,7 +29,7 @@ class PassRate(msgspec.Struct, frozen=True):
 
 
 class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for. An environment may ask for less than `max_tokens`."""
+    """The settings of an evaluation. An environment may request fewer than `max_tokens`."""
 
     environment: str
     environment_args: dict[str, Any]
@@ -48,20 +48,20 @@ class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimates(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over problems: of the reward (mean@K), and pass@k by k."""
+    """Means over problems: the reward (mean@K), and pass@k by k."""
 
     reward: Interval
     passes: dict[int, Interval]
 
 
 class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's row.
+    """The results of one model.
 
-    `problems` counts those with all K attempts, which alone are in `estimates` (None without any); `attempts` are all that
-    were made, and `failed` those of them that gave no rollout, by reason: they count as reward 0 and not passed.
-    `length_mean` (sampled tokens) and `cut` (the share that ended at the token limit) are over the others. `metrics` are
-    means of what the environment measured, each over the `metric_counts` attempts that have it. `minus_first` is this model
-    minus the first one, problem by problem.
+    `problems` counts the problems with all K attempts; `estimates` are over these only (None if there are none).
+    `attempts` counts all attempts, `failed` those that gave no rollout, by reason. Failed attempts count as reward 0 and
+    not passed. `length_mean` (sampled tokens) and `cut` (the share that ended at the token limit) are over the attempts
+    that did not fail. `metrics` are means of the environment's metrics, each over the `metric_counts` attempts that have
+    it. `minus_first` is this model minus the first one, paired by problem.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """`summary.json`. `unfinished`: it is being made, or its process was killed."""
+    """`summary.json`. Status `unfinished`: the evaluation is still running, or its process was killed."""
 
     status: Status
     settings: EvaluationSettings

@@ -1,4 +1,4 @@
-"""An evaluation as a table for the terminal: a row a model, intervals below their estimates."""
+"""The terminal table of an evaluation: one row per model, with intervals below the estimates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.experiments.evaluate.passes import Interval, powers_of_two
 from pipelinerl.experiments.evaluate.records import EvaluationSummary, ModelResult
 
 _WIDTH = 400
-"""Columns are as narrow as they can be; nothing is folded or cut."""
+"""Wide enough that no column is wrapped or cut."""
 
 
 def evaluation_table(summary: EvaluationSummary) -> str:
@@ -23,9 +23,10 @@ def evaluation_table(summary: EvaluationSummary) -> str:
     title = f"{settings.environment}: {settings.attempts} attempts at each problem, temperature {settings.temperature:g}"
     caption = f"in brackets: {settings.level:.0%} intervals over problems"
     if summary.status == "interrupted":
-        caption += "; INTERRUPTED: short answers end first, so that those counted are not typical"
+        caption += "; INTERRUPTED: short answers end first, so the counted problems are not typical"
     table = Table(
-        title=Text(title + (", training problems" if settings.training_problems else "")),  # a path is no markup
+        # `Text`, so that a path in the title is not read as markup.
+        title=Text(title + (", training problems" if settings.training_problems else "")),
         caption=caption + ("; differences are paired" if compared else ""),
         title_justify="left",
         caption_justify="left",
@@ -48,7 +49,7 @@ def evaluation_table(summary: EvaluationSummary) -> str:
 
 
 def _metrics_table(names: Sequence[str], models: Sequence[ModelResult]) -> Table:
-    """A row a metric of the environment, a column a model."""
+    """One row per metric of the environment, one column per model."""
     table = Table(caption="means over the attempts that have the metric", caption_justify="left", border_style="dim")
     table.add_column("metric", no_wrap=True)
     for model in models:

@@ -1,4 +1,4 @@
-"""From the attempts of one model to its numbers."""
+"""Computes the results of one model from its attempts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelinerl.types import Problem
 
 
 class Tally:
-    """The attempts of one model at `problems`, counted as they come."""
+    """Running counts over the attempts of one model at `problems`."""
 
     def __init__(self, problems: Sequence[Problem], settings: EvaluationSettings) -> None:
         self._ids = [problem.id for problem in problems]
@@ -51,11 +51,11 @@ class Tally:
         return 0 < self.attempts == self._failed.total()
 
     def pass_rates(self) -> list[PassRate]:
-        """Of every problem that was attempted, in order."""
+        """The pass rate of every attempted problem, in order."""
         return [PassRate(self._ids[n], len(self._rewards[n]), self._passes[n]) for n in sorted(self._rewards)]
 
     def values(self) -> dict[int, Floats]:
-        """By number, for every problem with all of its attempts: mean reward, pass@1, pass@2, pass@4, ..."""
+        """Problem number -> mean reward, pass@1, pass@2, pass@4, ..., for problems with all of their attempts."""
         wanted = self._settings.attempts
         return {
             number: np.array(
@@ -69,7 +69,7 @@ class Tally:
         }
 
     def result(self, target: Target, version: int | None, first: Mapping[int, Floats] | None) -> ModelResult:
-        """`first` are the values of the model to compare with; None: there is none."""
+        """The model's results. `first`: the values of the first model, to compare with; None for that model itself."""
         values, answered = self.values(), self.attempts - self._failed.total()
         difference = None
         if first is not None:

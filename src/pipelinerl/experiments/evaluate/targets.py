@@ -1,4 +1,4 @@
-"""What the user calls a model: a folder, a hub id, `demo`, a run directory, or versions of one."""
+"""Resolves MODEL arguments: a folder, a hub id, `demo`, a run directory, or versions of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from pipelinerl.models.loading import resolve_path
 
 
 class Target(NamedTuple):
-    """A model to be evaluated. `checkpoint`: its folder is one that a run wrote, with checksums to be verified.
+    """A model to evaluate. `checkpoint`: its folder was written by a run and has checksums to verify.
 
-    `name` is for people and `folder` is made of it; both are distinct. `version` is known of a run's models alone.
+    `name` is for human readers and `folder` is derived from it; each is unique. `version` is only known for models of a
+    run.
     """
 
     name: str
@@ -30,12 +31,12 @@ class Target(NamedTuple):
 
 
 def find_targets(texts: Sequence[str]) -> list[Target]:
-    """All models that `texts` name, in order. Nothing is loaded.
+    """All models that `texts` name, in order. No model is loaded.
 
         RUN_DIR, RUN_DIR@all, RUN_DIR@7    its last checkpoint, all of them, version 7 (0: the model it started from)
         DIR, owner/name, demo              as in `model.path` of a run file
 
-    Raises RunDirectoryError or ModelLoadError for what is none of these.
+    Raises RunDirectoryError or ModelLoadError for any other text.
     """
     names: set[str] = set()
     found = []
@@ -51,7 +52,7 @@ def find_targets(texts: Sequence[str]) -> list[Target]:
 
 
 def run_config_of(text: str) -> RunConfig | None:
-    """The configuration of the run that `text` names, None if it names no run. Raises ConfigError, RunDirectoryError."""
+    """The configuration of the run that `text` names; None if it is not a run. Raises ConfigError, RunDirectoryError."""
     run_dir, _ = _split(text)
     if run_dir is None:
         return None
@@ -63,7 +64,7 @@ def run_config_of(text: str) -> RunConfig | None:
 
 
 def _split(text: str) -> tuple[Path | None, str]:
-    """The run directory, if it is one, and what stands behind its `@`."""
+    """The run directory (None if `text` does not name one), and the text after `@`."""
     whole = Path(text).expanduser()
     if _is_run(whole):
         return whole, ""
@@ -95,8 +96,8 @@ def _targets_of(text: str) -> Iterator[Target]:
     if not saved:
         raise RunDirectoryError(f"{run_dir} has no checkpoints; {run_dir}@0 is the model that it started from")
     if wanted not in ("", "all") and not (wanted.isdecimal() and int(wanted) in saved):
-        there = ", ".join(map(str, saved))
-        raise RunDirectoryError(f"{text}: give {run_dir}@all, or one of the versions that it has: 0, {there}")
+        versions = ", ".join(map(str, saved))
+        raise RunDirectoryError(f"{text}: give {run_dir}@all, or one of the versions that it has: 0, {versions}")
     for version in saved if wanted == "all" else [int(wanted) if wanted else max(saved)]:
         model = msgspec.structs.replace(config.model, path=str(saved[version]))
         yield Target(f"{name}@{version}", "", model, version, checkpoint=True)

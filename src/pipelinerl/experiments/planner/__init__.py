@@ -1,9 +1,9 @@
-"""Choosing a configuration before running it: the analytical model, what a machine's steps cost, and a simulation.
+"""Choosing a configuration before running it: an analytical model, a calibration of the machine, and a simulation.
 
-lengths.py      how long completions are        ┐
-utilisation.py  what a decode step costs, U(h)  ├─▶ question.py ─▶ analytic.py ─▶ search.py ─▶ plan.py ─▶ table.py, figure.py
-calibration.py  what was measured, as a file    ┘                  formulas       all (H, I), all G
+lengths.py      distribution of lengths    ┐
+utilisation.py  cost of decode steps, U(h) ├─▶ question.py ─▶ analytic.py ─▶ search.py ─▶ plan.py ─▶ table.py
+calibration.py  measured costs, as JSON    ┘                  formulas       all (H, I), all G       text, figure
     ▲
-calibrate.py    measures: production.py (an actor at work), measure_generation.py, measure_training.py
-simulation/     the same costs, event by event
+calibrate.py    measures: production.py (a running actor), measure_generation.py, measure_training.py
+simulation/     discrete-event simulation with the same costs
 """

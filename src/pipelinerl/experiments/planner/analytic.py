@@ -1,6 +1,6 @@
 """The analytical model of arXiv 2509.19128, Appendix A, in the paper's notation. Pure.
 
-Time is in the unit of `Workload.utilisation` and `Workload.tau`, flashes or seconds; rates are sampled tokens per unit.
+Times are in the unit of `Workload.utilisation` and `Workload.tau` (flashes or seconds), rates in sampled tokens per unit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelinerl.experiments.planner.utilisation import Utilisation
 class Workload:
     """N `accelerators`, B sequences per optimizer step, their lengths, U(h), and training time per sampled token, tau.
 
-    Raises ValueError for N, B or tau that make no sense.
+    Raises ValueError unless N and B are at least 1 and tau is finite and above 0.
     """
 
     accelerators: int
@@ -43,18 +43,18 @@ class Conventional:
 
     @property
     def rate(self) -> float:
-        """r = 1 / (1/r_gen + 1/r_train): every token takes both, one after the other."""
+        """r = 1 / (1/r_gen + 1/r_train): the phases alternate, so their times per token add up."""
         return 1 / (1 / self.generation_rate + 1 / self.training_rate)
 
     @property
     def max_lag(self) -> int:
-        """G - 1: the last step of a round trains on what the weights before its first step sampled."""
+        """G - 1: the last step of a round trains on tokens sampled by the weights from before its first step."""
         return self.steps_per_round - 1
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """PipelineRL with I = `generating` accelerators of H = `slots` sequences each; the others train."""
+    """PipelineRL with I = `generating` accelerators of H = `slots` sequences each. The others train."""
 
     slots: int
     generating: int
@@ -64,15 +64,15 @@ class Pipeline:
 
     @property
     def rate(self) -> float:
-        """r = min(r_gen, r_train): the faster side waits for the other."""
+        """r = min(r_gen, r_train): the faster phase waits for the slower."""
         return min(self.generation_rate, self.training_rate)
 
 
 def conventional(workload: Workload, steps_per_round: int) -> Conventional:
     """One round at G = `steps_per_round`.
 
-    r_gen = K / sum_{l=1..L} (h(l)/N) / U(h(l)/N) with K = S Lbar tokens of S = B G sequences; a summand is the time of the
-    l-th decode step, at which the h(l) sequences of at least l tokens are spread evenly. r_train = N / tau.
+    r_gen = K / sum_{l=1..L} (h(l)/N) / U(h(l)/N), where S = B G sequences have K = S Lbar tokens. Each summand is the time
+    of the l-th decode step, when the h(l) sequences of at least l tokens are spread evenly. r_train = N / tau.
     """
     accelerators, sequences = workload.accelerators, workload.batch_size * steps_per_round
     running = workload.lengths.survival() * (sequences / accelerators)
@@ -103,8 +103,8 @@ def pipeline(workload: Workload, slots: int, generating: int) -> Pipeline:
 def pipeline_max_lag(workload: Workload, in_progress: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """g_max = ceil(H I L / (Lbar B)) for H I sequences `in_progress` (any shape).
 
-    These are the optimizer steps while the longest sequence is generated, if neither side waits: L decode steps finish
-    H I L / Lbar sequences, and B of them make a step.
+    This is the number of optimizer steps while the longest sequence is generated, if neither phase waits: L decode steps
+    finish H I L / Lbar sequences, and a step takes B of them.
     """
     steps = np.asarray(in_progress, dtype=np.float64) * (workload.lengths.tail / workload.batch_size)
-    return np.ceil(steps * (1 - 1e-12))  # what is whole but for rounding is whole
+    return np.ceil(steps * (1 - 1e-12))  # do not round up a whole number that is off by floating-point error

@@ -1,12 +1,12 @@
-"""Measuring a machine for a run file: `measure_generation` in this process, `measure_training` in another.
+"""Measures a machine for a run file: `measure_generation` in this process, `measure_training` in another.
 
-    1. an actor generates a step's worth of rollouts            lengths, and data to train on
-    2. training starts, in a process of its own                 (a schedule whose phases take turns: and is waited for)
-    3. decode steps, prefill, updates; an actor at full load    beside it, as in a run
-    4. training stops and says what its steps cost
+    1. an actor generates the rollouts of one optimizer step: lengths, and data to train on
+    2. a training process starts
+    3. decode steps, prefill, weight updates and an actor at full load are measured while training runs
+    4. the training process stops and reports the costs of its steps
 
-Two roles of a run slow each other down even on cores of their own: they share caches and memory bandwidth. So they are
-measured side by side if the run file's schedule has them work side by side.
+Generation and training slow each other down even on separate cores, because they share caches and memory bandwidth. So they
+are measured at the same time if the run file's schedule runs them at the same time. Otherwise step 4 comes before step 3.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ ACTOR_SECONDS = 8.0
 
 
 def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None) -> Calibration:
-    """Measure this machine; about half a minute for the demo. `report` is told what is being done.
+    """Measure this machine; takes about half a minute for the demo. `report` receives progress messages.
 
-    Raises UserError for what the run file gets wrong, and PipelineRLError if training can't be measured.
+    Raises UserError for a mistake in the run file, and PipelineRLError if training can't be measured.
     """
     schedule = make_schedule(config)
     threads = plan_threads(config, schedule, usable_cores())
@@ -57,25 +57,27 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
     machine = describe_machine(config.engine.device, max(threads))
     torch.set_num_threads(threads.generation)
     report("loading the model")
-    side = load_generator(config)
+    generator = load_generator(config)
     with tempfile.TemporaryDirectory(prefix="pipelinerl-calibrate-") as name:
         folder = Path(name)
         report(f"generating {config.trainer.batch_size} rollouts")
-        sampled = asyncio.run(produce(side, folder / "first", seconds=0, rollouts=config.trainer.batch_size)).first
-        report("starting to train beside generation" if together else "measuring training")
+        sampled = asyncio.run(produce(generator, folder / "first", seconds=0, rollouts=config.trainer.batch_size)).first
+        report("starting the training process" if together else "measuring training")
         with TrainingProcess(config, folder / "first" / "stream", folder, threads.training) as training:
             training.wait(READY)
             if not together:
                 training.wait(ENOUGH)
                 training_cost = training.result()
             report("measuring generation")
-            generation_cost = measure(side, sampled, folder / "second", lambda: together and not training.said(ENOUGH))
+            generation_cost = measure(
+                generator, sampled, folder / "second", lambda: together and not training.has_printed(ENOUGH)
+            )
             if together:
                 training_cost = training.result()
     return Calibration(
         machine=machine,
         model=config.model.path,
-        parameters=sum(parameter.numel() for parameter in side.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in generator.model.parameters()),
         slots=config.engine.slots,
         batch_size=config.trainer.batch_size,
         group_size=config.actor.group_size,
@@ -88,16 +90,16 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
     )
 
 
-def measure(side: Generator, sampled: list[Group], folder: Path, goes_on: Callable[[], bool]) -> GenerationCost:
-    """All of generation's costs. An actor works on as long as `goes_on()`."""
+def measure(generator: Generator, sampled: list[Group], folder: Path, keep_going: Callable[[], bool]) -> GenerationCost:
+    """All costs of generation. The actor runs at least as long as `keep_going()`."""
     lengths = LengthDistribution.of_lengths(_lengths(sampled))
     prompt = prompt_tokens_mean(sampled)
     whole_prompt = max(1, round(prompt))
-    decode = decode_costs(side, lengths, whole_prompt, DECODE_SECONDS)
-    fixed_s, token_s = prefill_costs(side, whole_prompt)
-    pause_s = update_pause_s(side, lengths, whole_prompt)
+    decode = decode_costs(generator, lengths, whole_prompt, DECODE_SECONDS)
+    fixed_s, token_s = prefill_costs(generator, whole_prompt)
+    pause_s = update_pause_s(generator, lengths, whole_prompt)
     production = asyncio.run(
-        produce(side, folder, seconds=ACTOR_SECONDS, rollouts=side.config.engine.slots, goes_on=goes_on)
+        produce(generator, folder, seconds=ACTOR_SECONDS, rollouts=generator.config.engine.slots, keep_going=keep_going)
     )
     return GenerationCost(
         threads=torch.get_num_threads(),
@@ -113,14 +115,14 @@ def measure(side: Generator, sampled: list[Group], folder: Path, goes_on: Callab
 
 
 def rollout_overhead_s(production: Production, decode: list[DecodeCost]) -> float:
-    """What is left of an actor's time when its decode steps are taken out, per rollout. Not below 0."""
+    """An actor's time per rollout, less the time of its decode steps. Not below 0."""
     table = Utilisation(tuple(float(cost.active) for cost in decode), tuple(cost.step_s for cost in decode), "s")
     decoding_s = float(table.step_time([active for active in production.active if active]).sum())
     return max(0.0, production.wall_s - decoding_s) / production.rollouts
 
 
 class TrainingProcess:
-    """`measure_training` in a process. Leaving the context ends it, whatever it is doing."""
+    """Runs `measure_training` in a process. Leaving the context kills the process if it is still running."""
 
     def __init__(self, config: RunConfig, stream: Path, folder: Path, threads: int) -> None:
         path = folder / "config.yaml"
@@ -137,29 +139,29 @@ class TrainingProcess:
         self._lines: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
-        self._patience_s = config.launch.startup_timeout_s
+        self._timeout_s = config.launch.startup_timeout_s
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def said(self, word: str) -> bool:
-        """Has it said so? Raises PipelineRLError if it has died without."""
+    def has_printed(self, word: str) -> bool:
+        """Whether the process has printed `word`. Raises PipelineRLError if it ended without printing it."""
         if word not in self._lines and self._ended:
             self._raise()
         return word in self._lines
 
     def wait(self, word: str) -> None:
-        """Until it says so. Raises PipelineRLError if it dies, or takes longer than `launch.startup_timeout_s`."""
+        """Wait for `word`. Raises PipelineRLError if the process ends first or exceeds `launch.startup_timeout_s`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: word in self._lines or self._ended, self._patience_s):
-                raise PipelineRLError(f"training did not say {word!r} within {self._patience_s:.0f} s")
-        self.said(word)
+            if not self._changed.wait_for(lambda: word in self._lines or self._ended, self._timeout_s):
+                raise PipelineRLError(f"the training process did not print {word!r} within {self._timeout_s:.0f} s")
+        self.has_printed(word)
 
     def result(self) -> TrainingCost:
-        """Tell it to end, and return what it measured. Raises PipelineRLError."""
+        """Stop the process and return what it measured. Raises PipelineRLError."""
         assert self._process.stdin is not None  # noqa: S101 - a pipe, see above
         self._process.stdin.close()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ended, self._patience_s):
-                raise PipelineRLError(f"training did not end within {self._patience_s:.0f} s")
+            if not self._changed.wait_for(lambda: self._ended, self._timeout_s):
+                raise PipelineRLError(f"the training process did not end within {self._timeout_s:.0f} s")
         if self._process.wait() != 0 or not self._lines:
             self._raise()
         return msgspec.json.decode(self._lines[-1], type=TrainingCost)
@@ -177,7 +179,7 @@ class TrainingProcess:
     def _raise(self) -> None:
         status = self._process.wait()
         self._errors.seek(0)
-        last = next((line for line in reversed(self._errors.read().splitlines()) if line.strip()), "it said nothing")
+        last = next((line for line in reversed(self._errors.read().splitlines()) if line.strip()), "no output")
         kind = UserError if status == UserError.exit_status else PipelineRLError
         raise kind(f"training could not be measured (exit status {status}): {last.removeprefix('error: ')}")
 
@@ -192,7 +194,7 @@ class TrainingProcess:
 
 
 def describe_machine(device: str, threads: int) -> Machine:
-    """For engines on `device`, and processes of up to `threads` threads."""
+    """This machine, for engines on `device` and processes of up to `threads` threads."""
     gpu = device.startswith("cuda")
     return Machine(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""What `pipelinerl calibrate` found out about a machine and a run file: costs in seconds, and lengths. JSON on disk."""
+"""The results of `pipelinerl calibrate` for a machine and a run file: costs in seconds, and lengths. Stored as JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ FORMAT = 1
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and when the measurements were made. `load_average` (1 minute, at the start) tells whether it was quiet.
+    """Where and when the measurements were made. `load_average` (1 minute, at the start) shows whether it was idle.
 
-    `accelerators` is N here: GPUs if engines run on them, else how many processes of the run's threads the cores are for.
+    `accelerators` is N: the number of GPUs if engines run on GPUs, else how many processes with the run's number of threads
+    fit on the cores.
     """
 
     date: str
@@ -29,7 +30,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode step of the engine with `active` sequences: the median over `steps` of them, and the quartiles."""
+    """A decode step of the engine with `active` sequences: median and quartiles over `steps` steps."""
 
     active: int
     step_s: float
@@ -39,15 +40,15 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine process costs.
+    """The costs of one generation process.
 
-    decode              by number of sequences, ascending, with cache contents as long as in a batch that is kept full
-    context_mean        tokens in the cache of a sequence, mean over the measurement
-    prefill_s, prefill_s_per_token   a step that takes in prompts: fixed part and per prompt token
-    prompt_tokens_mean  of the run's problems
-    rollout_overhead_s  what a rollout costs the process beyond its share of decode steps: its share of its group's prefill,
+    decode              decode steps by number of sequences, ascending; contexts are as long as in a batch that is kept full
+    context_mean        mean tokens per sequence in the KV cache, over the measurement
+    prefill_s, prefill_s_per_token   a step that prefills prompts: fixed part, and part per prompt token
+    prompt_tokens_mean  mean prompt length of the run's problems
+    rollout_overhead_s  process time per rollout beyond its share of decode steps: its share of its group's prefill,
                         admission, environment and reward code, records and stream
-    tokens_per_s        of the whole generation process, actor and environment included, with all slots in use
+    tokens_per_s        rate of the whole process, actor and environment included, with all slots in use
     update_pause_s      the engine's pause for new weights
     """
 
@@ -62,16 +63,17 @@ class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
     update_pause_s: float
 
     def utilisation(self) -> Utilisation:
-        """Decode steps alone, in seconds. Raises ValueError if the table makes no sense."""
+        """U(h) of the decode steps alone, in seconds. Raises ValueError for an invalid table."""
         active = tuple(float(cost.active) for cost in self.decode)
         return Utilisation(active, tuple(cost.step_s for cost in self.decode), "s", "measured by pipelinerl calibrate")
 
 
 class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
-    """An optimizer step takes `step_s + token_s * tokens`, tokens being those that go through the model, prompts included.
+    """An optimizer step takes `step_s + token_s * tokens`, where `tokens` go through the model, prompts included.
 
-    `used_share` is the share of the sampled rollouts' tokens that would: the others have no gradient. It is of the model as
-    it was; 0 if it solved none of the problems, or all of them, and a plan then makes too little of training.
+    `used_share` is the share of the sampled rollouts' tokens that go through the model; the others have no gradient. It is
+    measured with the initial model. It is 0 if that model solved no problem or every problem; a plan then underestimates
+    the cost of training.
     """
 
     threads: int
@@ -79,7 +81,7 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float
     used_share: float
     rollout_s: float
-    """Preparing a rollout for training: reading it from the stream, advantages, joining turns."""
+    """Seconds to prepare a rollout for training: reading it from the stream, computing advantages, joining turns."""
 
     def tau_s(self, *, batch_size: int, mean_length: float, prompt_tokens: float) -> float:
         """Seconds of training per *sampled* token, amortised over a step of `batch_size` rollouts."""
@@ -88,11 +90,12 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine, one run file. `side_by_side`: both were measured while the other was computing, as in a pipeline run;
-    else each had the machine for itself, as in a conventional run.
+    """Costs for one machine and one run file.
 
-    `processes` generate in such a run; the costs of generation are those of one of them. `lengths` is sampled tokens ->
-    number of rollouts, by the model as it was (training changes it).
+    side_by_side   generation and training were measured while both were running, as in a pipeline run; otherwise each had
+                   the machine to itself, as in a conventional run
+    processes      number of generation processes in the run; `generation` has the costs of one of them
+    lengths        sampled tokens -> number of rollouts, with the initial model (training changes lengths)
     """
 
     machine: Machine
@@ -114,7 +117,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Atomically. Raises RunDirectoryError if the file can't be written."""
+    """Write atomically. Raises RunDirectoryError if the file can't be written."""
     write_file(path, msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""How long completions are: what drains a batch, and what lag a batch of H sequences brings."""
+"""The distribution of completion lengths, which determines how a batch drains and the lag of H sequences in progress."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ class LengthDistribution:
 
     @classmethod
     def uniform(cls, longest: int) -> LengthDistribution:
-        """Every length 1..L equally often: the paper's assumption. Raises ValueError for L below 1."""
+        """Lengths 1..L with equal probability: the paper's assumption. Raises ValueError for L below 1."""
         return cls.of_histogram(dict.fromkeys(range(1, longest + 1), 1.0))
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> LengthDistribution:
-        """The distribution of these completions. Raises ValueError if there are none, or one without tokens."""
+        """The empirical distribution of `lengths`. Raises ValueError if it is empty or a length is below 1."""
         values, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
         return cls.of_histogram(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
     @classmethod
     def of_histogram(cls, weights: Mapping[int, float]) -> LengthDistribution:
-        """Length -> count or share, in any scale. Raises ValueError for lengths below 1, weights below 0, or none above."""
+        """From length -> count or share, in any scale. Raises ValueError for lengths below 1, weights below 0, or all 0."""
         used = {length: weight for length, weight in weights.items() if weight != 0}
         if not used:
             raise ValueError("a length distribution needs at least one completion")
         if min(used) < 1 or not all(weight > 0 and math.isfinite(weight) for weight in used.values()):
-            raise ValueError("completions have at least 1 token, and no length occurs less than 0 times")
+            raise ValueError("lengths must be at least 1, and counts must be finite and not below 0")
         probabilities = np.zeros(max(used))
         probabilities[np.fromiter(used, dtype=np.int64) - 1] = list(used.values())
         return cls(probabilities / probabilities.sum())
 
     @property
     def longest(self) -> int:
-        """L, tokens of the longest completion."""
+        """L, the number of tokens of the longest completion."""
         return len(self.probabilities)
 
     @property
     def mean(self) -> float:
-        """Lbar, mean tokens of a completion."""
+        """Lbar, the mean number of tokens of a completion."""
         return float(self.survival().sum())
 
     @property
     def tail(self) -> float:
-        """L / Lbar: 1 if all are of equal length, 2L/(L+1) if they are uniform."""
+        """L / Lbar: 1 if all lengths are equal, 2L/(L+1) if they are uniform."""
         return self.longest / self.mean
 
     def survival(self) -> Floats:
@@ -73,7 +73,7 @@ class LengthDistribution:
         return survival
 
     def ages(self) -> Floats:
-        """[L]: entry a is the share of sequences with a tokens so far, at a random moment of a batch that is kept full."""
+        """[L]: entry a is the share of sequences with a tokens so far, at a random moment in a batch that is kept full."""
         survival = self.survival()
         ages: Floats = survival / survival.sum()
         return ages
@@ -83,12 +83,12 @@ class LengthDistribution:
         return rng.choice(self.longest, size=count, p=self.probabilities).astype(np.int64) + 1
 
     def histogram(self) -> dict[int, float]:
-        """Length -> share, lengths that occur only."""
+        """Length -> share, for lengths that occur."""
         return {int(i) + 1: float(self.probabilities[i]) for i in np.flatnonzero(self.probabilities)}
 
 
 def parse_lengths(text: str) -> LengthDistribution:
-    """What `--lengths` names: `uniform:L`, a JSON file `{"LENGTH": COUNT, ...}`, or a run directory. Raises UserError."""
+    """Read a `--lengths` value: `uniform:L`, a JSON file `{"LENGTH": COUNT, ...}`, or a run directory. Raises UserError."""
     kind, colon, longest = text.partition(":")
     if kind == "uniform" and colon:
         if not longest.isdecimal() or int(longest) < 1:
@@ -103,7 +103,7 @@ def parse_lengths(text: str) -> LengthDistribution:
 
 
 def read_histogram(path: Path) -> LengthDistribution:
-    """A JSON object of length -> count (or share). Raises UserError."""
+    """Read a JSON object of length -> count (or share). Raises UserError."""
     try:
         return LengthDistribution.of_histogram(msgspec.json.decode(path.read_bytes(), type=dict[int, float]))
     except OSError as error:
@@ -129,17 +129,17 @@ class _Rollout(msgspec.Struct, frozen=True):
 
 
 class _Group(msgspec.Struct, frozen=True):
-    """What is needed here of `types.Group`: version spans cover a completion's tokens exactly, so the last one's end counts
-    them without reading every id."""
+    """The fields of `types.Group` that lengths need. Version spans cover a completion's tokens exactly, so the end of the
+    last span is the number of tokens, and the ids need not be decoded."""
 
     rollouts: tuple[_Rollout, ...]
 
 
 def read_run_lengths(run_dir: Path) -> LengthDistribution:
-    """Sampled tokens per rollout, over all turns, of all groups that a run finished. Raises UserError.
+    """Sampled tokens per rollout, summed over turns, of all groups that a run finished. Raises UserError.
 
-    Rollouts still in progress when the run ended are not among them; they are longer than average, so that a run of few
-    steps looks a little short.
+    Rollouts still in progress when the run ended are missing. They are longer than average, so lengths from a run of few
+    steps are biased a little low.
     """
     path = run_dir / ROLLOUTS
     try:

@@ -1,7 +1,7 @@
-"""What an engine's work costs here: decode steps by batch size, prefill, weight updates.
+"""Measures the costs of an engine: decode steps by batch size, prefill, weight updates.
 
-Decode steps are timed with the cache as full as it is in a batch that is kept full: sequences of random tokens, as old as
-sequences are at a random moment.
+Decode steps are timed with the KV cache as full as in a batch that is kept full. The sequences are random tokens, with the
+distribution of ages at a random moment.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import GenerationRequest, Group, SamplingParams
 
 STEPS = 16
-"""Decode steps in a row: few, so that the cache stays about as full as it was meant to be."""
-LEAST_ROUNDS = 2
+"""Consecutive decode steps in a round: few, so that the fill of the cache hardly changes."""
+MIN_ROUNDS = 2
 UPDATES = 3
 PREFILL_REPETITIONS = 7
 
 
-def decode_costs(side: Generator, lengths: LengthDistribution, prompt_tokens: int, seconds: float) -> list[DecodeCost]:
-    """Decode steps at 1, 2, 4, ... H sequences, about `seconds` of them at each size (at least two rounds)."""
-    rng = np.random.default_rng(side.config.seed)
+def decode_costs(generator: Generator, lengths: LengthDistribution, prompt_tokens: int, seconds: float) -> list[DecodeCost]:
+    """Times of decode steps at 1, 2, 4, ... H sequences, about `seconds` at each size (at least MIN_ROUNDS rounds)."""
+    rng = np.random.default_rng(generator.config.seed)
     costs = []
-    for active in powers_of_two(side.engine.slots):
+    for active in powers_of_two(generator.engine.slots):
         ages = rng.choice(lengths.longest, size=active, p=lengths.ages())
         times_s: list[float] = []
         begin_s, rounds = time.perf_counter(), 0
-        while rounds < LEAST_ROUNDS or time.perf_counter() - begin_s < seconds:
-            times_s += _decode_round(side, (prompt_tokens + ages - STEPS // 2).tolist(), rng)
+        while rounds < MIN_ROUNDS or time.perf_counter() - begin_s < seconds:
+            times_s += _decode_round(generator, (prompt_tokens + ages - STEPS // 2).tolist(), rng)
             rounds += 1
         quartiles = np.quantile(times_s, (0.25, 0.5, 0.75))
         costs.append(
@@ -53,11 +53,11 @@ def decode_costs(side: Generator, lengths: LengthDistribution, prompt_tokens: in
     return costs
 
 
-def _decode_round(side: Generator, contexts: Sequence[int], rng: np.random.Generator) -> list[float]:
-    """Seconds of each of a few steps in which all of these sequences, and nothing else, decode."""
-    engine = side.engine
-    # Prompts come in over several steps; those that are in decode meanwhile, and must not run out of tokens.
-    budget = STEPS + 4 + sum(contexts) // side.config.engine.prefill_tokens
+def _decode_round(generator: Generator, contexts: Sequence[int], rng: np.random.Generator) -> list[float]:
+    """Seconds of each of STEPS steps in which exactly the sequences with these context lengths decode."""
+    engine = generator.engine
+    # Prefill takes several steps. Sequences already in progress decode meanwhile, and must not reach their budget.
+    budget = STEPS + 4 + sum(contexts) // generator.config.engine.prefill_tokens
     room = engine.max_length - budget
     if room < 1:
         raise UserError(
@@ -66,10 +66,10 @@ def _decode_round(side: Generator, contexts: Sequence[int], rng: np.random.Gener
     names = []
     for i, context in enumerate(contexts):
         names.append(f"decode-{i}")
-        _submit(side, names[-1], min(max(context, 1), room), budget, rng)
+        _submit(generator, names[-1], min(max(context, 1), room), budget, rng)
     while _sampled_in_step(engine) < len(contexts):
         pass
-    engine.step()  # moves rows about, once
+    engine.step()  # one untimed step, which compacts the rows
     times_s = []
     for _ in range(STEPS):
         begin_s = time.perf_counter()
@@ -79,12 +79,12 @@ def _decode_round(side: Generator, contexts: Sequence[int], rng: np.random.Gener
     return times_s
 
 
-def prefill_costs(side: Generator, prompt_tokens: int) -> tuple[float, float]:
-    """A step that takes in prompts: its fixed seconds, and seconds per prompt token. From one prompt, and from many."""
-    rng = np.random.default_rng(side.config.seed)
-    many = max(1, min(side.engine.slots, side.config.engine.prefill_tokens // prompt_tokens))
+def prefill_costs(generator: Generator, prompt_tokens: int) -> tuple[float, float]:
+    """(fixed seconds of a step with prefill, seconds per prompt token), measured with one prompt and with many."""
+    rng = np.random.default_rng(generator.config.seed)
+    many = max(1, min(generator.engine.slots, generator.config.engine.prefill_tokens // prompt_tokens))
     one_s, many_s = (
-        median(_prefill_s(side, count, prompt_tokens, rng) for _ in range(PREFILL_REPETITIONS)) for count in (1, many)
+        median(_prefill_s(generator, count, prompt_tokens, rng) for _ in range(PREFILL_REPETITIONS)) for count in (1, many)
     )
     if many == 1 or many_s <= one_s:
         return 0.0, many_s / (many * prompt_tokens)
@@ -92,24 +92,24 @@ def prefill_costs(side: Generator, prompt_tokens: int) -> tuple[float, float]:
     return max(0.0, one_s - token_s * prompt_tokens), token_s
 
 
-def _prefill_s(side: Generator, count: int, prompt_tokens: int, rng: np.random.Generator) -> float:
+def _prefill_s(generator: Generator, count: int, prompt_tokens: int, rng: np.random.Generator) -> float:
     for i in range(count):
-        _submit(side, f"prefill-{i}", prompt_tokens, 1, rng)
+        _submit(generator, f"prefill-{i}", prompt_tokens, 1, rng)
     begin_s = time.perf_counter()
-    while side.engine.in_progress or side.engine.queued:
-        side.engine.step()
+    while generator.engine.in_progress or generator.engine.queued:
+        generator.engine.step()
     return time.perf_counter() - begin_s
 
 
-def update_pause_s(side: Generator, lengths: LengthDistribution, prompt_tokens: int) -> float:
-    """The engine's pause for an update, all slots in use (with `kv_on_update: recompute`, that is what it costs)."""
-    engine, rng = side.engine, np.random.default_rng(side.config.seed)
+def update_pause_s(generator: Generator, lengths: LengthDistribution, prompt_tokens: int) -> float:
+    """The engine's pause for an update with all slots in use, recomputation of the cache included (`kv_on_update`)."""
+    engine, rng = generator.engine, np.random.default_rng(generator.config.seed)
     names = []
     for i, age in enumerate(rng.choice(lengths.longest, size=engine.slots, p=lengths.ages()).tolist()):
         names.append(f"update-{i}")
-        _submit(side, names[-1], min(prompt_tokens + age, engine.max_length - 2), 2, rng)
+        _submit(generator, names[-1], min(prompt_tokens + age, engine.max_length - 2), 2, rng)
     engine.step()
-    weights = {name: value.clone() for name, value in named_weights(side.model).items()}
+    weights = {name: value.clone() for name, value in named_weights(generator.model).items()}
     held = checksum(weights)
     pauses_s = [engine.update_weights(WeightUpdate(engine.version, held, weights)).pause_s for _ in range(UPDATES)]
     _clear(engine, names)
@@ -117,7 +117,7 @@ def update_pause_s(side: Generator, lengths: LengthDistribution, prompt_tokens: 
 
 
 def prompt_tokens_mean(groups: Sequence[Group]) -> float:
-    """Tokens of a rollout's context that were not sampled: what its last turn was given, less what it had said before."""
+    """Mean tokens of a rollout's context that were not sampled: the last turn's prompt less all earlier completions."""
     return fmean(
         len(rollout.turns[-1].prompt_ids) - sum(len(turn.completion.token_ids) for turn in rollout.turns[:-1])
         for group in groups
@@ -126,9 +126,9 @@ def prompt_tokens_mean(groups: Sequence[Group]) -> float:
     )
 
 
-def _submit(side: Generator, name: str, prompt_tokens: int, max_tokens: int, rng: np.random.Generator) -> None:
-    ids = tuple(rng.integers(side.vocabulary, size=prompt_tokens).tolist())
-    side.engine.submit(GenerationRequest(id=name, prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens)))
+def _submit(generator: Generator, name: str, prompt_tokens: int, max_tokens: int, rng: np.random.Generator) -> None:
+    ids = tuple(rng.integers(generator.vocabulary, size=prompt_tokens).tolist())
+    generator.engine.submit(GenerationRequest(id=name, prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens)))
 
 
 def _sampled_in_step(engine: LocalEngine) -> int:

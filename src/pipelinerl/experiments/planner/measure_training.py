@@ -1,10 +1,10 @@
-"""What an optimizer step costs here, measured in a process of its own, as training has in a run.
+"""Measures the cost of an optimizer step, in a separate process, as training is in a run.
 
     python -m pipelinerl.experiments.planner.measure_training CONFIG.yaml STREAM_DIR
 
-It prepares the groups of a rollout stream, says `ready`, and steps over them again and again; after a few steps of each kind
-it says `enough`, and goes on, because generation is being measured beside it. When its input closes (so, too, when whoever
-started it has died), it prints the result as JSON and ends.
+The process prepares the groups of a rollout stream, prints `ready`, and trains on them repeatedly. After a few steps of each
+size it prints `enough` and continues, because generation is being measured at the same time. When its stdin closes (also
+because the parent has died), it prints the result as JSON and exits.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from pipelinerl.types import Group, TrainingSample
 from pipelinerl.weights.memory import MemoryChannel
 
 READY, ENOUGH = "ready", "enough"
-LEAST_STEPS = 3
+MIN_STEPS = 3
 SMALL = 4
-"""Steps of B and of B / SMALL rollouts are measured: a line through both tells a step's fixed cost from its tokens'."""
+"""Steps of B and of B / SMALL rollouts are measured. A line through both gives the fixed cost and the cost per token."""
 
 
 class Step(NamedTuple):
-    """One optimizer step: tokens that went through the model, and seconds."""
+    """One optimizer step: tokens that went through the model, and its duration."""
 
     tokens: int
     seconds: float
 
 
-class Prepared(NamedTuple):
+class PreparedSamples(NamedTuple):
     samples: list[TrainingSample]
     rollout_s: float
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     except PipelineRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    _say(msgspec.json.encode(cost).decode())
+    _print_line(msgspec.json.encode(cost).decode())
     return 0
 
 
@@ -71,7 +71,7 @@ def _measure(config: RunConfig, stream: Path) -> TrainingCost:
     threading.Thread(target=_wait_for_end_of_input, args=(closed,), daemon=True).start()
     prepared = prepare(config, stream)
     learner = make_learner(config)
-    # Steps are measured with a gradient for all: a model that still fails at everything could not be measured else.
+    # Give every sample a gradient: otherwise a model that fails at every problem could not be measured.
     weighted = [msgspec.structs.replace(sample, advantage=sample.advantage or 1.0) for sample in prepared.samples]
     steps = take_steps(config, learner, weighted, closed.is_set)
     step_s, token_s = fit_steps(steps)
@@ -84,8 +84,8 @@ def _measure(config: RunConfig, stream: Path) -> TrainingCost:
     )
 
 
-def prepare(config: RunConfig, stream: Path) -> Prepared:
-    """All groups of the stream as samples, and what that took per rollout. Raises UserError if fewer than B are left."""
+def prepare(config: RunConfig, stream: Path) -> PreparedSamples:
+    """All groups of the stream as samples, and the seconds per rollout. Raises UserError for fewer than B samples."""
     preprocessor = Preprocessor(config.preprocess)
     samples: list[TrainingSample] = []
     rollouts = 0
@@ -96,20 +96,20 @@ def prepare(config: RunConfig, stream: Path) -> Prepared:
             rollouts += len(group.rollouts)
     if len(samples) < config.trainer.batch_size:
         raise UserError(
-            f"of {rollouts} rollouts only {len(samples)} can be trained on, and a step takes {config.trainer.batch_size}: "
-            "preprocess.zero_advantage and preprocess.overlong drop the others; set them to skip and keep to calibrate"
+            f"only {len(samples)} of {rollouts} rollouts can be trained on, and a step takes {config.trainer.batch_size}: "
+            "preprocess.zero_advantage and preprocess.overlong drop the others; to calibrate, set them to skip and keep"
         )
-    return Prepared(samples, (time.perf_counter() - begin_s) / rollouts)
+    return PreparedSamples(samples, (time.perf_counter() - begin_s) / rollouts)
 
 
 def make_learner(config: RunConfig) -> Learner:
-    """The run's learner, but for steps that change next to nothing: the same rollouts are trained on again and again."""
-    harmless = msgspec.structs.replace(config.trainer, learning_rate=1e-12, ess_threshold=0.0, kl_coefficient=0.0)
+    """The run's learner with a negligible learning rate, because it trains on the same rollouts repeatedly."""
+    trainer = msgspec.structs.replace(config.trainer, learning_rate=1e-12, ess_threshold=0.0, kl_coefficient=0.0)
     model = load_model(config.model, config.trainer.device)
     lora = LoraModel(model, config.model.lora, seed=config.seed) if config.model.lora else None
     return Learner(
         model,
-        harmless,
+        trainer,
         temperature=config.actor.temperature,
         pack=pack,
         skip_zero_advantage=skips(config),
@@ -122,14 +122,14 @@ def skips(config: RunConfig) -> bool:
 
 
 def used_tokens(config: RunConfig, samples: Sequence[TrainingSample]) -> int:
-    """Tokens of these that go through the model."""
+    """The number of tokens of `samples` that go through the model."""
     return sum(sample.length for sample in samples if sample.advantage != 0 or not skips(config))
 
 
 def take_steps(
     config: RunConfig, learner: Learner, samples: Sequence[TrainingSample], closed: Callable[[], bool]
 ) -> list[Step]:
-    """Steps of B and of B / 4 rollouts in turn, publishing included, until `closed()` and there are enough of each."""
+    """Alternate steps of B and of B / SMALL rollouts, publishing included, until `closed()` and enough steps of each."""
     sender = MemoryChannel().sender
     sizes = (config.trainer.batch_size, max(1, config.trainer.batch_size // SMALL))
     rollouts = itertools.cycle(samples)
@@ -142,19 +142,19 @@ def take_steps(
         steps.append(Step(used_tokens(config, batch), time.perf_counter() - begin_s))
         measured = len(steps) - 2  # the first two warm up
         if number == 1:
-            _say(READY)
-        if measured == 2 * LEAST_STEPS:
-            _say(ENOUGH)
-        if measured >= 2 * LEAST_STEPS and closed():
+            _print_line(READY)
+        if measured == 2 * MIN_STEPS:
+            _print_line(ENOUGH)
+        if measured >= 2 * MIN_STEPS and closed():
             break
     return steps[2:]
 
 
 def fit_steps(steps: Sequence[Step]) -> tuple[float, float]:
-    """(fixed seconds of a step, seconds per token) of the line through the median small and the median large step.
+    """(fixed seconds per step, seconds per token) of the line through the median small and the median large step.
 
-    Medians, because a machine that does something else for a moment should not tilt it. Neither is below 0. Raises
-    ValueError without steps that used tokens.
+    Medians are robust to short disturbances of the machine. Neither result is below 0. Raises ValueError if no step used
+    tokens.
     """
     tokens = np.array([step.tokens for step in steps], dtype=np.float64)
     seconds = np.array([step.seconds for step in steps], dtype=np.float64)
@@ -175,7 +175,7 @@ def _wait_for_end_of_input(closed: threading.Event) -> None:
     closed.set()
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The answer: the best pipeline and the best conventional RL at equal lag, and throughput against lag."""
+"""The plan: the best pipeline and the best conventional RL at equal lag, and throughput against lag."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CURVE_POINTS = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`chosen` compares the two at the lag that was asked for, `curve` at lags up to four times that, ascending."""
+    """`chosen` compares both methods at the requested lag, `curve` at lags up to four times that (at least 8), ascending."""
 
     question: Question
     chosen: Comparison
@@ -25,10 +25,10 @@ class Plan:
 
 
 def make_plan(question: Question) -> Plan:
-    """Search everything. Raises UserError if no pipeline is possible, and says why."""
+    """Search all configurations. Raises UserError, with the reason, if no pipeline is possible."""
     workload = question.workload
     if workload.accelerators < 2:
-        raise UserError("a pipeline takes at least 2 accelerators, one to generate and one to train: --accelerators 2")
+        raise UserError("a pipeline needs at least 2 accelerators, one to generate and one to train: --accelerators 2")
     max_lag = question.max_lag
     if max_lag is None:
         fastest = PipelineGrid.of(workload).best()
@@ -37,20 +37,20 @@ def make_plan(question: Question) -> Plan:
     curve = compare(workload, sorted({*lags, *_doublings(lags[-1]), max_lag}), baseline=question.baseline)
     chosen = next(comparison for comparison in curve if comparison.max_lag == max_lag)
     if chosen.pipeline is None:
-        freshest = min((c.max_lag for c in curve if c.pipeline), default=None)
-        hint = f"; the freshest takes --max-lag {freshest}" if freshest is not None else ""
+        lowest = min((c.max_lag for c in curve if c.pipeline), default=None)
+        hint = f"; there is one at --max-lag {lowest}" if lowest is not None else ""
         raise UserError(f"no pipeline has a lag of at most {max_lag}{hint}")
     return Plan(question=question, chosen=chosen, curve=tuple(curve))
 
 
 def tabulated(plan: Plan) -> list[Comparison]:
-    """The points of the curve to print: lags of powers of two, and the one that was asked for."""
+    """The points of the curve to print: lags that are powers of two, and the requested lag."""
     doublings = {*_doublings(plan.curve[-1].max_lag), plan.chosen.max_lag}
     return [comparison for comparison in plan.curve if comparison.max_lag in doublings]
 
 
 def plan_json(plan: Plan) -> bytes:
-    """Everything that was asked and found, rates in tokens per `unit`."""
+    """Inputs and results as JSON. Rates are in tokens per `unit`."""
     question = plan.question
     workload = question.workload
     return msgspec.json.format(

@@ -1,4 +1,4 @@
-"""A generation process at work, as in a run: environment, actor and engine, without a trainer."""
+"""Runs a generation process as in a run (environment, actor and engine), without a trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipelinerl.weights.memory import MemoryChannel
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """The parts of a generation process. Make it with `load_generator`."""
+    """The parts of a generation process. Created by `load_generator`."""
 
     config: RunConfig
     environment: Environment
@@ -39,10 +39,10 @@ class Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class Production:
-    """An actor at work for `wall_s`, with all slots in use.
+    """What an actor produced in `wall_s`, with all slots in use.
 
-    `groups` are all it finished; `first` those among them that were started before any other that is not finished, so that
-    long completions are not missing. `active` has the number of sequences in progress at each engine step.
+    `groups` are all groups it finished. `first` are those started before any unfinished group, so that they are not biased
+    to short completions. `active` is the number of sequences in progress at each engine step.
     """
 
     groups: list[Group]
@@ -54,7 +54,7 @@ class Production:
 
 
 def load_generator(config: RunConfig) -> Generator:
-    """Environment, model and engine of a run file. Raises what loading them raises (UserError, all of it)."""
+    """Load the environment, model and engine of a run file. Raises UserError if one can't be loaded."""
     tokenizer = load_tokenizer(config.model)
     environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
     model = load_model(config.model, config.engine.device)
@@ -77,31 +77,31 @@ def load_generator(config: RunConfig) -> Generator:
 
 
 async def produce(
-    side: Generator, folder: Path, *, seconds: float, rollouts: int, goes_on: Callable[[], bool] = lambda: False
+    generator: Generator, folder: Path, *, seconds: float, rollouts: int, keep_going: Callable[[], bool] = lambda: False
 ) -> Production:
-    """Run an actor, whose groups and records go into `folder`, as they would into a run directory.
+    """Run an actor that writes its groups and records to `folder`, as to a run directory.
 
-    It warms up until as many rollouts as there are slots have ended, and is then measured for `seconds`, until it has
-    finished the `rollouts` that it started first, and as long as `goes_on()`.
+    The actor warms up until as many rollouts as there are slots have ended. The measurement then runs for at least
+    `seconds`, until the first `rollouts` rollouts in order of their start have ended, and while `keep_going()`.
     """
-    with _actor(side, folder) as (actor, records):
+    with _actor(generator, folder) as (actor, records):
         try:
-            await _until(actor, lambda: records.rollouts >= side.config.engine.slots)
-            begin_s, tokens, before = time.perf_counter(), side.engine.progress().tokens_generated, records.rollouts
+            await _until(actor, lambda: records.rollouts >= generator.config.engine.slots)
+            begin_s, tokens, before = time.perf_counter(), generator.engine.progress().tokens_generated, records.rollouts
             active: list[int] = []
 
-            def working() -> bool:
-                active.append(side.engine.in_progress)
+            def done() -> bool:
+                active.append(generator.engine.in_progress)
                 enough = time.perf_counter() - begin_s >= seconds and records.first_rollouts >= rollouts
-                return enough and not goes_on()
+                return enough and not keep_going()
 
-            await _until(actor, working)
+            await _until(actor, done)
             wall_s = time.perf_counter() - begin_s
             return Production(
                 groups=records.groups,
                 first=records.first,
                 wall_s=wall_s,
-                tokens=side.engine.progress().tokens_generated - tokens,
+                tokens=generator.engine.progress().tokens_generated - tokens,
                 rollouts=records.rollouts - before,
                 active=active,
             )
@@ -110,7 +110,7 @@ async def produce(
 
 
 class _Records:
-    """Where the actor's records go: to disk, like those of a run, and into memory."""
+    """A sink for the actor's records that writes them to disk, like a run, and keeps the groups in memory."""
 
     def __init__(self, log: JsonLines) -> None:
         self.groups: list[Group] = []
@@ -136,8 +136,8 @@ class _Records:
 
 
 @contextmanager
-def _actor(side: Generator, folder: Path) -> Iterator[tuple[Actor, _Records]]:
-    config = side.config
+def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records]]:
+    config = generator.config
     folder.mkdir(parents=True, exist_ok=True)
     board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
     with (
@@ -148,9 +148,9 @@ def _actor(side: Generator, folder: Path) -> Iterator[tuple[Actor, _Records]]:
         records = _Records(log)
         yield (
             Actor(
-                environment=side.environment,
-                engine=side.engine,
-                tokenizer=side.tokenizer,
+                environment=generator.environment,
+                engine=generator.engine,
+                tokenizer=generator.tokenizer,
                 admission=admission,
                 writer=writer,
                 receiver=MemoryChannel().receiver,
@@ -159,7 +159,7 @@ def _actor(side: Generator, folder: Path) -> Iterator[tuple[Actor, _Records]]:
                 config=config.actor,
                 seed=config.seed,
                 slots=config.engine.slots,
-                stop_token_ids=side.stop_token_ids,
+                stop_token_ids=generator.stop_token_ids,
             ),
             records,
         )

@@ -1,4 +1,4 @@
-"""From what a user knows (a run file, a calibration, a few flags) to a `Workload`, saying where each figure comes from."""
+"""Builds a `Workload` from a run file, a calibration and flags, and records the source of each figure."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PAPER_BATCH = 128
 PAPER_LONGEST = 8192
 PAPER_MAX_LAG = 133
 PAPER_PARAMETERS = 7.6e9
-"""Qwen2.5-7B. Needed to say what tokens per flash are in tokens per second, and for nothing else."""
+"""Qwen2.5-7B. Used only to convert tokens per flash to tokens per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says; None: not said."""
+    """Command-line flags; None: not given."""
 
     accelerators: int | None = None
     hardware: str | None = None
@@ -47,10 +47,10 @@ class Flags:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be planned. `max_lag` None: whatever lag is fastest. `facts` are (name, value, where it comes from).
+    """The inputs of a plan. `max_lag` None: no bound on lag. `facts` are (name, value, source).
 
-    `tokens_per_s` is what a rate of 1 in the workload's unit is in tokens per second. `baseline`: the workload of
-    conventional RL, if its costs were measured too.
+    `tokens_per_s` converts a rate in the workload's unit to tokens per second. `baseline` is the workload of conventional
+    RL, if its costs were measured separately.
     """
 
     workload: Workload
@@ -69,7 +69,7 @@ class _Costs:
 
 
 def ask(config: RunConfig | None, flags: Flags) -> Question:
-    """`config` None and no flags: the paper's case study. Raises UserError for what is missing or makes no sense."""
+    """`config` None and no flags: the paper's case study. Raises UserError for missing or invalid inputs."""
     calibration = calibration_of(flags)
     if calibration and (used := [name for name in ("mfu", "model_params", "kv_bytes_per_token") if getattr(flags, name)]):
         raise UserError(f"--{used[0].replace('_', '-')} is for --hardware h100 or h200; {flags.hardware} has measured costs")
@@ -81,7 +81,7 @@ def ask(config: RunConfig | None, flags: Flags) -> Question:
     try:
         workload = Workload(accelerators, batch, lengths, costs.utilisation, costs.tau)
     except ValueError as error:
-        raise UserError(f"nothing to plan: {error}") from error
+        raise UserError(f"invalid workload: {error}") from error
     baseline, baseline_facts = _baseline(batch, lengths, flags, calibration)
     unit = "flashes" if costs.utilisation.unit == "flash" else "s"
     return Question(
@@ -102,7 +102,7 @@ def ask(config: RunConfig | None, flags: Flags) -> Question:
 
 
 def calibration_of(flags: Flags) -> Calibration | None:
-    """What `--hardware` names, if that is a calibration. Raises UserError for what is neither that nor an accelerator."""
+    """The calibration that `--hardware` names; None for an accelerator or no flag. Raises UserError for any other value."""
     if flags.hardware is None or flags.hardware in ACCELERATORS:
         return None
     if not flags.hardware.endswith(".json"):
@@ -113,18 +113,19 @@ def calibration_of(flags: Flags) -> Calibration | None:
 def _baseline(
     batch: int, lengths: LengthDistribution, flags: Flags, calibration: Calibration | None
 ) -> tuple[Workload | None, tuple[tuple[str, str, str], ...]]:
-    """Conventional RL as it was measured, each phase with all of the machine: so many engines, and one trainer."""
+    """Conventional RL as measured. Each phase has the whole machine: first `processes` engines, then one trainer."""
     if flags.conventional is None:
         return None, ()
     measured = read_calibration(Path(flags.conventional))
     if calibration is None or measured.side_by_side:
         raise UserError(
             f"--conventional {flags.conventional}: give a calibration made with schedule.kind conventional, and --hardware "
-            "one made with schedule.kind pipeline"
+            "a calibration made with schedule.kind pipeline"
         )
     costs = _measured(measured, batch, lengths, Flags())
     engines = measured.processes
-    workload = Workload(engines, batch, lengths, costs.utilisation, costs.tau * engines)  # r_train is N / tau: 1 / tau here
+    # The model has r_train = N / tau. With N = engines, this tau makes r_train the rate of the one trainer.
+    workload = Workload(engines, batch, lengths, costs.utilisation, costs.tau * engines)
     facts = (
         ("conventional, U(h)", f"{engines} x {_curve(costs.utilisation)}", flags.conventional),
         ("conventional, tau", f"{costs.tau:.3g} s a token", flags.conventional),
@@ -139,7 +140,7 @@ def _accelerators(config: RunConfig | None, flags: Flags, calibration: Calibrati
         return calibration.machine.accelerators, "the calibrated machine"
     if config is None:
         return PAPER_ACCELERATORS, "the paper's case study"
-    raise UserError("how many accelerators are there? Say --accelerators N, or --hardware CALIBRATION.json for this machine")
+    raise UserError("the number of accelerators is unknown; give --accelerators N, or --hardware CALIBRATION.json")
 
 
 def _batch(config: RunConfig | None, flags: Flags, calibration: Calibration | None) -> tuple[int, str]:
@@ -156,11 +157,9 @@ def _lengths(config: RunConfig | None, flags: Flags, calibration: Calibration | 
     if flags.lengths is not None:
         return parse_lengths(flags.lengths), f"--lengths {flags.lengths}"
     if calibration:
-        return calibration.length_distribution(), "the calibration: the model as it was then"
+        return calibration.length_distribution(), "the calibration, made with the initial model"
     if config:
-        return LengthDistribution.uniform(
-            config.actor.max_tokens
-        ), "uniform up to actor.max_tokens, for want of a measurement"
+        return LengthDistribution.uniform(config.actor.max_tokens), "uniform up to actor.max_tokens: not measured"
     return LengthDistribution.uniform(PAPER_LONGEST), "uniform, the paper's case study"
 
 
@@ -200,12 +199,12 @@ def _modelled(lengths: LengthDistribution, flags: Flags) -> _Costs:
 
 def _tau(flags: Flags) -> tuple[float, str]:
     if flags.tau is not None and flags.mfu is not None:
-        raise UserError("--tau and --mfu say the same thing: give one of them")
+        raise UserError("--tau and --mfu both set the training time; give one of them")
     if flags.tau is not None:
         return flags.tau, "--tau"
     if flags.mfu is not None:
         try:
-            return tau_from_mfu(flags.mfu), f"--mfu {flags.mfu:g}: a forward and a backward of two"
+            return tau_from_mfu(flags.mfu), f"--mfu {flags.mfu:g}: a forward, and a backward of twice its cost"
         except ValueError as error:
             raise UserError(f"--mfu {flags.mfu}: {error}") from error
     return PAPER_TAU, f"the paper's case study (MFU {3 / PAPER_TAU:.2f})"

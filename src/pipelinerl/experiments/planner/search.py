@@ -18,14 +18,14 @@ from pipelinerl.experiments.planner.analytic import (
     pipeline_max_lag,
 )
 
-MOST_SLOTS = 1024
-"""Sequences per accelerator that are tried, unless U is known for fewer only."""
+MAX_SLOTS = 1024
+"""The search tries up to this many sequences per accelerator, or fewer if U is known only for fewer."""
 _SAME = 1 - 1e-9
-"""Rates within rounding of the best are as good: the lowest lag decides between them, then the fewest slots."""
+"""Rates within rounding of the best count as equal. The lowest lag decides between them, then the fewest slots."""
 
 
 class Comparison(NamedTuple):
-    """Both methods with a lag of at most `max_lag`; no pipeline at all may be that fresh (then it is None)."""
+    """Both methods with a lag of at most `max_lag`. `pipeline` is None if no pipeline has such a low lag."""
 
     max_lag: int
     pipeline: Pipeline | None
@@ -38,7 +38,7 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PipelineGrid:
-    """All pipelines of a workload: `rates` and `max_lags` [slots, generating], `slots` and `generating` their axes."""
+    """All pipelines of a workload: `rates` and `max_lags` [slots, generating]; `slots` and `generating` are their axes."""
 
     workload: Workload
     slots: npt.NDArray[np.int64]
@@ -48,8 +48,8 @@ class PipelineGrid:
 
     @classmethod
     def of(cls, workload: Workload, most_slots: int | None = None) -> PipelineGrid:
-        """H = 1..most_slots (None: what U is known for, at most MOST_SLOTS), I = 1..N-1. Without N > 1 it is empty."""
-        most = most_slots or max(1, min(MOST_SLOTS, int(workload.utilisation.largest)))
+        """H = 1..most_slots (None: as far as U is known, at most MAX_SLOTS), I = 1..N-1. Empty if N = 1."""
+        most = most_slots or max(1, min(MAX_SLOTS, int(workload.utilisation.largest)))
         slots, generating = np.arange(1, most + 1), np.arange(1, workload.accelerators)
         generation = workload.utilisation(slots)[:, None] * generating
         training = (workload.accelerators - generating) / workload.tau
@@ -57,7 +57,7 @@ class PipelineGrid:
         return cls(workload, slots, generating, np.minimum(generation, training), max_lags)
 
     def best(self, max_lag: int | None = None) -> Pipeline | None:
-        """The fastest with a lag of at most `max_lag` (None: any). Of equally fast ones that of least lag, then least H."""
+        """The fastest with a lag of at most `max_lag` (None: any). Ties go to the lowest lag, then to the lowest H."""
         rates = self.rates if max_lag is None else np.where(self.max_lags <= max_lag, self.rates, 0.0)
         if not rates.size or rates.max() <= 0:
             return None
@@ -69,9 +69,9 @@ class PipelineGrid:
 def compare(
     workload: Workload, max_lags: Sequence[int], *, most_slots: int | None = None, baseline: Workload | None = None
 ) -> list[Comparison]:
-    """Throughput against g_max (the paper's Figure 9): both methods at their best at each of these lags (>= 0), ascending.
+    """Throughput against g_max (the paper's Figure 9): the best of both methods at each of these lags (>= 0), ascending.
 
-    `baseline` is the workload as conventional RL meets it, if costs are different when a phase has all of the machine.
+    `baseline` is the workload of conventional RL, if costs differ when a phase has the whole machine.
     """
     grid = PipelineGrid.of(workload, most_slots)
     best, tried = conventional(baseline or workload, 1), 1

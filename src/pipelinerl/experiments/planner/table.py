@@ -1,4 +1,4 @@
-"""A plan, and a calibration, as people read them."""
+"""Text tables of a plan and of a calibration, and the figure of a plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipelinerl.report.drawing import png_of
 from pipelinerl.report.files import write_file
 
 BUSY = 0.5
-"""Load per core, before measuring, above which other programs were in the way."""
+"""Load average per core before measuring, above which other programs are assumed to have disturbed it."""
 
 
 def plan_text(plan: Plan, config: RunConfig | None = None) -> str:
-    """What it rests on, the best of both methods, throughput by lag, and what to set in the run file, if there is one."""
+    """The inputs, the best of both methods, throughput by lag, and the settings for the run file."""
     parts: list[RenderableType] = [_facts(plan), _best(plan), _curve(plan)]
     if plan.chosen.pipeline:
         parts.append(_advice(plan, plan.chosen.pipeline, config))
@@ -29,7 +29,7 @@ def plan_text(plan: Plan, config: RunConfig | None = None) -> str:
 
 
 def _facts(plan: Plan) -> Table:
-    table = _table("What this plan rests on", "", "", "from")
+    table = _table("Inputs of this plan", "", "", "source")
     for name, value, source in plan.question.facts:
         table.add_row(name, value, Text(source, "dim"))
     return table
@@ -37,16 +37,16 @@ def _facts(plan: Plan) -> Table:
 
 def _best(plan: Plan) -> Table:
     unit = _unit(plan)
-    table = _table(f"The best of each at a lag of at most {plan.chosen.max_lag}", "", "PipelineRL", "conventional RL")
+    table = _table(f"Best of both methods, lag at most {plan.chosen.max_lag}", "", "PipelineRL", "conventional RL")
     pipeline, conventional = plan.chosen.pipeline, plan.chosen.conventional
     accelerators, baseline = plan.question.workload.accelerators, plan.question.baseline
     if pipeline is None:
         return table
-    everyone = f"all {accelerators}" if baseline is None else "the whole machine"
+    everything = f"all {accelerators}" if baseline is None else "the whole machine"
     table.add_row(
         "configuration",
         f"H = {pipeline.slots} slots; {pipeline.generating} generate, {accelerators - pipeline.generating} train",
-        f"G = {conventional.steps_per_round} steps a round; {everyone} to generate, then to train",
+        f"G = {conventional.steps_per_round} steps a round; {everything} to generate, then to train",
     )
     table.add_row("g_max", f"{pipeline.max_lag}", f"{conventional.max_lag}")
     table.add_row(f"generation, tokens/{unit}", _short(pipeline.generation_rate), _short(conventional.generation_rate))
@@ -85,19 +85,17 @@ def _advice(plan: Plan, pipeline: Pipeline, config: RunConfig | None) -> Text:
     text.append("To run it: ", "bold")
     text.append(
         f"schedule.kind pipeline, engine.slots {pipeline.slots}, engine.processes {pipeline.generating} (of "
-        f"{workload.accelerators} accelerators, or cores). {slower.capitalize()} is the slower side.\n"
+        f"{workload.accelerators} accelerators, or cores). {slower.capitalize()} is the slower phase.\n"
     )
     if config is not None and config.engine.slots != pipeline.slots:
         text.append(f"The run file has engine.slots {config.engine.slots}.\n")
     if (most := int(workload.utilisation.largest)) <= pipeline.slots:
-        text.append(
-            f"U is known for up to {most} slots: with more it may be faster still; calibrate with a larger engine.slots.\n"
-        )
+        text.append(f"U is known only up to {most} slots, and more may be faster: calibrate with a larger engine.slots.\n")
     return text
 
 
 def calibration_text(calibration: Calibration) -> str:
-    """What was measured, with a warning if the machine was busy with something else."""
+    """The measured costs, with a warning if other programs kept the machine busy."""
     generation, training, machine = calibration.generation, calibration.training, calibration.machine
     table = _table(f"{machine.processor}, {machine.cores} cores, model {calibration.model}", "", "")
     for cost in generation.decode:
@@ -105,13 +103,13 @@ def calibration_text(calibration: Calibration) -> str:
         rate = f"{cost.active / cost.step_s:.0f} tokens/s"
         table.add_row(f"decode step, {cost.active} sequences", f"{1e3 * cost.step_s:.3g} ms ({spread}), {rate}")
     table.add_row("prefill", f"{1e3 * generation.prefill_s:.3g} ms + {1e6 * generation.prefill_s_per_token:.3g} us a token")
-    table.add_row("rollout, beyond its tokens", f"{1e3 * generation.rollout_overhead_s:.3g} ms")
+    table.add_row("rollout, besides its decode steps", f"{1e3 * generation.rollout_overhead_s:.3g} ms")
     table.add_row("weight update", f"{1e3 * generation.update_pause_s:.3g} ms")
     table.add_row("generation, all slots in use", f"{generation.tokens_per_s:.0f} tokens/s")
     table.add_row("optimizer step", f"{1e3 * training.step_s:.3g} ms + {1e6 * training.token_s:.3g} us a token")
     lengths = calibration.length_distribution()
-    table.add_row("tokens that have a gradient", f"{training.used_share:.0%}, untrained")
-    table.add_row("lengths, untrained", f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens")
+    table.add_row("tokens that have a gradient", f"{training.used_share:.0%}, initial model")
+    table.add_row("lengths, initial model", f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens")
     together = "at the same time, as in a run" if calibration.side_by_side else "one after the other, as in a run"
     table.add_row("measured", f"generation ({generation.threads} threads) and training ({training.threads}) {together}")
     text = _rendered(table)
@@ -132,7 +130,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _rendered(*parts: RenderableType) -> str:
-    """As text, with colours if it goes to a terminal."""
+    """Rendered text, with colours if stdout is a terminal."""
     console = Console()
     with console.capture() as capture:
         for part in parts:
@@ -144,8 +142,7 @@ def _short(value: float) -> str:
     return f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Throughput against lag, both methods at their best: the paper's Figure 9, for any workload.
+# ---- figure: throughput against lag, both methods at their best (the paper's Figure 9 for any workload)
 
 
 def draw_plan(plan: Plan, path: Path) -> None:

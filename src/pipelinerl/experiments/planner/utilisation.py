@@ -1,8 +1,8 @@
-"""U(h): what one accelerator generates with h sequences in progress, and where the figures come from.
+"""U(h): the generation rate of one accelerator with h sequences in progress, and the sources of its figures.
 
-A decode step at batch h takes `step_time(h)` and produces h tokens, so that `U(h) = h / step_time(h)`. In flashes (the time
-of one token's forward at peak FLOPs) that is a utilisation in [0, 1]; in seconds it is tokens per second. Every formula of
-the model holds in either unit, as long as training time (`tau`) is in the same.
+A decode step at batch size h takes `step_time(h)` and produces h tokens, so `U(h) = h / step_time(h)`. In flashes (the time
+of one token's forward at peak FLOPs) U is a utilisation in [0, 1]. In seconds it is tokens per second. Every formula of the
+model holds in either unit, if the training time `tau` is in the same unit.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PAPER_STEP_FLASHES = 451.8
 PAPER_SEQUENCE_FLASHES = 0.251
 """The simplest curve through both generation figures of the paper's case study, U(192) = 0.384 and the conventional
 r_gen = 18.3 tokens/flash at 134 sequences per accelerator (G = 134): a decode step takes 451.8 flashes for the weights and
-0.251 for each sequence. Fitted to these two, neither measured nor read off a plot."""
+0.251 for each sequence. Fitted to these two figures; not measured, and not read off a plot."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """`peak_flops` (dense BF16) per second and memory bandwidth in bytes per second, of NVIDIA's data sheets."""
+    """`peak_flops` (dense BF16) per second and memory bandwidth in bytes per second, from NVIDIA's data sheets."""
 
     name: str
     peak_flops: float
@@ -37,7 +37,7 @@ class Accelerator:
 
     @property
     def weights_flashes(self) -> float:
-        """Flashes it takes to read BF16 weights once, at full bandwidth: (2P / bandwidth) / (2P / peak), whatever P is."""
+        """Flashes to read BF16 weights once at full bandwidth: (2P / bandwidth) / (2P / peak), for any P."""
         return self.peak_flops / self.bandwidth
 
 
@@ -46,20 +46,20 @@ H200 = Accelerator("h200", peak_flops=989.4e12, bandwidth=4.8e12)
 ACCELERATORS = {accelerator.name: accelerator for accelerator in (H100, H200)}
 
 BANDWIDTH_EFFICIENCY = H100.weights_flashes / PAPER_STEP_FLASHES
-"""Share of the H100's bandwidth that the fit to the paper amounts to: 0.65."""
+"""Share of the H100's bandwidth that the fit to the paper implies: 0.65."""
 SEQUENCE_SHARE = PAPER_SEQUENCE_FLASHES / PAPER_STEP_FLASHES
-"""What a sequence adds to a decode step, as a share of reading the weights: 5.6e-4 (8 MB for a model of 7B)."""
+"""Time that a sequence adds to a decode step, over the time to read the weights: 5.6e-4 (8 MB for a model of 7B)."""
 COMPUTE_CEILING = 3 / PAPER_TAU
-"""Highest U: where decoding is bound by arithmetic, it is as efficient as the paper's training (3 forwards in tau)."""
+"""Highest U: compute-bound decoding is assumed as efficient as the paper's training (3 forwards in tau)."""
 
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Seconds or flashes of a decode step at some batch sizes; straight lines between them.
+    """Seconds or flashes of a decode step at some batch sizes, with linear interpolation between them.
 
-    `active` (sequences, ascending) and `step_times` are of equal length. Below the first entry a step takes as long as
-    there; above the last one U stays what it is there, as if more sequences than that took turns.
-    Raises ValueError for a table that is empty, out of order or not above 0.
+    `active` (sequences, ascending) and `step_times` have equal lengths. Below the first entry the step time is constant.
+    Above the last entry U is constant, as if the additional sequences took turns.
+    Raises ValueError for a table that is empty, not ascending, or has a step time that is not above 0.
     """
 
     active: tuple[float, ...]
@@ -72,25 +72,25 @@ class Utilisation:
         if not len(h) or h.shape != times.shape or (np.diff(h) <= 0).any() or h[0] < 0 or h[-1] <= 0:
             raise ValueError(f"batch sizes must ascend, with a step time each: {self.active}, {self.step_times}")
         if not (np.isfinite(times).all() and (times > 0).all()):
-            raise ValueError(f"every decode step takes time: {self.step_times}")
+            raise ValueError(f"step times must be above 0: {self.step_times}")
 
     @property
     def largest(self) -> float:
-        """The largest batch that the table knows."""
+        """The largest batch size in the table."""
         return self.active[-1]
 
     def step_time(self, active: npt.ArrayLike) -> Floats:
-        """Time of a decode step with `active` sequences (any shape; fractions are averages over accelerators)."""
+        """Time of a decode step with `active` sequences (any shape; may be fractional, as an average over accelerators)."""
         h = np.asarray(active, dtype=np.float64)
         within = np.interp(h, self.active, self.step_times)
         return np.asarray(within * np.maximum(h / self.largest, 1.0), dtype=np.float64)
 
     def __call__(self, active: npt.ArrayLike) -> Floats:
-        """U(h): tokens per unit of time of one accelerator; a share of its peak if the unit is the flash."""
+        """U(h): tokens per unit of time of one accelerator. In flashes this is a share of its peak."""
         return np.asarray(np.asarray(active, dtype=np.float64) / self.step_time(active), dtype=np.float64)
 
     def with_overhead(self, time_per_token: float) -> Utilisation:
-        """The same with `time_per_token` more for every token, e.g. a rollout's fixed cost over its mean length."""
+        """The same table with `time_per_token` added for every token, e.g. a rollout's fixed cost over its mean length."""
         times = tuple(time + time_per_token * h for h, time in zip(self.active, self.step_times, strict=True))
         return Utilisation(self.active, times, self.unit, self.source)
 
@@ -103,14 +103,15 @@ def roofline(
     ceiling: float = COMPUTE_CEILING,
     largest: float = 8192,
 ) -> Utilisation:
-    """U of a dense BF16 model: a decode step reads the weights and each sequence's cache, or computes, whichever is longer.
+    """U of a dense BF16 model. The time of a decode step is the longer of reading (weights and caches) and computing.
 
-    step_time(h) = max(w (1 + s h), h / ceiling) flashes, w = weights_flashes / bandwidth_efficiency, s = `sequence_share`:
-    the bytes a sequence's step reads over those of the weights. With the defaults the H100 is the paper's fitted curve, and
-    the H200 is the same at its bandwidth. The model's size cancels out, but in `sequence_share` (see `cache_share`).
+    step_time(h) = max(w (1 + s h), h / ceiling) flashes, with w = weights_flashes / bandwidth_efficiency and
+    s = `sequence_share`, the bytes read per sequence over those of the weights. With the defaults, the H100 has the curve
+    fitted to the paper, and the H200 the same curve at its own bandwidth. The model's size cancels out, except in
+    `sequence_share` (see `cache_share`).
     """
     weights = accelerator.weights_flashes / bandwidth_efficiency
-    slope = 1 / ceiling - weights * sequence_share  # of the computing line over the reading one
+    slope = 1 / ceiling - weights * sequence_share  # slope of the compute line minus slope of the memory line
     knee = weights / slope if slope > 0 else largest
     active = tuple(sorted({0.0, min(knee, largest), largest}))
     times = tuple(max(weights * (1 + sequence_share * h), h / ceiling) for h in active)
@@ -120,17 +121,17 @@ def roofline(
 
 
 def cache_share(parameters: float, kv_bytes_per_token: float, context_tokens: float) -> float:
-    """`sequence_share` of a BF16 model whose sequences have `context_tokens` in the cache on average."""
+    """`sequence_share` of a BF16 model whose sequences have `context_tokens` in the KV cache on average."""
     return kv_bytes_per_token * context_tokens / (2 * parameters)
 
 
 def flash_s(parameters: float, peak_flops: float) -> float:
-    """Seconds of a flash: one token's forward, 2 FLOPs per parameter, at peak."""
+    """Seconds per flash: one token's forward, 2 FLOPs per parameter, at peak FLOPs."""
     return 2 * parameters / peak_flops
 
 
 def tau_from_mfu(mfu: float) -> float:
-    """Training time per token in flashes at a model FLOPs utilisation: a forward, and a backward of twice its cost."""
+    """Training time per token in flashes at this model FLOPs utilisation: a forward, and a backward of twice its cost."""
     if not 0 < mfu <= 1:
         raise ValueError(f"MFU is a share of peak FLOPs, above 0 and at most 1: {mfu}")
     return 3 / mfu

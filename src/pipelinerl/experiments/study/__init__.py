@@ -1,1 +1,1 @@
-"""Experiments on what a run saved: how far in-flight weight updates take the data from the policy being trained."""
+"""Studies on the saved weights of a run: how off-policy in-flight weight updates make the training data."""

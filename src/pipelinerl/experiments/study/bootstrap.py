@@ -1,9 +1,9 @@
 """Confidence intervals by resampling problems. Pure maths.
 
-Tokens of one sequence are not independent, nor are attempts at one problem, so what is drawn with replacement is a problem
+Neither the tokens of a sequence nor the attempts at a problem are independent, so problems are drawn with replacement, each
 with all of its tokens (the cluster bootstrap; Davison and Hinkley, Bootstrap Methods and their Application, 1997, section
-3.8). Every quantity is a mean over tokens, a ratio of two sums over problems; one set of draws serves all quantities, so
-that differences of quantities measured on the same problems have paired intervals.
+3.8). Every quantity is a mean over tokens: a ratio of two sums over problems. All quantities share one set of draws, so the
+differences of quantities measured on the same problems have paired intervals.
 
 Shapes: U problems, R resamples.
 """
@@ -29,7 +29,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def draw_counts(units: int, resamples: int, seed: int) -> Ints:
-    """How often each problem is in each resample, [R, U]: every row sums to U. Raises ValueError without units."""
+    """How often each problem is in each resample, [R, U]. Every row sums to U. Raises ValueError if U or R is 0."""
     if units < 1 or resamples < 1:
         raise ValueError(f"can't draw {resamples} resamples of {units} units")
     generator = np.random.default_rng(seed)
@@ -38,9 +38,9 @@ def draw_counts(units: int, resamples: int, seed: int) -> Ints:
 
 
 def mean_interval(sums_U: Floats, tokens_U: Floats, counts_RU: Ints, level: float = 0.95) -> Interval | None:
-    """The mean over tokens, given each problem's sum and number of tokens. None where there are no tokens at all.
+    """The mean over tokens, given each problem's sum and number of tokens. None if there are no tokens.
 
-    Resamples that happen to hold no token say nothing about the mean and are left out.
+    Resamples without tokens are ignored.
     """
     if not tokens_U.sum():
         return None
@@ -50,7 +50,7 @@ def mean_interval(sums_U: Floats, tokens_U: Floats, counts_RU: Ints, level: floa
 def difference_interval(
     one: tuple[Floats, Floats], other: tuple[Floats, Floats], counts_RU: Ints, level: float = 0.95
 ) -> Interval | None:
-    """Mean of `one` minus mean of `other`, each (sums_U, tokens_U) over the same problems, resampled together."""
+    """Mean of `one` minus mean of `other`; each is (sums_U, tokens_U) over the same problems, resampled together."""
     if not one[1].sum() or not other[1].sum():
         return None
     point = float(one[0].sum() / one[1].sum() - other[0].sum() / other[1].sum())
@@ -58,7 +58,7 @@ def difference_interval(
 
 
 def _resampled(sums_U: Floats, tokens_U: Floats, counts_RU: Ints) -> Floats:
-    """The mean over tokens in every resample, [R]; NaN where there are none."""
+    """The mean over tokens in each resample, [R]; NaN for a resample without tokens."""
     tokens_R = counts_RU @ tokens_U
     means_R: Floats = np.full(len(tokens_R), math.nan)
     np.divide(counts_RU @ sums_U, tokens_R, out=means_R, where=tokens_R > 0)

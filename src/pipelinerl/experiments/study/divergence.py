@@ -23,14 +23,17 @@ def exact_kl(behaviour_NV: Tensor, target_NV: Tensor) -> Tensor:
 
 
 def log_probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature), in float64: the divergences here are of the order of float32's rounding."""
+    """log softmax(logits / temperature), in float64: the divergences can be as small as float32 rounding errors."""
     return (logits_NV.double() / temperature).log_softmax(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDivergences:
-    """One entry per sampled token. `exact_N` is KL between the two distributions at the token's position, given the prefix
-    that was sampled; k1 and k3 are estimates of it from the sampled token alone."""
+    """One entry per sampled token.
+
+    `exact_N` is the KL between the two distributions at the token's position, given the sampled prefix. k1 and k3 estimate
+    it from the sampled token alone.
+    """
 
     problem_N: Ints
     position_N: Ints
@@ -41,7 +44,7 @@ class TokenDivergences:
 
     @property
     def k1_N(self) -> Floats:
-        """-log w for w = pi / mu: unbiased, negative half of the time."""
+        """-log w for w = pi / mu: unbiased, but negative about half of the time."""
         return -self.log_ratio_N
 
     @property
@@ -69,7 +72,7 @@ def joined(parts: list[TokenDivergences]) -> TokenDivergences:
 
 
 def equivalent_lag(kl: float, kl_by_lag: Sequence[float]) -> float | None:
-    """The lag at which `kl_by_lag[k]` (k = 0, 1, ...) first reaches `kl`, interpolated linearly; None if it never does."""
+    """The lag k at which `kl_by_lag[k]` first reaches `kl`, interpolated linearly; None if it never does."""
     for lag, (below, above) in enumerate(pairwise(kl_by_lag)):
         if above >= kl:
             return lag + (max(0.0, kl - below) / (above - below) if above > below else 0.0)

@@ -1,13 +1,13 @@
-"""The stale-KV study: how far is data from the policy being trained, if weights change while it is generated?
+"""The stale-KV study: how off-policy is data whose weights changed during generation?
 
-From a checkpoint C, for the policy pi = C+g to be trained:
+Behaviour policies compared with the policy pi = C+g, starting from a checkpoint C:
 
-    mixed policy, stale KV       C, C+1, ... C+g-2 sample one sequence in turn; the cache keeps what older weights computed
-    mixed policy, recomputed KV  the same, and at each switch all keys and values are computed by the new weights
+    mixed policy, stale KV       C, C+1, ... C+g-2 sample one sequence in turn; the KV cache keeps older weights' entries
+    mixed policy, recomputed KV  the same, but at each switch the new weights recompute all keys and values
     lag k = 0, 1, ..., g         conventional RL: C+g-k samples the whole sequence
 
-All are given the same problems and random numbers, so that two policies sample the same tokens until they disagree about
-one. Source: PipelineRL, arXiv 2509.19128, section 5.1 and Figure 7.
+All policies get the same problems and random numbers, so two policies sample the same tokens until they first disagree.
+Source: PipelineRL, arXiv 2509.19128, section 5.1 and Figure 7.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Kind = Literal["stale", "recomputed", "lagged"]
 
 
 class StudyOptions(NamedTuple):
-    """What the user chooses; `max_tokens` None is the length that 90% of the run's completions do not exceed."""
+    """The user's options. `max_tokens` None: the length that 90% of the run's completions do not exceed."""
 
     lag: int
     starts: Sequence[str]
@@ -56,7 +56,7 @@ def study_kv_cache(
 ) -> StudyRecord:
     """Run the study on the checkpoints of `run_dir`, whose configuration is `config`.
 
-    Raises UserError (or one of its kinds) if the run does not hold what the study needs. `on_progress` gets lines of text.
+    Raises UserError (or a subclass) if the run lacks data that the study needs. `on_progress` is called with lines of text.
     """
     weights = SavedWeights(run_dir, config.model)
     starts = choose_starts(options.starts, weights.starts(options.lag), options.lag)
@@ -79,18 +79,18 @@ def study_kv_cache(
         resamples=RESAMPLES,
         level=LEVEL,
     )
-    laboratory = _Laboratory(config, weights, settings)
+    experiment = _Experiment(config, weights, settings)
     return StudyRecord(
         model=Path(config.model.path).name,
         environment=Path(config.environment.kind).name,
         run_seed=config.seed,
         settings=settings,
-        starts=tuple(laboratory.study(name, version, on_progress) for name, version in starts.items()),
+        starts=tuple(experiment.study(name, version, on_progress) for name, version in starts.items()),
     )
 
 
-class _Laboratory:
-    """The prompts, the models and the resamples that all measurements share."""
+class _Experiment:
+    """The prompts, models and resamples that all measurements share."""
 
     def __init__(self, config: RunConfig, weights: SavedWeights, settings: StudySettings) -> None:
         if config.engine.threads is not None:
@@ -147,17 +147,17 @@ class _Laboratory:
     def _difference(self, one: TokenDivergences, other: TokenDivergences) -> Interval:
         problems = self._settings.problems
         sums = (one.sums(one.exact_N, problems), other.sums(other.exact_N, problems))
-        return _there(difference_interval(*sums, self._counts_RU, LEVEL))
+        return _required(difference_interval(*sums, self._counts_RU, LEVEL))
 
     def _measure(
         self, kind: Kind, stretches: Sequence[Stretch], target: int, *, kv: KV
     ) -> tuple[PolicyRecord, TokenDivergences]:
-        """Sample from a behaviour policy, and compare it with the weights of version `target`."""
+        """Sample from a behaviour policy and compare it with the weights of version `target`."""
         problems = self._settings.problems
         samples = self._samplers[kv].sample(self._prompts, stretches)
         tokens, gap = self._replay.run(samples, stretches, target, self._weights.tensors, kv=kv)
         kl, kl_k1, kl_k3 = (
-            _there(mean_interval(*tokens.sums(values_N, problems), self._counts_RU, LEVEL))
+            _required(mean_interval(*tokens.sums(values_N, problems), self._counts_RU, LEVEL))
             for values_N in (tokens.exact_N, tokens.k1_N, tokens.k3_N)
         )
         record = PolicyRecord(
@@ -193,7 +193,7 @@ def _prompts(config: RunConfig, settings: StudySettings, model: object) -> list[
 
 
 def _by_position(tokens: TokenDivergences, settings: StudySettings, counts_RU: Ints) -> tuple[PositionRecord, ...]:
-    """KL by position, an optimizer step's worth of tokens at a time: within one, a mixed policy's weights are the same."""
+    """KL by position, in intervals of one optimizer step: within an interval a mixed policy has one version."""
     records = []
     for start, end in pairwise(interval_edges(settings.lag, settings.max_tokens)):
         sums_U, tokens_U = tokens.sums(tokens.exact_N, settings.problems, start, end)
@@ -202,7 +202,7 @@ def _by_position(tokens: TokenDivergences, settings: StudySettings, counts_RU: I
     return tuple(records)
 
 
-def _there(interval: Interval | None) -> Interval:
-    if interval is None:  # every completion has a token: its end, if nothing else
+def _required(interval: Interval | None) -> Interval:
+    if interval is None:  # can't happen: every completion has at least one token, the stop token
         raise RuntimeError("a policy sampled no tokens")
     return interval

@@ -1,4 +1,4 @@
-"""The stale-KV study as a picture, like Figure 7 of the paper: KL along the sequence, and KL of conventional lags."""
+"""Output of the stale-KV study: plots like Figure 7 of the paper, files, and a terminal table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STALE, _RECOMPUTED, _LAGGED = "tab:orange", "tab:blue", "0.45"
 
 
 def draw_study(study: StudyRecord) -> bytes:
-    """A PNG with a row of two plots for each checkpoint that the study starts from."""
+    """A PNG with a row for each starting checkpoint: KL along the sequence, and KL by conventional lag."""
     rows = len(study.starts)
     figure = Figure(figsize=(13, 3.6 * rows + 0.6), dpi=110, layout="constrained")
     settings = study.settings
@@ -41,7 +41,7 @@ def draw_study(study: StudyRecord) -> bytes:
 
 
 def shown_lags(lag: int) -> Sequence[int]:
-    """The lags that are drawn along the sequence: a few, from the freshest to the oldest."""
+    """The lags to draw along the sequence: a few, ascending."""
     return sorted({max(1, lag // 8), max(1, lag // 4), max(1, lag // 2), lag})
 
 
@@ -54,11 +54,12 @@ def _draw_positions(axes: Any, start: StartRecord) -> None:
     _positions(axes, start.stale, "mixed, stale KV", _STALE)
     _axes(axes, f"{_title(start)}: along the sequence", "token position")
     axes.set_yscale("log", nonpositive="mask")
-    axes.legend(edgecolor="none", fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # lines cross all of the plot
+    # Beside the plot, because the lines cross all of it.
+    axes.legend(edgecolor="none", fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _positions(axes: Any, policy: PolicyRecord, label: str, color: str, *, band: bool = True) -> None:
-    """A step for each stretch of positions; stretches that no completion reached are left out."""
+    """One step per interval of positions; intervals that no completion reached are omitted."""
     found = [(record, record.kl) for record in policy.by_position if record.kl is not None]
     if not found:
         return
@@ -101,51 +102,49 @@ def _axes(axes: Any, title: str, x_label: str) -> None:
     axes.grid(alpha=0.3)
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What a study leaves behind: its numbers and its picture.
+# ---- output files
 
 
 def write_study(study: StudyRecord, out: Path) -> tuple[Path, Path]:
-    """Write `kv-cache.json` and `kv-cache.png` into the folder `out`; the paths. Raises RunDirectoryError."""
+    """Write `kv-cache.json` and `kv-cache.png` into the folder `out`; returns their paths. Raises RunDirectoryError."""
     numbers, picture = out / "kv-cache.json", out / "kv-cache.png"
-    with _explained(out):
+    with _write_errors(out):
         write_atomically(numbers, msgspec.json.encode(study) + b"\n")
         write_atomically(picture, draw_study(study))
     return numbers, picture
 
 
 def make_folder(out: Path) -> None:
-    """Make `out` if need be, and see that it can be written to. Raises RunDirectoryError, before there is much to lose."""
-    with _explained(out):
+    """Create `out` if needed and check that it is writable, before the study runs. Raises RunDirectoryError."""
+    with _write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         if not os.access(out, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @contextmanager
-def _explained(out: Path) -> Iterator[None]:
+def _write_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise RunDirectoryError(f"can't write to {out}: {error.strerror}; choose another --out") from error
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The stale-KV study as a table for the terminal.
+# ---- terminal table
 
 
 _WIDTH = 118
 
 
 def study_table(study: StudyRecord) -> str:
-    """One block of rows for each checkpoint that the study starts from."""
+    """One block of rows per starting checkpoint."""
     settings = study.settings
     table = Table(
         title=f"KL(mu || pi) to the on-policy policy, nats per token: g_max = {settings.lag}, L = {settings.max_tokens}",
         title_justify="left",
         border_style="dim",
-        caption=f"{settings.level:.0%} intervals over {settings.problems} problems; as lag: the conventional lag that is as "
-        "far off-policy",
+        caption=f"{settings.level:.0%} intervals over {settings.problems} problems; as lag: the conventional lag that is "
+        "equally off-policy",
         caption_justify="left",
     )
     for name in ("weights", "behaviour policy"):

@@ -1,4 +1,4 @@
-"""What the study asks the model: the first request of a rollout, exactly as the actor would make it."""
+"""Prompts of the study: the first request of a rollout, exactly as the actor would submit it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from pipelinerl.files import read_json_lines
 from pipelinerl.interfaces import Engine, Environment, Tokenizer
 from pipelinerl.types import GenerationRequest, SamplingParams
 
-_LOOK_EVERY_S = 0.0005
+_POLL_S = 0.0005
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One attempt at problem number `problem` of the study (0, 1, ...): what the engine is to be asked for."""
+    """The engine request for one attempt at problem number `problem` of the study (0, 1, ...)."""
 
     problem: int
     request: GenerationRequest
 
 
 class History(msgspec.Struct, frozen=True):
-    """What a run's recorded rollouts say: the next problem that it never started, and how long its completions were."""
+    """Facts from a run's recorded rollouts: the first problem index never started, and the completion lengths."""
 
     next_index: int
     lengths: tuple[int, ...]
 
     def length_quantile(self, q: float) -> int:
-        """The shortest recorded length that a share q of the completions do not exceed."""
+        """The shortest recorded length that a fraction q of the completions do not exceed."""
         return int(np.quantile(self.lengths, q, method="inverted_cdf"))
 
 
@@ -57,7 +57,7 @@ class _Group(msgspec.Struct):
 
 
 def read_history(run_dir: Path) -> History:
-    """Raises RunDirectoryError without readable records, and UserError for a task of several turns."""
+    """Raises RunDirectoryError if there are no readable records, and UserError for a task of several turns."""
     path = run_dir / "rollouts" / "rollouts.jsonl"
     try:
         groups = read_json_lines(path, _Group)
@@ -89,9 +89,9 @@ async def make_prompts(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> list[Prompt]:
-    """`attempts` requests for each of the training problems `first_index...`, each with a seed of its own.
+    """`attempts` requests for each of `problems` training problems from `first_index` on, each with its own seed.
 
-    Raises EnvironmentSetupError if the environment does not come to a request.
+    Raises EnvironmentSetupError if the environment fails or ends a rollout before its first request.
     """
     limits = TimeLimits(actor.rollout_timeout_s, CodeAlarm(actor.code_timeout_s))
     sampling = SamplingParams(
@@ -104,16 +104,16 @@ async def make_prompts(
     prompts = []
     for problem in range(problems):
         for number in range(attempts):
-            desk = _Desk()
+            recorder = _RequestRecorder()
             client = RolloutClient(
-                EngineClient(cast("Engine", desk)),
+                EngineClient(cast("Engine", recorder)),
                 tokenizer,
                 sampling,
                 name=f"p{problem}.a{number}",
                 seed=derive_seed(seed, "study", problem, number),
             )
-            request = await _first_request(environment, first_index + problem, client, limits, desk)
-            # The study's own limit on tokens, whatever the environment asks for.
+            request = await _first_request(environment, first_index + problem, client, limits, recorder)
+            # The study's token limit overrides the environment's.
             request = msgspec.structs.replace(
                 request, sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
             )
@@ -121,8 +121,8 @@ async def make_prompts(
     return prompts
 
 
-class _Desk:
-    """Stands in for the engine: takes requests down and answers none."""
+class _RequestRecorder:
+    """A fake engine that records requests and never completes them."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
@@ -131,24 +131,24 @@ class _Desk:
         self.requests.append(request)
 
     def cancel(self, request_id: str) -> None:
-        """Nothing is being generated."""
+        """Nothing to cancel."""
 
 
 async def _first_request(
-    environment: Environment, index: int, client: RolloutClient, limits: TimeLimits, desk: _Desk
+    environment: Environment, index: int, client: RolloutClient, limits: TimeLimits, recorder: _RequestRecorder
 ) -> GenerationRequest:
-    """Start the rollout, and cancel it when it has asked for its first completion."""
+    """Start a rollout and cancel it at its first request."""
     made = problem_for(environment, index, limits)
     if isinstance(made, Failure):
         raise EnvironmentSetupError(f"the environment made no problem: {made.message}")
     task = asyncio.create_task(attempt(environment, made[0], client, limits))
     await asyncio.sleep(0)
-    while not desk.requests and not task.done():
-        await asyncio.sleep(_LOOK_EVERY_S)
+    while not recorder.requests and not task.done():
+        await asyncio.sleep(_POLL_S)
     task.cancel()
     await asyncio.wait({task})
-    if desk.requests:
-        return desk.requests[0]
+    if recorder.requests:
+        return recorder.requests[0]
     outcome = task.result()
-    why = outcome.message if isinstance(outcome, Failure) else "its rollout ended without"
-    raise EnvironmentSetupError(f"the environment asked for no completion of problem {index}: {why}")
+    why = outcome.message if isinstance(outcome, Failure) else "its rollout ended without a request"
+    raise EnvironmentSetupError(f"the environment requested no completion for problem {index}: {why}")

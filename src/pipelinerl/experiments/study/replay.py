@@ -1,8 +1,8 @@
-"""Both distributions at every sampled token, over the whole vocabulary: what was sampled is fed to the models again.
+"""Computes both policies' full distributions at every sampled token, by feeding the sampled sequences to the models again.
 
-The behaviour model repeats what the engine did at each switch (keys and values kept, or all computed again by the new
-weights), the target model has the weights C+g throughout. Both go through the sequences side by side, a stretch of tokens
-at a time, so that no more than one stretch's distributions are in memory.
+The behaviour model does what the engine did at each switch: it keeps the keys and values, or recomputes all with the new
+weights. The target model has the weights C+g throughout. Both process the sequences one stretch of tokens at a time, so
+that the distributions of only one stretch are in memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from pipelinerl.models.state import load_weights
 LONGEST_STRETCH = 256
 FED_TOKENS = 8192
 DISTRIBUTIONS = 1 << 23
-"""Most tokens fed in one forward, and most numbers in its log-probabilities (one sequence's stretch is never divided)."""
+"""Limits per forward: `FED_TOKENS` input tokens, and `DISTRIBUTIONS` log-probabilities in its output (tokens x vocabulary).
+A stretch of one sequence is never split, so it may exceed them."""
 
 
 class Replayed(NamedTuple):
-    """`engine_gap` is the largest |log mu here - log mu of the engine| over sampled tokens: numerics, if all is well."""
+    """`engine_gap` is the largest |log mu here - log mu of the engine| over sampled tokens. It should be rounding error."""
 
     tokens: TokenDivergences
     engine_gap: float
@@ -44,10 +45,10 @@ class _Feed(NamedTuple):
 
 
 class Replay:
-    """Two copies of the model, in slots of their own."""
+    """Replays sequences on two instances of the model, each with its own slots."""
 
     def __init__(self, behaviour: Any, target: Any, *, slots: int, max_length: int, temperature: float) -> None:
-        """The models are this object's own from here on."""
+        """Takes ownership of both models: their weights are replaced."""
         self._behaviour = ModelRunner(behaviour, slots, max_length)
         self._target = ModelRunner(target, slots, max_length)
         self._slots = slots
@@ -57,15 +58,15 @@ class Replay:
     def run(
         self, samples: Sequence[Sampled], stretches: Sequence[Stretch], target: int, tensors: Tensors, *, kv: KV
     ) -> Replayed:
-        """Divergence from the weights of version `target` at every sampled token; `stretches` and `kv` as sampled."""
+        """Divergence from the weights of version `target` at every sampled token. `stretches` and `kv` as in sampling."""
         load_weights(self._target.model, tensors(target))
-        # Neighbours of one prompt length are attended to at once.
+        # Sorted, because neighbouring sequences with equal prompt length share one attention call.
         ordered = sorted(samples, key=lambda s: (len(s.prompt.request.prompt_ids), -len(s.completion.token_ids)))
         parts: list[TokenDivergences] = []
         gaps = [0.0]
         for begin in range(0, len(ordered), self._slots):
             wave = ordered[begin : begin + self._slots]
-            for stretch in _cut(stretches):
+            for stretch in _split(stretches):
                 load_weights(self._behaviour.model, tensors(stretch.version))
                 for tokens, gap in self._stretch(wave, stretch, kv):
                     parts.append(tokens)
@@ -75,10 +76,10 @@ class Replay:
     def _stretch(self, wave: Sequence[Sampled], stretch: Stretch, kv: KV) -> Iterator[tuple[TokenDivergences, float]]:
         target_feeds = _feeds(wave, stretch, from_start=False)
         behaviour_feeds = _feeds(wave, stretch, from_start=kv == "recompute")
-        for part in _parts(behaviour_feeds, self._behaviour.vocabulary):
-            mu_NV = self._log_probabilities(self._behaviour, wave, behaviour_feeds[part])
-            pi_NV = self._log_probabilities(self._target, wave, target_feeds[part])
-            yield self._compare(wave, behaviour_feeds[part], stretch, mu_NV, pi_NV)
+        for batch in _batches(behaviour_feeds, self._behaviour.vocabulary):
+            mu_NV = self._log_probabilities(self._behaviour, wave, behaviour_feeds[batch])
+            pi_NV = self._log_probabilities(self._target, wave, target_feeds[batch])
+            yield self._compare(wave, behaviour_feeds[batch], stretch, mu_NV, pi_NV)
 
     def _log_probabilities(self, runner: ModelRunner, wave: Sequence[Sampled], feeds: Sequence[_Feed]) -> Tensor:
         ids: list[int] = []
@@ -117,9 +118,9 @@ def _ids(sample: Sampled) -> tuple[int, ...]:
 
 
 def _feeds(wave: Sequence[Sampled], stretch: Stretch, *, from_start: bool) -> list[_Feed]:
-    """What each sequence that reaches the stretch is fed for it: token t is predicted at position prompt + t - 1.
+    """The input positions for each sequence that reaches the stretch. Token t is predicted at position prompt + t - 1.
 
-    `from_start` feeds all positions again, prompt included; otherwise those before the stretch are in the cache.
+    With `from_start`, all positions are fed again, prompt included; otherwise those before the stretch are in the KV cache.
     """
     feeds = []
     for row, sample in enumerate(wave):
@@ -131,8 +132,8 @@ def _feeds(wave: Sequence[Sampled], stretch: Stretch, *, from_start: bool) -> li
     return feeds
 
 
-def _cut(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """The same in stretches of at most LONGEST_STRETCH tokens. Feeding in parts changes nothing."""
+def _split(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """Split into stretches of at most LONGEST_STRETCH tokens. This does not change the result."""
     return [
         Stretch(start, min(start + LONGEST_STRETCH, stretch.end), stretch.version)
         for stretch in stretches
@@ -140,8 +141,8 @@ def _cut(stretches: Sequence[Stretch]) -> list[Stretch]:
     ]
 
 
-def _parts(feeds: Sequence[_Feed], vocabulary: int) -> list[slice]:
-    """Runs of feeds that fit one forward, by the budgets above."""
+def _batches(feeds: Sequence[_Feed], vocabulary: int) -> list[slice]:
+    """Consecutive feeds that fit into one forward, by `FED_TOKENS` and `DISTRIBUTIONS`."""
     edges = [0]
     fed = kept = 0
     for index, feed in enumerate(feeds):

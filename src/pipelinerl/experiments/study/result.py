@@ -1,4 +1,4 @@
-"""What the stale-KV study found, as it is written to JSON. KL is KL(mu || pi) in nats per token."""
+"""Results of the stale-KV study, as written to JSON. KL is KL(mu || pi) in nats per token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMAT = 1
 
 
 class PositionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens at positions `start <= t < end`. `kl` (exact) is None where no completion is that long."""
+    """Tokens at positions `start <= t < end`. `kl` (exact) is None if no completion is that long."""
 
     start: int
     end: int
@@ -21,14 +21,14 @@ class PositionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One behaviour policy against the on-policy one.
+    """One behaviour policy compared with the on-policy one.
 
     kind           `stale` or `recomputed`: a mixed policy whose KV entries were kept or recomputed at each switch;
                    `lagged`: one version for all tokens, `lag` steps behind
-    lag_mean       of the sampled tokens
-    kl             exact at each position over the vocabulary, averaged over the prefixes that were sampled
-    kl_k1, kl_k3   the same from the sampled tokens' log-probabilities alone
-    engine_gap     largest difference between the engine's log-probabilities and those of the replay that `kl` is from
+    lag_mean       mean lag of the sampled tokens
+    kl             exact at each position over the vocabulary, averaged over the sampled prefixes
+    kl_k1, kl_k3   the same, estimated from the sampled tokens' log-probabilities alone
+    engine_gap     largest difference between the engine's log-probabilities and those of the replay that computes `kl`
     """
 
     kind: Literal["stale", "recomputed", "lagged"]
@@ -45,9 +45,9 @@ class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
 class StartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The study from one checkpoint C = `version`; the on-policy policy is `target` = C + g.
 
-    `lagged` holds lags 0 (the target itself: what numerics alone come to), 1, ..., g. Differences of mean KL, among them
-    stale minus lag g, are paired by problem. `equivalent_lag_*`: the lag at which conventional RL is as far off-policy,
-    interpolated; None if it never is.
+    `lagged` holds lags 0, 1, ..., g; lag 0 is the target itself and shows the numerical error. The differences of mean KL
+    (`stale_minus_oldest` is stale minus lag g) are paired by problem. `equivalent_lag_*` is the lag at which conventional
+    RL is equally off-policy, interpolated; None if it never is.
     """
 
     name: str
@@ -63,7 +63,7 @@ class StartRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`lag` is g_max, `max_tokens` L; `switches` are the first tokens by C+1, C+2, ..."""
+    """`lag` is g_max, `max_tokens` is L; `switches` are the first tokens sampled by C+1, C+2, ..."""
 
     lag: int
     max_tokens: int
@@ -78,7 +78,7 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole study."""
+    """The complete results."""
 
     model: str
     environment: str

@@ -1,4 +1,4 @@
-"""Sampling from a mixed policy with the engine itself: weights change at exact tokens of sequences that start together."""
+"""Sampling from a mixed policy with the engine: weights change at exact tokens of sequences that start together."""
 
 from __future__ import annotations
 
@@ -15,20 +15,7 @@ from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.types import Completion, VersionSpan, versions_from_spans
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Which weights sample which token of the stale-KV study. Pure arithmetic.
-#
-# A sequence of up to L tokens is sampled while g = g_max optimizer steps are taken, so an interval of L/g tokens is one step
-# long. The first update arrives after two intervals, then there is one at the end of each:
-#
-#     token       0 ... 2L/g ... 3L/g ...      (g-1)L/g ... L
-#     weights     |   C   |  C+1  |  C+2  ...      |  C+g-2 |      trained on by C+g: lags g, g-1, ..., 2
-#
-# so there are g - 2 switches, and no token is fresher than lag 2. Token t is by `C + max(0, floor(t g / L) - 1)`: where L/g
-# is
-# not a whole number, a switch takes place at the first token at or after its point.
-#
-# Source: PipelineRL, arXiv 2509.19128, section 5.1.
+# ---- which weights sample which token
 
 
 class Stretch(NamedTuple):
@@ -40,14 +27,25 @@ class Stretch(NamedTuple):
 
 
 def mixed_version(token: int, first: int, lag: int, length: int) -> int:
-    """The weights that sample token number `token`, if `first` (C) samples the first and the trainer is at C + `lag`."""
+    """The version that samples token t = `token` of a mixed policy: C + max(0, floor(t g / L) - 1) (see `mixed_policy`)."""
     return first + max(0, token * lag // length - 1)
 
 
 def mixed_policy(first: int, lag: int, length: int) -> tuple[Stretch, ...]:
-    """The stretches of a mixed policy over `length` (L) tokens. Raises ValueError unless 1 <= lag <= length."""
+    """The stretches of a mixed policy. Raises ValueError unless 1 <= lag <= length.
+
+    A sequence of up to L = `length` tokens is sampled while the trainer takes g = `lag` optimizer steps, from C = `first`
+    to C+g. One step takes as long as an interval of L/g tokens. The first weight update arrives after two intervals, and
+    one more at the end of each further interval:
+
+        token       0 ... 2L/g ... 3L/g ...      (g-1)L/g ... L
+        weights     |   C   |  C+1  |  C+2  ...      |  C+g-2 |      trained on by C+g: lags g, g-1, ..., 2
+
+    So there are g - 2 switches, and the lowest lag is 2. If L/g is not an integer, a switch takes place at the first token
+    at or after its point. Source: PipelineRL, arXiv 2509.19128, section 5.1.
+    """
     if not 1 <= lag <= length:
-        raise ValueError(f"a lag of {lag} steps over {length} tokens: each step needs a token at least")
+        raise ValueError(f"a lag of {lag} steps over {length} tokens: each step needs at least one token")
     edges = interval_edges(lag, length)
     starts = [0, *edges[2:-1]]
     return tuple(
@@ -61,7 +59,7 @@ def lagged_policy(version: int, length: int) -> tuple[Stretch, ...]:
 
 
 def interval_edges(lag: int, length: int) -> tuple[int, ...]:
-    """0 = first edge < ... < last edge = length: the `lag` intervals, each between neighbours, that optimizer steps take.
+    """The `lag` + 1 edges, from 0 to `length`, of the intervals that correspond to one optimizer step each.
 
     Edge i is ceil(i L / g), the first token t with floor(t g / L) = i.
     """
@@ -70,28 +68,28 @@ def interval_edges(lag: int, length: int) -> tuple[int, ...]:
 
 KV = Literal["keep", "recompute"]
 Tensors = Callable[[int], Mapping[str, Tensor]]
-"""The weights of a version, by name."""
+"""Function from a version to its weights by name."""
 
 
 class Sampled(NamedTuple):
-    """A completion, and what it answers."""
+    """A prompt and its completion."""
 
     prompt: Prompt
     completion: Completion
 
 
 class MixedSampler:
-    """An engine that samples one policy after another.
+    """Samples from one policy after another with one engine.
 
-    An engine's version never goes back, but the study's do. So the engine is told a number that grows with every update,
-    and completions are given the versions that these numbers stand for.
+    An engine's version can't decrease, but the study's versions do. So the engine gets an update number that increases
+    with every update, and the numbers in its completions are replaced by the versions they stand for.
     """
 
     def __init__(self, model: Any, tensors: Tensors, *, slots: int, prompt_tokens: int, max_tokens: int, kv: KV) -> None:
-        """The model is the engine's own from here on. `prompt_tokens` and `max_tokens`: the longest that will come."""
+        """Takes ownership of the model. `prompt_tokens` and `max_tokens` are the longest prompt and completion to expect."""
         self._tensors = tensors
         self._slots = slots
-        self._versions = [-1]  # of each number; 0 is for what the model came with, which samples nothing
+        self._versions = [-1]  # by update number; 0: the initial weights, never used
         self._engine = LocalEngine(
             model,
             slots=slots,
@@ -102,9 +100,9 @@ class MixedSampler:
         )
 
     def sample(self, prompts: Sequence[Prompt], stretches: Sequence[Stretch]) -> list[Sampled]:
-        """Complete `prompts`, token t by the weights of the stretch that holds t; sequences end at their stop tokens.
+        """Complete `prompts`; token t is sampled by the version of the stretch that contains t. Stop tokens end a sequence.
 
-        Raises RuntimeError if a token is by other weights than it should be.
+        Raises RuntimeError if a token was sampled by another version.
         """
         found = []
         for begin in range(0, len(prompts), self._slots):
@@ -120,7 +118,7 @@ class MixedSampler:
         while len(done) < len(prompts):
             if token in switches:
                 self._update(switches[token])
-            done |= {completion.request_id: self._named(completion) for completion in self._engine.step().finished}
+            done |= {completion.request_id: self._with_versions(completion) for completion in self._engine.step().finished}
             token += 1
         expected = [stretch.version for stretch in stretches for _ in range(stretch.start, stretch.end)]
         for completion in done.values():
@@ -136,14 +134,14 @@ class MixedSampler:
         self._engine.update_weights(WeightUpdate(len(self._versions), checksum(weights), weights))
         self._versions.append(version)
 
-    def _named(self, completion: Completion) -> Completion:
-        """With the versions that the engine's numbers stand for."""
+    def _with_versions(self, completion: Completion) -> Completion:
+        """Replace the engine's update numbers by versions."""
 
-        def named(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+        def replaced(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
             return tuple(VersionSpan(self._versions[span.version], span.start, span.end) for span in spans)
 
         return msgspec.structs.replace(
             completion,
-            weight_versions=named(completion.weight_versions),
-            prompt_versions=named(completion.prompt_versions),
+            weight_versions=replaced(completion.weight_versions),
+            prompt_versions=replaced(completion.prompt_versions),
         )

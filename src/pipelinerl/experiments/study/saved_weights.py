@@ -1,4 +1,4 @@
-"""The weights that a run saved, by version, and the points from which enough of them follow one another."""
+"""The weights that a run saved, by version, and the versions followed by enough consecutive ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NAMED_STARTS = ("early", "middle", "late")
 
 
 class SavedWeights:
-    """Weights of a run by version, loaded when asked for; the last few are kept, up to `kept_bytes`.
+    """Weights of a run by version, loaded lazily. The most recently used ones are cached, up to `kept_bytes` (at least two).
 
-    Version 0 is the model that the run started from; the others are its checkpoints and copies of weights.
+    Version 0 is the model that the run started from; the others are its checkpoints and saved weights.
     """
 
     def __init__(self, run_dir: Path, model: ModelConfig, *, kept_bytes: int = 2 << 30) -> None:
@@ -35,11 +35,11 @@ class SavedWeights:
 
     @property
     def versions(self) -> Sequence[int]:
-        """Ascending, 0 among them."""
+        """Ascending, including 0."""
         return sorted({0, *self._paths})
 
     def starts(self, lag: int) -> Sequence[int]:
-        """Every C for which C, C+1, ..., C+lag were saved. Raises RunDirectoryError if there is none."""
+        """Every C for which all of C, C+1, ..., C+lag were saved. Raises RunDirectoryError if there is none."""
         saved = set(self.versions)
         found = [version for version in self.versions if saved.issuperset(range(version, version + lag + 1))]
         if not found:
@@ -52,7 +52,7 @@ class SavedWeights:
         return found
 
     def new_model(self, version: int, device: str) -> Any:
-        """A model of its own with these weights. Raises ModelLoadError, and CheckpointError for damaged files."""
+        """A new model with these weights. Raises ModelLoadError, and CheckpointError for damaged files."""
         path = self._paths.get(version)
         if path is None:
             return load_model(self._model, device)
@@ -71,9 +71,9 @@ class SavedWeights:
 
 
 def choose_starts(wanted: Sequence[str], possible: Sequence[int], lag: int) -> Mapping[str, int]:
-    """The versions C that `wanted` means, by name: `early`, `middle`, `late` of the ascending `possible` ones, or a number.
+    """Name -> version C. A name is `early`, `middle`, `late` (of the ascending `possible` versions), or a version number.
 
-    Of names that mean the same version the first is kept. Raises UserError for any other text or version.
+    If several names mean the same version, only the first is kept. Raises UserError for any other text or version.
     """
     chosen: dict[str, int] = {}
     for name in wanted:
@@ -94,7 +94,7 @@ def choose_starts(wanted: Sequence[str], possible: Sequence[int], lag: int) -> M
 
 
 def _longest_run(versions: Sequence[int]) -> int:
-    """How many of the ascending `versions` follow one another at most."""
+    """Length of the longest run of consecutive numbers in the ascending `versions`."""
     longest = current = 0
     for i, version in enumerate(versions):
         current = current + 1 if i and version == versions[i - 1] + 1 else 1

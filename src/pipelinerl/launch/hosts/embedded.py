@@ -1,8 +1,8 @@
 """The whole run in one process and one thread of control: deterministic, for debugging, teaching and tests.
 
-The same objects as with processes, over a stream, a board and a weight channel in memory. After each of the actor's
-iterations (one engine step) the trainer gets a turn; so a step never overlaps with generation, and the order of
-everything is a function of the run file.
+It uses the same objects as separate processes do, with a stream, a status board and a weight channel in memory. The trainer
+runs after each of the actor's iterations (one engine step). An optimizer step therefore never overlaps with generation, and
+the order of all events is a function of the run file.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ LOOK_EVERY_S = 0.5
 
 
 def run_embedded(session: Session, view: View) -> Outcome:
-    """Run to the end, whatever it is. Errors of the run are in the outcome, not raised."""
+    """Run the session to its end. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
     threads = plan_threads(session.config, session.schedule, usable_cores()).training
     board = _GuardedBoard(2 * session.config.launch.watchdog_s)
     drops = DropRelay()
     error: PipelineRLError | None = None
     waiting: dict[int, int] = {}
-    with ExitStack() as around:
-        around.enter_context(_logging_to(session.run))
-        around.enter_context(_torch_threads(threads))
-        around.enter_context(closing(board))
-        interrupts = around.enter_context(counted_interrupts(raising=True))
+    with ExitStack() as stack:
+        stack.enter_context(_logging_to(session.run))
+        stack.enter_context(_torch_threads(threads))
+        stack.enter_context(closing(board))
+        interrupts = stack.enter_context(counted_interrupts(raising=True))
         writer, reader = _stream(session, drops)
-        around.enter_context(closing(reader))
-        around.enter_context(closing(writer))
+        stack.enter_context(closing(reader))
+        stack.enter_context(closing(writer))
         try:
             goal_reached = _run(session, view, interrupts=interrupts, board=board, writer=writer, reader=reader, drops=drops)
             error = None if goal_reached else interruption(session)
@@ -85,23 +85,23 @@ def _run(
     reader: StreamReader[Group],
     drops: DropRelay,
 ) -> bool:
-    """Both sides in turn, to the end. Was the goal reached?"""
+    """Alternate generation and training to the end. Returns whether the goal was reached."""
     channel = MemoryChannel()
-    side = build_generation(session, board, writer, drops, channel.receiver)
+    generation = build_generation(session, board, writer, drops, channel.receiver)
     policy = load_policy(session, board)
     with open_logs(session) as logs:
         prepared = preparing(session.config, reader, policy.lora)
         trainer = build_trainer(session, board, policy, reader=prepared, sender=channel.sender, logs=logs)
         with failures_on_board(trainer):
             trainer.start()
-            turn = _Turn(trainer, board, view, session.config.launch.watchdog_s)
-            asyncio.run(generate(side, stop=lambda: interrupts.count > 0, between=turn))
+            after_iteration = _AfterIteration(trainer, board, view, session.config.launch.watchdog_s)
+            asyncio.run(generate(generation, stop=lambda: interrupts.count > 0, between=after_iteration))
             trainer.finish()
         return trainer.goal_reached
 
 
-class _Turn:
-    """What happens between two iterations of the actor: the trainer's turn and, now and then, a look at everything."""
+class _AfterIteration:
+    """Called between two iterations of the actor: runs the trainer and, every `LOOK_EVERY_S`, the view and the watchdog."""
 
     def __init__(self, trainer: Trainer, board: MemoryBoard, view: View, watchdog_s: float) -> None:
         self._trainer = trainer
@@ -124,9 +124,9 @@ class _Turn:
 
 
 class _GuardedBoard(MemoryBoard):
-    """Ends the process, with the stack that says where it hangs, when no stage has said anything for `patience_s`.
+    """Ends the process with a stack dump when no stage has published a status for `patience_s`.
 
-    The watchdog looks between two turns; this is for code that holds the only thread and never gives it back.
+    The watchdog runs only between two iterations. This covers code that blocks the only thread.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -135,7 +135,7 @@ class _GuardedBoard(MemoryBoard):
 
     def publish(self, status: StageStatus) -> None:
         super().publish(status)
-        if status.state != "starting":  # loading a model takes as long as it takes
+        if status.state != "starting":  # loading a model has no time limit
             faulthandler.dump_traceback_later(self._patience_s, exit=True, file=sys.__stderr__ or 2)
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _logging_to(run: RunDirectory) -> Iterator[None]:
-    """What this package logs goes to a file while inside, as it does with processes: the terminal is the view's."""
+    """Write this package's log to a file while inside, as separate processes do: the terminal belongs to the view."""
     logger = logging.getLogger("pipelinerl")
     handler = logging.FileHandler(run.log("embedded"))
     handler.setFormatter(logging.Formatter(LOG_FORMAT))

@@ -1,4 +1,4 @@
-"""Ctrl-C as a request, not as an exception in the middle of something."""
+"""Ctrl-C as a request to stop instead of an exception at an arbitrary point."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import FrameType
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM, counted: the first asks for a clean stop, the second for an end now.
+    """Counts Ctrl-C and SIGTERM: the first asks for a clean stop, the second for an immediate end.
 
-    `raising`: the second raises KeyboardInterrupt, for whoever computes in this thread and can't look at the count.
+    `raising`: the second raises KeyboardInterrupt, for code that computes in this thread and cannot check the count.
     """
 
     def __init__(self, *, raising: bool) -> None:
@@ -30,13 +30,13 @@ class Interrupts:
 
 @contextmanager
 def counted_interrupts(*, raising: bool = False) -> Iterator[Interrupts]:
-    """Count interrupts instead of raising KeyboardInterrupt (in the main thread; elsewhere signals can't be caught)."""
+    """Count interrupts instead of raising KeyboardInterrupt. Works in the main thread only; elsewhere the count stays 0."""
     interrupts = Interrupts(raising=raising)
     previous = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, interrupts)
-    except ValueError:  # not the main thread: somebody else's program handles its signals
+    except ValueError:  # not the main thread: the embedding program handles its signals
         pass
     try:
         yield interrupts

@@ -1,13 +1,13 @@
-"""Generation (one or more processes), training and what they need, in processes of their own, watched by this one.
+"""Runs generation (one or more processes), training and what they need in separate processes, and watches them.
 
     launcher ──starts──▶ generation (engine or its client, actor, environment)   ┐ rollouts: files or Redis,
-             ──starts──▶ preprocessing, if it is a process of its own            │ weights: shared memory or a broadcast,
-             ──starts──▶ training                                                ┘ statuses: the board
+             ──starts──▶ preprocessing, if it is a separate process              │ weights: shared memory or a broadcast,
+             ──starts──▶ training                                                ┘ statuses: the status board
              ──starts──▶ engine servers, if the run has its own
-             ◀──board, exit codes── all
+             ◀──status board, exit codes── all
 
-The launcher computes nothing: it shows what the board says, notices at once when a process ends, asks the watchdog
-whether anything moves, and turns Ctrl-C into a clean stop.
+The launcher computes nothing. It shows the status board, notices at once when a process ends, asks the watchdog whether
+the run makes progress, and turns Ctrl-C into a clean stop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipelinerl.launch.hosts.roles import (
     worker_roles,
     worker_stages,
 )
-from pipelinerl.launch.hosts.supervisor import Lifeline, Worker, stop_all, worker_files
+from pipelinerl.launch.hosts.supervisor import ParentDeathPipe, Worker, stop_all, worker_files
 from pipelinerl.launch.outcome import Outcome, goal_reached, interruption, last_statuses
 from pipelinerl.launch.run import Broker
 from pipelinerl.launch.run_directory import RunLock
@@ -51,53 +51,53 @@ LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
 """Time for a clean stop: a decode step, an optimizer step and a checkpoint."""
 SERVER_PATIENCE_S = 20.0
-"""Time for an engine server to stop, which has nothing left to do by then."""
+"""Time for an engine server to stop. It is idle by then."""
 
 
 @dataclass
 class Processes:
-    """Those of a session. `workers` do its work and end with it; `servers` and `broker` serve them until then."""
+    """The processes of a session. `servers` and `broker` serve the `workers` until the workers have ended."""
 
     broker: Broker | None
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
 
     def failure(self) -> PipelineRLError | None:
-        """Why one has ended that should not have; those first whose end others may have died of."""
+        """Why a process ended that should not have. The broker comes first, then servers: their end may end the workers."""
         if self.broker is not None and (why := self.broker.failure()):
             return StageDiedError(why)
         for server in self.servers:
             if not server.running:
-                return server.failure() or server.desertion()
+                return server.failure() or server.premature_exit()
         return next(filter(None, (worker.failure() for worker in self.workers)), None)
 
 
 def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | None = None) -> Outcome:
-    """Run to the end, whatever it is. Errors of the run are in the outcome, not raised. `broker` is watched, not started.
+    """Run the session to its end. Errors of the run are in the outcome, not raised. `broker` is already running.
 
-    All processes inherit `lock`: should this one be killed, nobody takes the run directory before they have ended.
+    All processes inherit `lock`: if the launcher is killed, the run directory stays locked until they have ended.
     """
     begin_s = time.monotonic()
     board = MmapBoard(session.run.control)
     channel_fd = make_channel(session.config)
-    lifeline, servers_lifeline = Lifeline(), Lifeline()
+    death_pipe, servers_death_pipe = ParentDeathPipe(), ParentDeathPipe()
     processes = Processes(broker)
     error: PipelineRLError | None = None
     with counted_interrupts() as interrupts:
         try:
-            _start_servers(session, processes, [servers_lifeline.fd, lock.fd])
-            # The last of the workers takes the servers' lifeline with it, should this process be killed.
-            _start_workers(session, processes, channel_fd, [lifeline.fd, lock.fd, servers_lifeline.held_fd])
+            _start_servers(session, processes, [servers_death_pipe.read_fd, lock.fd])
+            # The workers hold the servers' pipe open too: if the launcher is killed, servers end after the last worker.
+            _start_workers(session, processes, channel_fd, [death_pipe.read_fd, lock.fd, servers_death_pipe.write_fd])
             error = _watch(session.config, board, processes, view=view, interrupts=interrupts, begin_s=begin_s)
         finally:
             error = _stop(session, processes.workers, view, interrupts, error)
-            servers_lifeline.let_go()
+            servers_death_pipe.close_write_end()
             _stop_servers(processes.servers, interrupts)
             for worker in processes.workers:
                 remove_weights_of(worker.pid)
             os.close(channel_fd)
-            lifeline.close()
-            servers_lifeline.close()
+            death_pipe.close()
+            servers_death_pipe.close()
     statuses = last_statuses(board)
     view.update(statuses, time.monotonic())
     in_streams: dict[int, int] = {}
@@ -106,18 +106,18 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | 
             in_streams = rollouts_in_streams(session.streams(), session.config)
     except PipelineRLError as raised:
         error = error or raised
-    everyone = [*processes.servers, *processes.workers]
+    started = [*processes.servers, *processes.workers]
     return Outcome(
         statuses=statuses,
         error=error,
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=session.plan.rollouts_left(in_streams),
-        peak_memory_bytes={worker.role: peak for worker in everyone if (peak := worker.peak_memory_bytes()) is not None},
+        peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
     )
 
 
 def _start_servers(session: Session, processes: Processes, fds: Sequence[int]) -> None:
-    """`fds` are inherited; the first is their lifeline."""
+    """`fds` are inherited; the first is the read end of the servers' parent-death pipe."""
     threads = plan_threads(session.config, session.schedule, usable_cores())
     for role in server_roles(session.config):
         processes.servers.append(_worker(session, role, threads.generation, -1, fds))
@@ -146,7 +146,7 @@ def _watch(
     interrupts: Interrupts,
     begin_s: float,
 ) -> PipelineRLError | None:
-    """Look at everything again and again until the run is over; why it is, if not because it reached its goal."""
+    """Watch processes, statuses and interrupts until the run is over. Returns why it ended; None if it reached its goal."""
     watchdog = Watchdog(config.launch.watchdog_s)
     stages = worker_stages(config)
     workers = processes.workers
@@ -159,16 +159,16 @@ def _watch(
         statuses = {stage: status for stage, status in last_statuses(board).items() if status.pid in pids}
         view.update(statuses, now)
         if ended and not goal_reached(statuses.get(TRAINER)):
-            return ended[0].desertion()
+            return ended[0].premature_exit()
         if len(ended) == len(workers):
             return None
         if interrupts.count:
             return RunInterruptedError("stopping")
-        # A stage that has not reported yet is starting, and the others may wait for it.
+        # A stage without a status is still starting, and the others may wait for it.
         stall = watchdog.observe(statuses, now) if statuses.keys() >= set(stages) else None
         if stall is not None:
             return StalledError(stall.message)
-        late = [said for stage in stages if (said := _not_ready(stage, statuses.get(stage)))]
+        late = [stage_text for stage in stages if (stage_text := _not_ready(stage, statuses.get(stage)))]
         if late and now - begin_s > config.launch.startup_timeout_s:
             return StalledError(f"{' and '.join(late)} not ready after {now - begin_s:.0f} s (launch.startup_timeout_s)")
         time.sleep(LOOK_EVERY_S)
@@ -177,7 +177,7 @@ def _watch(
 def _stop(
     session: Session, workers: Sequence[Worker], view: View, interrupts: Interrupts, error: PipelineRLError | None
 ) -> PipelineRLError | None:
-    """End what still runs, giving it time to write a checkpoint, and say how the run ended, all things considered."""
+    """Stop the workers, with time to write a checkpoint. Returns the error that the run ended with, if any."""
     patience_s = STOP_PATIENCE_S
     hung: list[Worker] = []
     if isinstance(error, StalledError):
@@ -185,14 +185,14 @@ def _stop(
             worker.dump_stacks()
         logs = ", ".join(str(worker.files.log) for worker in workers)
         error = StalledError(f"{error}\nstacks of all threads are in {logs}")
-        patience_s = min(patience_s, session.config.launch.watchdog_s)  # what hangs won't stop either
+        patience_s = min(patience_s, session.config.launch.watchdog_s)  # a hung process will not stop cleanly either
         hung = [worker for worker in workers if worker.role in generation_roles(session.config)]
     asked = 0
     if isinstance(error, RunInterruptedError):
         asked = 1
         view.say("stopping: a checkpoint is being written (Ctrl-C again to end now)")
     elif any(worker.running for worker in workers):
-        view.say("the run has failed: its other processes are told to end (Ctrl-C to end them now)")
+        view.say("the run has failed: stopping its other processes (Ctrl-C to end them now)")
     killed = stop_all(workers, patience_s, lambda: interrupts.count > asked, hung=hung)
     if not isinstance(error, RunInterruptedError):
         return error
@@ -206,7 +206,7 @@ def _stop(
 
 
 def _stop_servers(servers: Sequence[Worker], interrupts: Interrupts) -> None:
-    """Their lifeline has closed; end what does not heed that, and what one that was killed has left behind."""
+    """Stop the servers, whose parent-death pipe has closed. Kill what is left, with the children of killed servers."""
     asked = interrupts.count
     stop_all(servers, SERVER_PATIENCE_S, lambda: interrupts.count > asked)
     for server in servers:
@@ -214,7 +214,7 @@ def _stop_servers(servers: Sequence[Worker], interrupts: Interrupts) -> None:
 
 
 def _not_ready(stage: str, status: StageStatus | None) -> str | None:
-    """The stage, and what it says that it is at, if it is not ready yet."""
+    """The stage with its status text if it is not ready yet; otherwise None."""
     if status is None:
         return stage
     return f"{stage} ({status.detail})" if status.state == "starting" else None

@@ -1,4 +1,4 @@
-"""What a run takes of the machine: the CPU threads of each role, and memory."""
+"""The machine's resources: CPU threads of each process, devices, and memory used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
 
 GENERATION_NICENESS = 10
-"""Of generation processes that share cores with the trainer. Engines that outrun it only fill the stream with older data."""
+"""For generation processes that share cores with the trainer: a faster engine only fills the stream with older data."""
 PREPROCESSING_THREADS = 1
-"""Of a preprocessing process. Without a reference model it computes next to nothing."""
+"""For a preprocessing process. Without a reference model it computes almost nothing."""
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
 class Threads(NamedTuple):
-    """`generation`: of each process that generates tokens, a generation process or an engine server started here."""
+    """CPU threads. `generation` is for each process that generates tokens, including engine servers that the run starts."""
 
     generation: int
     training: int
@@ -31,24 +31,24 @@ def usable_cores() -> int:
 
 
 def side_by_side(config: RunConfig, schedule: Schedule) -> bool:
-    """Whether generation and training compute at the same time. Else each has the whole machine in its turn."""
+    """Whether generation and training compute at the same time. Otherwise they alternate, each with the whole machine."""
     return not schedule.takes_turns() and config.launch.kind == "processes"
 
 
 def engines_here(config: RunConfig) -> int:
-    """How many processes of the run generate tokens: none if servers elsewhere do."""
+    """How many processes of this run generate tokens: none with external engine servers."""
     if config.engine.kind == "local":
         return config.engine.processes
     return 0 if config.engine.urls else config.engine.servers
 
 
 def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
-    """Threads of each process: what the run file says, else shares of the cores, never more threads than cores.
+    """Threads of each process: as the run file sets them, or by default shares of the cores.
 
-    A schedule whose phases take turns gives each phase the whole machine: while one computes, the other sleeps. So does the
-    embedded launcher, where there is one thread of control. Otherwise one process that generates has half the cores; of
-    several, each has one (that is what they are for), and the trainer what they leave. Of a generation process that only
-    talks to servers nothing is heard here: its one thread mostly waits.
+    If generation and training alternate (by the schedule, or in the embedded launcher), each phase gets all cores, which
+    several generating processes share. Otherwise a single generating process gets half the cores; with several, each gets
+    one core, and the trainer gets the rest. A generation process that only talks to servers is not counted: it is mostly
+    idle.
     """
     engines = engines_here(config)
     if not side_by_side(config, schedule):
@@ -61,19 +61,19 @@ def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
 
 
 def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int:
-    """Of a generation process: one that only talks to engine servers computes nothing."""
+    """Threads of a generation process: 1 if it only talks to engine servers, as it computes nothing."""
     return plan_threads(config, schedule, cores).generation if config.engine.kind == "local" else 1
 
 
 def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int) -> bool:
-    """Whether what generates is to yield to the trainer: it runs at the same time, and on the same cores."""
+    """Whether generation yields to the trainer, because both compute at the same time on the same cores."""
     return config.engine.device == "cpu" and not schedule.takes_turns() and engines_here(config) + 1 > cores
 
 
 def check_devices(config: RunConfig) -> None:
-    """Raise UserError if a device that the run computes on is not there. Loads torch only if one is not the CPU.
+    """Raise UserError if a device that the run computes on does not exist. Imports torch only if one is not the CPU.
 
-    vLLM has an environment, and a PyTorch, of its own.
+    vLLM's device is not checked: it has its own Python environment and PyTorch.
     """
     devices = {"trainer.device": config.trainer.device}
     if config.engine.kind != "vllm" and engines_here(config):
@@ -90,10 +90,10 @@ def check_devices(config: RunConfig) -> None:
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Environment variables that keep every numerical library of a process to `threads` threads from its first import."""
+    """Environment variables that limit the numerical libraries of a process to `threads` threads, from the first import."""
     return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has had so far."""
+    """The peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""What the processes of a run are called: in messages, in the names of their logs, and on their command lines."""
+"""Names (roles) of a run's processes, used in messages, log names and command lines, and the stages of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREPROCESSING = "preprocessing"
 
 
 def generation_roles(config: RunConfig) -> list[str]:
-    """By process: numbered only if there are several."""
+    """The generation processes, numbered only if there are several."""
     processes = config.engine.processes
     return ["generation"] if processes == 1 else [f"generation-{index}" for index in range(processes)]
 
@@ -29,24 +29,20 @@ def server_roles(config: RunConfig) -> list[str]:
 
 
 def worker_roles(config: RunConfig) -> list[str]:
-    """The processes of a run that do its work, each with stages on the board."""
+    """The processes that run stages and publish their statuses."""
     preprocessing = [PREPROCESSING] if config.launch.preprocessor == "process" else []
     return [*generation_roles(config), *preprocessing, TRAINING]
 
 
 def worker_stages(config: RunConfig) -> list[str]:
-    """The stages of these processes, as they are called on the board."""
+    """The names on the status board of the stages of these processes."""
     preprocessor = [PREPROCESSOR] if config.launch.preprocessor == "process" else []
     generation = [stage for stages in generation_stages(config.engine.processes) for stage in stages]
     return [*generation, *preprocessor, TRAINER]
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What stages say of themselves before they are there to say it.
-
-
 def starting(board: Board, stages: Iterable[str], detail: str) -> None:
-    """Publish that these stages, all of this process, are starting, and what they are at."""
+    """Publish the status of stages of this process that are still starting, with what they are doing."""
     now = time.monotonic()
     for stage in stages:
         board.publish(StageStatus(stage=stage, pid=os.getpid(), state="starting", detail=detail, since_s=now, written_s=now))

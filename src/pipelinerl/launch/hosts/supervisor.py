@@ -1,4 +1,4 @@
-"""The processes of a run, seen from outside: start them, notice their end, say why, leave nothing behind."""
+"""Start, stop and kill the processes of a run, and report why one ended."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.launch.run_directory import RunDirectory
 
 HUNG_PATIENCE_S = 5.0
-"""Time to end for a process that may be stuck in code that is not ours, and has nothing to save."""
+"""Time to end for a process that may be stuck in user code and has nothing to save."""
 
 
-class LastWords(msgspec.Struct, frozen=True):
-    """What a worker leaves behind when it ends with an error: the error's class in `errors`, and its message."""
+class ErrorReport(msgspec.Struct, frozen=True):
+    """The file that a worker writes when it ends with an error. `kind` is the error's class in `errors`."""
 
     kind: str
     message: str
@@ -31,17 +31,17 @@ class LastWords(msgspec.Struct, frozen=True):
 
 
 class WorkerResult(msgspec.Struct, frozen=True):
-    """What a worker leaves behind when it ends well."""
+    """The file that a worker writes when it ends without an error."""
 
     peak_memory_bytes: int
 
 
 @dataclass(frozen=True)
 class WorkerFiles:
-    """Where a worker's output and last words go."""
+    """Where a worker's output, error report and result go."""
 
     log: Path
-    last_words: Path
+    error_report: Path
     result: Path
 
 
@@ -50,16 +50,18 @@ def worker_files(run: RunDirectory, role: str) -> WorkerFiles:
 
 
 class Worker:
-    """One process of the run. It lives in a session of its own, so that Ctrl-C reaches only the launcher."""
+    """One process of the run. It has its own process session, so that Ctrl-C reaches only the launcher."""
 
     def __init__(
         self, role: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], files: WorkerFiles
     ) -> None:
-        """Start it. It inherits `fds`. Its files of an earlier session are removed, its log is continued."""
+        """Start the process, which inherits `fds`. Its error report and result of an earlier session are removed; its log
+        is appended to.
+        """
         self.role = role
         self.files = files
         self._asked_to_stop = False
-        for stale in (files.last_words, files.result):
+        for stale in (files.error_report, files.result):
             stale.unlink(missing_ok=True)
         with files.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 (our own module, our own arguments)
@@ -86,12 +88,12 @@ class Worker:
             self._process.send_signal(signal.SIGTERM)
 
     def dump_stacks(self) -> None:
-        """Have the worker write the stacks of its threads to its log (see faulthandler)."""
+        """Have the worker write the stacks of all its threads to its log (see faulthandler)."""
         if self.running:
             self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End it now, with all processes that it started; if it has ended, those that it has left."""
+        """Kill its process group: the worker, if it still runs, and the processes that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -103,36 +105,36 @@ class Worker:
             return None
 
     def failure(self) -> PipelineRLError | None:
-        """Why it ended, as the error it ended with; None while it runs, if it ended well, or as it was asked to."""
+        """The error that the worker ended with. None if it still runs, ended with status 0, or was stopped on request."""
         code = self._process.poll()
         if not code or (self._asked_to_stop and code == -signal.SIGTERM):
             return None
         try:
-            words = msgspec.json.decode(self.files.last_words.read_bytes(), type=LastWords)
+            report = msgspec.json.decode(self.files.error_report.read_bytes(), type=ErrorReport)
         except (OSError, msgspec.DecodeError):
-            return StageDiedError(self._obituary(code))
-        kind = getattr(errors, words.kind, StageDiedError)
-        error: PipelineRLError = kind(words.message)
-        error.add_note(words.traceback)
+            return StageDiedError(self._exit_report(code))
+        kind = getattr(errors, report.kind, StageDiedError)
+        error: PipelineRLError = kind(report.message)
+        error.add_note(report.traceback)
         return error
 
-    def desertion(self) -> PipelineRLError:
-        """What to say of a worker that ended as if all were well, before the run was over."""
+    def premature_exit(self) -> PipelineRLError:
+        """The error for a worker that ended with status 0 before the run was over."""
         return StageDiedError(f"the {self.role} process (pid {self.pid}) ended before the run did (was it told to stop?)")
 
-    def _obituary(self, code: int) -> str:
+    def _exit_report(self, code: int) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         tail = _last_lines(self.files.log, 5)
-        said = f"; its last words:\n{tail}" if tail else " without a word"
-        return f"the {self.role} process (pid {self.pid}) {how}{said}\n(its log: {self.files.log})"
+        output = f"; the end of its log:\n{tail}" if tail else " without any output"
+        return f"the {self.role} process (pid {self.pid}) {how}{output}\n(its log: {self.files.log})"
 
 
 def stop_all(
     workers: Sequence[Worker], patience_s: float, hurry: Callable[[], bool], *, hung: Sequence[Worker] = ()
 ) -> list[Worker]:
-    """Ask all workers to end, wait, and kill what is left after `patience_s` or when `hurry` says so: returns those.
+    """Ask all workers to stop, and kill those that still run after `patience_s` or once `hurry` returns True.
 
-    Workers in `hung` have `HUNG_PATIENCE_S` at most.
+    Workers in `hung` have at most `HUNG_PATIENCE_S`. Returns the killed workers.
     """
     for worker in workers:
         worker.ask_to_stop()
@@ -161,22 +163,21 @@ def _last_lines(path: Path, count: int) -> str:
         return ""
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# How processes notice that nobody is left to work for, however that came about.
+class ParentDeathPipe:
+    """A pipe that tells child processes when their parent has exited or crashed.
 
-
-class Lifeline:
-    """A pipe to which nothing is written. Who reads `fd` learns when the last process that has `held_fd` let go, or died."""
+    Nothing is written to it. A read from `read_fd` returns once every process that has `write_fd` has closed it or ended.
+    """
 
     def __init__(self) -> None:
-        self.fd, self.held_fd = os.pipe()
+        self.read_fd, self.write_fd = os.pipe()
 
-    def let_go(self) -> None:
-        """Close this process's hold. Twice is fine."""
-        if self.held_fd >= 0:
-            os.close(self.held_fd)
-            self.held_fd = -1
+    def close_write_end(self) -> None:
+        """Close this process's write end. May be called twice."""
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
 
     def close(self) -> None:
-        self.let_go()
-        os.close(self.fd)
+        self.close_write_end()
+        os.close(self.read_fd)

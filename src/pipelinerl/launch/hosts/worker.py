@@ -1,12 +1,12 @@
 """The entry point of a run's processes.
 
-    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR WEIGHTS_FD LIFELINE_FD RECORDS_FROM_S
+    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR WEIGHTS_FD DEATH_PIPE_FD RECORDS_FROM_S
 
 ROLE is one of `roles.worker_roles` or `roles.server_roles`.
 
-A worker does its side of the run until it is done, is told to stop (SIGTERM: at once while it loads, cleanly afterwards),
-or its launcher is gone (the lifeline, a pipe whose other end the launcher holds, is closed). It leaves its result or its
-last words in the run directory.
+A worker runs its stages until the run is over, it is told to stop, or its launcher has ended. SIGTERM ends it at once while
+it loads, and asks for a clean stop afterwards. It notices the end of the launcher by its parent-death pipe. At the end it
+writes a result or an error report to the run directory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipelinerl.launch.hosts.resources import (
     usable_cores,
 )
 from pipelinerl.launch.hosts.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
-from pipelinerl.launch.hosts.supervisor import LastWords, WorkerResult, worker_files
+from pipelinerl.launch.hosts.supervisor import ErrorReport, WorkerResult, worker_files
 from pipelinerl.launch.outcome import goal_reached
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Session, read_session
@@ -51,18 +51,18 @@ from pipelinerl.status.reporter import generation_stages
 from pipelinerl.types import TRAINER
 
 YOUNG_OBJECTS = 50_000
-"""More objects than the rollouts in progress have, and few enough to be walked over in milliseconds."""
+"""Garbage collection threshold: more objects than the rollouts in progress have, but traversed in milliseconds."""
 
 
 def main(arguments: list[str]) -> int:
-    role, run_dir, weights_fd, lifeline_fd, records_from_s = arguments
+    role, run_dir, weights_fd, death_pipe_fd, records_from_s = arguments
     run = RunDirectory(Path(run_dir))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     for client in ("httpx", "httpx2"):
-        logging.getLogger(client).setLevel(logging.WARNING)  # else it logs every request
-    threading.Thread(target=_watch_launcher, args=(int(lifeline_fd),), daemon=True).start()
+        logging.getLogger(client).setLevel(logging.WARNING)  # at INFO it logs every request
+    threading.Thread(target=_watch_launcher, args=(int(death_pipe_fd),), daemon=True).start()
     files = worker_files(run, role)
     try:
         session = read_session(run, float(records_from_s))
@@ -71,15 +71,15 @@ def main(arguments: list[str]) -> int:
         elif role == PREPROCESSING:
             _preprocessing(session)
         elif role in server_roles(session.config):
-            _server(session, role, int(lifeline_fd))
+            _server(session, role, int(death_pipe_fd))
         else:
             _generation(session, int(weights_fd), generation_roles(session.config).index(role))
     except PipelineRLError as error:
-        _leave_last_words(files.last_words, type(error).__name__, str(error))
+        _write_error_report(files.error_report, type(error).__name__, str(error))
         return error.exit_status
-    except Exception as error:  # noqa: BLE001 - the process's boundary: the launcher reports it
+    except Exception as error:  # noqa: BLE001 - the launcher reports whatever ends this process
         message = f"the {role} process (pid {os.getpid()}) failed: {type(error).__name__}: {error} (its log: {files.log})"
-        _leave_last_words(files.last_words, "StageDiedError", message)
+        _write_error_report(files.error_report, "StageDiedError", message)
         return 1
     write_atomically(files.result, msgspec.json.encode(WorkerResult(peak_memory_bytes=peak_memory_bytes())))
     return 0
@@ -108,22 +108,23 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
                 index=index,
                 sender=sender_address(config, weights_fd),
             )
-        ) as side,
+        ) as generation,
     ):
-        # What is loaded stays: without this every collection walks over the model's and the libraries' objects again.
+        # The objects of the model and the libraries live until the end: keep the collector from traversing them every time.
         gc.collect()
         gc.freeze()
-        # Rollouts come and go by their reference counts. At the usual 700 they alone set a collection off 10 times a second.
+        # Reference counts free finished rollouts. With the default threshold of 700, rollouts alone would trigger 10
+        # collections a second.
         gc.set_threshold(YOUNG_OBJECTS)
-        asyncio.run(generate(side, stop=_heed_sigterm(threading.Event())))
+        asyncio.run(generate(generation, stop=_stop_on_sigterm(threading.Event())))
 
 
-def _server(session: Session, role: str, lifeline_fd: int) -> None:
+def _server(session: Session, role: str, death_pipe_fd: int) -> None:
     from pipelinerl.launch.stages.servers import become_vllm, serve_engine  # noqa: PLC0415 - as above
 
     _yield_to_the_trainer(session)
     if session.config.engine.kind == "vllm":
-        become_vllm(session, role, lifeline_fd)
+        become_vllm(session, role, death_pipe_fd)
     serve_engine(session, role)
 
 
@@ -138,7 +139,7 @@ def _preprocessing(session: Session) -> None:
     board, store = MmapBoard(session.run.control), session.streams()
     with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
         preprocessor = build_preprocessor(session, board, reader, writer)
-        stop = _heed_sigterm(threading.Event())
+        stop = _stop_on_sigterm(threading.Event())
         preprocessor.run(lambda: stop() or goal_reached(board.read(TRAINER)))
 
 
@@ -158,30 +159,30 @@ def _training(session: Session, weights_fd: int) -> None:
         open_logs(session) as logs,
     ):
         trainer = build_trainer(session, board, policy, reader=reader, sender=sender, logs=logs)
-        stop = _heed_sigterm(stopping)
+        stop = _stop_on_sigterm(stopping)
         with failures_on_board(trainer):
             trainer.run(stop)
 
 
-def _heed_sigterm(stopping: threading.Event) -> Callable[[], bool]:
-    """From now on SIGTERM asks for a clean stop. Until now it ended the process: there was nothing to lose."""
+def _stop_on_sigterm(stopping: threading.Event) -> Callable[[], bool]:
+    """From now on SIGTERM asks for a clean stop. Before, it ends the process, which has nothing to save yet."""
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     return stopping.is_set
 
 
-def _watch_launcher(lifeline_fd: int) -> None:
-    """Wait for the other end of the pipe to close; then there is nobody left to work for."""
-    os.read(lifeline_fd, 1)
+def _watch_launcher(death_pipe_fd: int) -> None:
+    """Once the launcher has ended, ask this process to stop; end it after `ORPHAN_PATIENCE_S`."""
+    os.read(death_pipe_fd, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_PATIENCE_S)
     os._exit(1)
 
 
-def _leave_last_words(path: Path, kind: str, message: str) -> None:
+def _write_error_report(path: Path, kind: str, message: str) -> None:
     traceback.print_exc()
     try:
-        write_atomically(path, msgspec.json.encode(LastWords(kind, message, traceback.format_exc())))
-    except OSError as error:  # a full disk: the log may have room for it, and the launcher shows its end
+        write_atomically(path, msgspec.json.encode(ErrorReport(kind, message, traceback.format_exc())))
+    except OSError as error:  # on a full disk the log may still have room; the launcher shows its last lines
         print(f"{message}\n(can't write {path}: {error})", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""The engine of a generation process: in that process, or servers behind HTTP, which alone have the model then."""
+"""The engine of a generation process: in the same process, or a client of HTTP engine servers, which then hold the model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.05
 START_SHARE = 0.8
-"""Of `launch.startup_timeout_s`: who waits for servers should say which, before the launcher loses its patience."""
+"""Share of `launch.startup_timeout_s` to wait for servers: the error that names them must precede the launcher's timeout."""
 
 
-class Listening(msgspec.Struct, frozen=True):
-    """What an engine server that the run has started leaves in its ready file (among other things)."""
+class ReadyFile(msgspec.Struct, frozen=True):
+    """The part of an engine server's ready file that is read here."""
 
     url: str
 
 
 class EngineHandle(NamedTuple):
-    """An engine that is ready. `slots` is its H, that of all servers together; `close` lets go of what it holds."""
+    """An engine that is ready. `slots` is its H, summed over all servers; `close` releases its resources."""
 
     engine: Engine
     slots: int
@@ -43,16 +43,17 @@ class EngineHandle(NamedTuple):
 
 
 def waits_for(config: EngineConfig) -> str:
-    """What it takes until `make_engine` returns, in words."""
+    """What `make_engine` waits for, as status text."""
     if config.kind == "local":
         return "loads the model"
     return f"waits for the engine servers {', '.join(config.urls)}".rstrip()
 
 
 def make_engine(session: Session, name: str, tokenizer: Tokenizer, sender: SenderAddress | None = None) -> EngineHandle:
-    """The engine that the run file asks for. `sender`: whose broadcast its servers are to join, if there are any.
+    """The engine that the run file configures. `sender` is the broadcast that its servers join, if weights are broadcast.
 
-    Raises ModelLoadError and UnsupportedModelError, and for servers StalledError, UserError and what `RemoteEngine` raises.
+    Raises ModelLoadError and UnsupportedModelError; for servers also StalledError, UserError and the errors of
+    `RemoteEngine`.
     """
     if session.config.engine.kind == "local":
         return _local(session, name, tokenizer)
@@ -86,7 +87,7 @@ def _remote(session: Session, name: str, sender: SenderAddress | None) -> Engine
     key = _api_key(config.engine)
     deadline_s = time.monotonic() + START_SHARE * config.launch.startup_timeout_s
     facts = model_facts(config.model.path)
-    urls = config.engine.urls or _started(session.run, server_roles(config), deadline_s - time.monotonic())
+    urls = config.engine.urls or _wait_for_servers(session.run, server_roles(config), deadline_s - time.monotonic())
     shared = config.engine.weights_dir
     directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
     left_s = max(1.0, deadline_s - time.monotonic())
@@ -104,16 +105,16 @@ def _remote(session: Session, name: str, sender: SenderAddress | None) -> Engine
 
 
 def _refuse_newer(held: int, first: int) -> None:
-    """Versions only rise. Raises UserError if a server holds a newer one than the run begins with."""
+    """Raises UserError if a server's version, `held`, is above the run's `first` one: versions can only increase."""
     if held > first:
         raise UserError(
-            f"engine.urls: a server holds weights of version {held}, of another run or of steps that were lost, and this "
-            f"run begins with version {first}; start the servers again"
+            f"engine.urls: a server holds weights of version {held}, of another run or of lost steps, but this run begins "
+            f"with version {first}; restart the servers"
         )
 
 
 def server_clients(kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None) -> list[EngineServer]:
-    """One for each address; `kind` is `http` or `vllm`, and `facts` are those of the model that they serve."""
+    """A client for each address. `kind` is `http` or `vllm`; `facts` describe the model that the servers serve."""
     from pipelinerl.serving.client.server_client import PipelineServer  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
 
@@ -122,14 +123,14 @@ def server_clients(kind: str, urls: Sequence[str], facts: ModelFacts, api_key: s
     return [VllmServer(url, facts=facts, api_key=api_key) for url in urls]
 
 
-def _started(run: RunDirectory, roles: Sequence[str], timeout_s: float) -> list[str]:
-    """The addresses of the servers that the launcher has started, once all have said theirs."""
+def _wait_for_servers(run: RunDirectory, roles: Sequence[str], timeout_s: float) -> list[str]:
+    """The addresses of the servers that the launcher started, once all have written their ready files."""
     deadline_s = time.monotonic() + timeout_s
     while absent := [role for role in roles if not run.ready_file(role).exists()]:
         if time.monotonic() > deadline_s:
             raise StalledError(f"{' and '.join(absent)} not ready after {timeout_s:.0f} s; look at {run.log(absent[0])}")
         time.sleep(LOOK_EVERY_S)
-    return [msgspec.json.decode(run.ready_file(role).read_bytes(), type=Listening).url for role in roles]
+    return [msgspec.json.decode(run.ready_file(role).read_bytes(), type=ReadyFile).url for role in roles]
 
 
 def _api_key(config: EngineConfig) -> str | None:

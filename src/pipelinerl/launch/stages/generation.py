@@ -1,10 +1,10 @@
-"""A generation process of a run: engine, environment and actor, in one thread.
+"""A generation process: engine, environment and actor, in one thread.
 
 first weights ─▶ evaluate ─▶ iterate ... iterate ─▶ finish ─▶ last weights ─▶ evaluate
                               (until the trainer has reached its goal, or the run is told to stop)
 
-Of several, the first evaluates, while iterating too if the run file says so. Before training the others wait for it, as
-admission is not open yet; after it they end.
+With several generation processes, only the first evaluates: before and after training, and during it if `evaluation.every`
+is set. The others wait for its first evaluation, because admission opens only then. After training they end.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.status.reporter import GenerationStages, generation_stages
 from pipelinerl.types import TRAINER, Group, TrainerProgress
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Between a stream, which is made first, and the actor, which wants to know what a full stream replaced.
-
 
 class DropRelay:
-    """A stream's `on_drop`. `listener` is set before the first group is written."""
+    """A stream's `on_drop` callback, made before the actor that it notifies.
+
+    The actor's `listener` is set before the first group is written.
+    """
 
     def __init__(self) -> None:
         self.listener: Callable[[Group], None] | None = None
@@ -53,12 +53,11 @@ class DropRelay:
             self.listener(group)
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Where an actor's groups go: into the stream and, for readers, into `rollouts.jsonl`, each encoded once.
+class RolloutWriter:
+    """Writes an actor's groups to the stream and to `rollouts.jsonl`. Each group is encoded once.
 
-
-class Outlet:
-    """Both `writer` and `records` of an `Actor`. Other actors write to the same places, one at a time."""
+    It is both `writer` and `records` of an `Actor`. Several actors share the stream and the file; one writes at a time.
+    """
 
     def __init__(self, stream: StreamWriter[Group], rollouts: Path) -> None:
         self._stream = stream
@@ -72,8 +71,10 @@ class Outlet:
         return self._stream.try_write(item, encoded or self._encoded(item))
 
     def write(self, record: Group) -> None:
-        """Append to `rollouts.jsonl`. If another actor has written to it, it is opened anew: what that one has torn in its
-        death is cut off.
+        """Append to `rollouts.jsonl`.
+
+        If another actor has written to the file, reopen it: opening truncates a partial last line, which an actor that was
+        killed may have left.
         """
         if self._lines is not None and not self._lines.alone():
             self._lines.close()
@@ -85,7 +86,7 @@ class Outlet:
         return self._stream.stats()
 
     def close(self) -> None:
-        """Close the record. The stream is its owner's."""
+        """Close `rollouts.jsonl`. The stream is closed by its owner."""
         if self._lines is not None:
             self._lines.close()
 
@@ -102,7 +103,7 @@ LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Everything that generation process number `index` works with. Make it with `build_generation`, and `close` it."""
+    """What generation process number `index` works with. Made by `build_generation`; call `close` at the end."""
 
     session: Session
     index: int
@@ -129,9 +130,10 @@ def build_generation(
     index: int = 0,
     sender: SenderAddress | None = None,
 ) -> Generation:
-    """Make the environment, then the engine: a mistake in the one should not wait for the other.
+    """Make the environment, then the engine: errors in the environment are found before the slow loading of the model.
 
-    `drops` is the writer's `on_drop`; `sender` is where engine servers receive weights from, if not through this process.
+    `drops` is the writer's `on_drop`. `sender` is the broadcast that engine servers receive weights from; None if they
+    receive them through this process.
     """
     config = session.config
     stages = generation_stages(config.engine.processes)[index]
@@ -159,137 +161,144 @@ def build_generation(
     )
 
 
-async def generate(side: Generation, *, stop: Callable[[], bool], between: Callable[[], object] = lambda: None) -> None:
-    """Run to the end. `between` is called again and again, after every iteration (the embedded launcher trains there).
+async def generate(
+    generation: Generation, *, stop: Callable[[], bool], between: Callable[[], object] = lambda: None
+) -> None:
+    """Run to the end. `between` is called after every iteration (the embedded launcher trains there).
 
-    However it ends, the actor's last counts are on the board then.
+    The actor's final counts are published on the status board however this ends.
     """
-    if not await _wait_for_weights(side, stop):
+    if not await _wait_for_weights(generation, stop):
         return
-    session = side.session
+    session = generation.session
     with (
-        closing(_admission(side)) as admission,
-        closing(Outlet(side.writer, session.run.rollouts / "rollouts.jsonl")) as outlet,
-        closing(TimelineWriter(session.run.root, side.index, session.records_from_s)) as timeline,
+        closing(_admission(generation)) as admission,
+        closing(RolloutWriter(generation.writer, session.run.rollouts / "rollouts.jsonl")) as rollout_writer,
+        closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
     ):
-        actor = _make_actor(side, admission, outlet, timeline)
-        side.drops.listener = lambda group: actor.stream_dropped(
+        actor = _make_actor(generation, admission, rollout_writer, timeline)
+        generation.drops.listener = lambda group: actor.stream_dropped(
             session.plan.rollouts_left({group.index: len(group.rollouts)})
         )
         try:
-            if side.index == 0:
+            if generation.index == 0:
                 if session.plan.version == 0:
-                    await _evaluate(side, actor, "before", stop, between)
-                _evaluate_online(side, actor)
+                    await _evaluate(generation, actor, "before", stop, between)
+                _evaluate_online(generation, actor)
                 admission.open()
-            while not stop() and not _trainer(side).goal_reached:
+            while not stop() and not _trainer(generation).goal_reached:
                 await actor.iterate()
                 between()
             if not stop():
                 await actor.finish()
-                await _take_last_weights(side, stop)
-                if side.index == 0:
-                    await _evaluate(side, actor, "after", stop, between)
+                await _take_last_weights(generation, stop)
+                if generation.index == 0:
+                    await _evaluate(generation, actor, "after", stop, between)
         finally:
             await actor.finish()
 
 
-def _admission(side: Generation) -> Admission:
-    session = side.session
+def _admission(generation: Generation) -> Admission:
+    session = generation.session
     return Admission(
         session.run.admission,
         session.schedule,
-        side.board,
+        generation.board,
         taken=GroupLedger.from_record(session.plan.taken),
         processes=session.config.engine.processes,
     )
 
 
-def _make_actor(side: Generation, admission: Admission, outlet: Outlet, timeline: TimelineWriter) -> Actor:
+def _make_actor(
+    generation: Generation, admission: Admission, rollout_writer: RolloutWriter, timeline: TimelineWriter
+) -> Actor:
     return Actor(
-        environment=side.environment,
-        engine=side.engine,
-        tokenizer=side.tokenizer,
+        environment=generation.environment,
+        engine=generation.engine,
+        tokenizer=generation.tokenizer,
         admission=admission,
-        writer=outlet,
-        receiver=side.receiver,
-        board=side.board,
-        records=outlet,
-        config=side.session.config.actor,
-        seed=side.session.config.seed,
-        slots=side.slots,
-        stop_token_ids=side.stop_token_ids,
-        stages=side.stages,
+        writer=rollout_writer,
+        receiver=generation.receiver,
+        board=generation.board,
+        records=rollout_writer,
+        config=generation.session.config.actor,
+        seed=generation.session.config.seed,
+        slots=generation.slots,
+        stop_token_ids=generation.stop_token_ids,
+        stages=generation.stages,
         timeline=timeline,
     )
 
 
-async def _wait_for_weights(side: Generation, stop: Callable[[], bool]) -> bool:
-    """Take the trainer's first weights: those of the checkpoint in a resumed run, else those the model came with."""
-    starting(side.board, side.stages, "waits for the trainer's first weights")
+async def _wait_for_weights(generation: Generation, stop: Callable[[], bool]) -> bool:
+    """Apply the trainer's first weights: those of the checkpoint in a resumed run, else the model's own.
+
+    Returns False if the run was stopped first.
+    """
+    starting(generation.board, generation.stages, "waits for the trainer's first weights")
     while not stop():
-        update = side.receiver.poll()
+        update = generation.receiver.poll()
         if update is not None:
-            side.receiver.acknowledge(side.engine.update_weights(update))
+            generation.receiver.acknowledge(generation.engine.update_weights(update))
             return True
         await asyncio.sleep(0.01)
     return False
 
 
-async def _take_last_weights(side: Generation, stop: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + side.session.config.launch.watchdog_s
-    while side.engine.version != _trainer(side).version and not stop():
-        update = side.receiver.poll()
+async def _take_last_weights(generation: Generation, stop: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + generation.session.config.launch.watchdog_s
+    while generation.engine.version != _trainer(generation).version and not stop():
+        update = generation.receiver.poll()
         if update is not None:
-            side.receiver.acknowledge(side.engine.update_weights(update))
+            generation.receiver.acknowledge(generation.engine.update_weights(update))
         elif time.monotonic() > deadline_s:
             raise StalledError(
-                f"the trainer reached version {_trainer(side).version} but its weights have not come; the engine has "
-                f"version {side.engine.version}"
+                f"the trainer reached version {_trainer(generation).version} but its weights have not arrived; the engine "
+                f"has version {generation.engine.version}"
             )
         await asyncio.sleep(0.002)
 
 
 async def _evaluate(
-    side: Generation,
+    generation: Generation,
     actor: Actor,
     when: When,
     stop: Callable[[], bool],
     between: Callable[[], object],
 ) -> None:
-    """Evaluate and write it down; nothing is written of an evaluation that is stopped."""
-    config = side.session.config.evaluation
+    """Evaluate and write the record. A stopped evaluation writes no record."""
+    config = generation.session.config.evaluation
     if config.problems == 0:
         return
-    with closing(JsonLines(side.session.run.evaluation(when))) as records:
+    with closing(JsonLines(generation.session.run.evaluation(when))) as records:
         evaluation = await _unless_stopped(actor.evaluate(when, config, records), stop, between)
     if evaluation is not None:
-        _record(side, actor, evaluation, when, side.engine.version)
+        _record(generation, actor, evaluation, when, generation.engine.version)
 
 
-def _evaluate_online(side: Generation, actor: Actor) -> None:
-    """Have the actor evaluate while it iterates, if the run file asks for it, from where the run's records end."""
-    session = side.session
+def _evaluate_online(generation: Generation, actor: Actor) -> None:
+    """If `evaluation.every` is set, have the actor evaluate while it iterates, continuing after the run's last record."""
+    session = generation.session
     config = session.config.evaluation
     if config.every == 0:
         return
 
     def done(version: int, evaluation: Evaluation) -> None:
         path = session.run.evaluation(f"v{version}")
-        path.unlink(missing_ok=True)  # of the time before a resume
+        path.unlink(missing_ok=True)  # left from before a resume
         with closing(JsonLines(path)) as records:
             for problem in evaluation.problems:
                 write_record(records, problem)
-        _record(side, actor, evaluation, "online", version)
+        _record(generation, actor, evaluation, "online", version)
 
     records = read_records(session.run.evaluations, EvaluationRecord)
     known = [record.version for record in records if record.newest_version <= session.plan.version]
     actor.evaluate_online(config, until=session.config.trainer.steps, reached=max(known, default=0), on_done=done)
 
 
-def _record(side: Generation, actor: Actor, evaluation: Evaluation, when: When, version: int) -> None:
-    """Write an evaluation's line, of what began with the weights of `version`."""
-    session = side.session
+def _record(generation: Generation, actor: Actor, evaluation: Evaluation, when: When, version: int) -> None:
+    """Append the record of an evaluation that began with the weights of `version`."""
+    session = generation.session
     answered = [problem for problem in evaluation.problems if problem.failure is None]
     record = EvaluationRecord.of(
         [problem.reward for problem in evaluation.problems],
@@ -307,7 +316,7 @@ def _record(side: Generation, actor: Actor, evaluation: Evaluation, when: When, 
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool], between: Callable[[], object]) -> T | None:
-    """The result of `work`, or None if `stop` says so before it is done: it is cancelled then."""
+    """The result of `work`. If `stop` returns True first, cancel it and return None."""
     task = asyncio.create_task(work)
     try:
         while not task.done() and not stop():
@@ -319,8 +328,8 @@ async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool]
     return None if task.cancelled() else task.result()
 
 
-def _trainer(side: Generation) -> TrainerProgress:
-    status = side.board.read(TRAINER)
+def _trainer(generation: Generation) -> TrainerProgress:
+    status = generation.board.read(TRAINER)
     if status is not None and isinstance(status.progress, TrainerProgress):
         return status.progress
     return TrainerProgress()

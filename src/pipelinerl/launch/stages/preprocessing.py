@@ -1,4 +1,4 @@
-"""The preprocessor of a run: in the trainer's process, or in one of its own."""
+"""The preprocessor of a run: in the trainer's process, or in a separate one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 
 
 def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
-    """The groups of `reader`, prepared as they are read.
+    """A reader that prepares the groups of `reader` as they are read.
 
-    If there is a KL penalty, its reference model is what lies under the adapters of `lora`, or else is loaded.
+    The reference model of a KL penalty is the base model under the adapters of `lora`; without adapters it is loaded.
     """
     return PreparingReader(reader, Preprocessor(config.preprocess, _reference(config, lora)))
 
 
 def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Prepared]:
-    """What the trainer, whose model has the adapters of `lora`, reads. As `preparing`, if that is done in this process."""
+    """The trainer's reader: the prepared stream, or `preparing` if groups are prepared in this process.
+
+    `lora` are the adapters of the trainer's model, if it has any.
+    """
     store = session.streams()
     if session.config.launch.preprocessor == "process":
         return prepared_reader(store)
@@ -35,13 +38,13 @@ def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Pr
 def build_preprocessor(
     session: Session, board: Board, reader: StreamReader[Group], writer: StreamWriter[Prepared]
 ) -> PreprocessorStage:
-    """The preprocessor as a stage of its own, between two streams."""
+    """The preprocessor as a separate stage between two streams."""
     starting(board, [PREPROCESSOR], "loads the reference model, if there is one")
     return PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR)
 
 
 def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | None:
-    """The initial model, if a KL penalty to it is asked for."""
+    """The scorer with the initial model, if a KL penalty is configured."""
     if config.trainer.kl_coefficient == 0:
         return None
     from pipelinerl.models.loading import load_model  # noqa: PLC0415 - with torch, which nothing else here needs

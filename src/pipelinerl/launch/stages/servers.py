@@ -1,6 +1,6 @@
 """An engine server that a run starts itself: the process of role `server-N`.
 
-It listens on a free port of this machine, says which in its ready file, and ends when its lifeline closes.
+It listens on a free port of this machine, writes its address to its ready file, and ends when its parent-death pipe closes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelinerl.errors import MissingDependencyError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.hosts.resources import plan_threads, usable_cores
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.engines import Listening
+from pipelinerl.launch.stages.engines import ReadyFile
 from pipelinerl.ports import free_port
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 DRAIN_S = 5.0
-"""For requests in progress once the server is told to stop: those who sent them have ended before."""
+"""Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
 
 
 def serve_engine(session: Session, role: str) -> None:
-    """Our own server, until it is told to stop. Raises MissingDependencyError, and what loading the model raises."""
+    """Run our own server until it is told to stop. Raises MissingDependencyError and the errors of loading the model."""
     from pipelinerl.serving.server.options import SHARED_MEMORY, Address, ServeOptions  # noqa: PLC0415 - only servers need it
 
     try:
@@ -58,14 +58,14 @@ def serve_engine(session: Session, role: str) -> None:
     )
 
 
-def become_vllm(session: Session, role: str, lifeline_fd: int) -> None:
-    """Replace this process by vLLM and its guard. Raises ModelLoadError; does not return."""
+def become_vllm(session: Session, role: str, death_pipe_fd: int) -> None:
+    """Replace this process with vLLM and its guard process. Does not return. Raises ModelLoadError."""
     from pipelinerl.serving.vllm.start import command_line, environment  # noqa: PLC0415 - as above
 
     settings = _vllm_settings(session)
     port = free_port()
-    write_atomically(session.run.ready_file(role), msgspec.json.encode(Listening(f"http://{HOST}:{port}")))
-    os.dup2(lifeline_fd, 0)  # the guard ends vLLM when its standard input closes
+    write_atomically(session.run.ready_file(role), msgspec.json.encode(ReadyFile(f"http://{HOST}:{port}")))
+    os.dup2(death_pipe_fd, 0)  # the guard ends vLLM when its standard input closes
     command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port)]
     os.execve(sys.executable, command, environment(settings, os.environ))  # noqa: S606 - our own module
 

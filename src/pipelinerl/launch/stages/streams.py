@@ -1,7 +1,7 @@
-"""The streams between the processes of a run: which there are, where they lie, and what is in them.
+"""The streams between the processes of a run: their names, where they are stored, and what they contain.
 
 rollouts    groups, from the actors to the preprocessor
-prepared    prepared groups, from the preprocessor to the trainer; only where that is a process of its own
+prepared    prepared groups, from the preprocessor to the trainer; only if the preprocessor is a separate process
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pipelinerl.stream import FileStreamReader, FileStreamWriter, rewind
 from pipelinerl.stream.waiting import waiting_items
 from pipelinerl.types import Group
 
-# ------------------------------------------------------------------------------------------------------------------------
-# How many groups may wait in the rollout stream.
-
 
 def stream_capacity(config: RunConfig) -> int:
-    """`stream.capacity`, or twice what the trainer takes at once: a batch being read and the next being made."""
+    """How many groups may wait in the rollout stream.
+
+    By default twice what the trainer takes at once (a step, or a round): one being read and the next being generated.
+    """
     return config.stream.capacity or 2 * groups_needed(config)
 
 
@@ -38,14 +38,14 @@ WhenFull = Literal["block", "drop_oldest"]
 ROLLOUTS = "rollouts"
 PREPARED = "prepared"
 PREPARED_AHEAD = 4
-"""Most prepared groups that wait for the trainer. Few: fresher data can't replace them any more."""
+"""Capacity of the prepared stream. Small, because fresher groups can no longer replace prepared ones."""
 REDIS_PATIENCE_S = 20.0
 OWN_REDIS_PATIENCE_S = 10.0
-"""How long a lost connection is tried again. The run's own server does not come back: its end is the run's."""
+"""How long a lost connection is retried. The run's own server is never restarted: if it ends, the run ends."""
 
 
 class StreamStore(Protocol):
-    """Where streams lie, by name. Ends are opened as `stream.files` says, whatever the kind."""
+    """A store of named streams. The rules of `stream.files` for opening writers and readers hold for every kind."""
 
     def writer(
         self, name: str, item_type: type[T], *, capacity: int, when_full: WhenFull, on_drop: Callable[[T], None] | None
@@ -54,16 +54,16 @@ class StreamStore(Protocol):
     def reader(self, name: str, item_type: type[T]) -> StreamReader[T]: ...
 
     def waiting(self, name: str, item_type: type[T]) -> list[T]:
-        """What was written and neither taken nor dropped, oldest first."""
+        """The items that were written but neither read nor dropped, oldest first."""
         ...
 
     def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        """Take the stream back, before either end is opened; see `stream.rewind`."""
+        """Rewind the stream to a checkpoint, before a writer or reader is opened; see `stream.rewind`."""
         ...
 
 
 class FileStore:
-    """In the run directory."""
+    """Streams in files of the run directory."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._streams = run.streams
@@ -84,10 +84,10 @@ class FileStore:
 
 
 class RedisStore:
-    """In Redis, under a name that no other run has."""
+    """Streams in Redis, under a prefix that is unique to the run."""
 
     def __init__(self, url: str, prefix: str, patience_s: float) -> None:
-        """`patience_s`: how long a lost connection is tried again."""
+        """`patience_s`: how long a lost connection is retried."""
         self._url = url
         self._prefix = prefix
         self._patience_s = patience_s
@@ -124,7 +124,7 @@ class RedisStore:
 
 
 def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StreamStore:
-    """Where the run's streams lie. `redis_url` is that of the server which the run has started, if it has."""
+    """The store of the run's streams. `redis_url` is the address of the run's own Redis server, if it started one."""
     if config.stream.kind == "redis":
         if config.stream.url is not None:
             return RedisStore(config.stream.url, _prefix(run), REDIS_PATIENCE_S)
@@ -135,7 +135,7 @@ def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) ->
 
 
 def _prefix(run: RunDirectory) -> str:
-    """What the run's streams in Redis are called; made up once, and kept in the run directory."""
+    """The prefix of the run's streams in Redis: random, generated once, and kept in the run directory."""
     path = run.streams / "name_in_redis"
     if not path.exists():
         write_atomically(path, f"pipelinerl-{secrets.token_hex(8)}-".encode())
@@ -160,18 +160,18 @@ def prepared_reader(store: StreamStore) -> StreamReader[Prepared]:
 
 
 def first_uncommitted(store: StreamStore) -> int:
-    """Where in the rollout stream a reader that is opened now begins."""
+    """The offset at which a new reader of the rollout stream begins."""
     with closing(group_reader(store)) as reader:
         found = reader.read(1)
         return found[0][0] if found else reader.stats().written
 
 
 def rollouts_in_streams(store: StreamStore, config: RunConfig) -> dict[int, int]:
-    """Index -> rollouts of each group that lies in a stream, once all processes have ended.
+    """Index -> number of rollouts of each group still in a stream, after all processes have ended.
 
-    A preprocessor may have ended with a group in hand, or between the two streams: what it did not commit counts, unless it
-    is in the second stream as well (or was: a group that was dealt with and committed there, after the preprocessor was
-    killed between the two, would be counted once too often. A resume knows it by the trainer's ledger).
+    A group that the preprocessor did not commit counts as waiting, unless it is also in the prepared stream. Known
+    overcount: if the preprocessor was killed after writing a group and before committing it, and the trainer has committed
+    that group since, it is still counted here. A resume excludes it by the trainer's ledger.
     """
     if config.launch.preprocessor == "with_trainer":
         return {group.index: len(group.rollouts) for group in store.waiting(ROLLOUTS, Group)}

@@ -1,4 +1,4 @@
-"""The training side of a run: the trainer, over prepared groups."""
+"""The training side of a run: loads the policy and builds the trainer, which reads prepared groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipelinerl.types import TRAINER
 
 @dataclass(frozen=True)
 class TrainingLogs:
-    """Where the trainer writes what it did."""
+    """The files that the trainer writes its records to."""
 
     metrics: Sink
     trained: JsonLines
@@ -42,7 +42,7 @@ def open_logs(session: Session) -> Iterator[TrainingLogs]:
 
 @dataclass(frozen=True)
 class Policy:
-    """The model to be trained, and what it was loaded from. With `model.lora` it has the adapters of `lora`."""
+    """The model to train and the checkpoint it was loaded from, if any. With `model.lora`, it has the adapters of `lora`."""
 
     model: Any
     lora: LoraModel | None
@@ -51,8 +51,10 @@ class Policy:
 
 
 def load_policy(session: Session, board: Board) -> Policy:
-    """Load the model, or the checkpoint that the plan names. With adapters it is the model that the run started from, and
-    the checkpoint's adapters."""
+    """Load the model, or the checkpoint that the plan names.
+
+    With adapters: load the run's initial model and the checkpoint's adapters.
+    """
     config, plan = session.config, session.plan
     starting(board, [TRAINER], "loads the model")
     checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint else None
@@ -76,7 +78,7 @@ def build_trainer(
     sender: WeightSender,
     logs: TrainingLogs,
 ) -> Trainer:
-    """Make the trainer of `policy`, and take it to where its checkpoint was. Nothing is sent or trained yet."""
+    """Make the trainer of `policy`, with the state of its checkpoint. Nothing is sent or trained yet."""
     config = session.config
     learner = Learner(
         policy.model,
@@ -113,7 +115,7 @@ def build_trainer(
 
 @contextmanager
 def failures_on_board(trainer: Trainer) -> Iterator[None]:
-    """Whatever ends training inside is said on the board, with the last counts of the rollouts, and raised."""
+    """On an exception inside, publish the failure with the final rollout counts on the status board, and re-raise."""
     try:
         yield
     except BaseException as error:

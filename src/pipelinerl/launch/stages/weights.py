@@ -1,8 +1,8 @@
-"""How weights get from the trainer to engines. The launcher makes what both ends need: one file descriptor.
+"""How weights get from the trainer to the engines, over one file descriptor that the launcher opens for both ends.
 
 shared                         ─▶ generation processes
 collective, engine.kind local  ─▶ generation processes
-collective, http and vllm      ─▶ engine servers; the generation process says when they take what they received
+collective, http and vllm      ─▶ engine servers; the generation process tells them when to apply what they received
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from pipelinerl.weights.shared_file import create_shared_file
 
 LOOPBACK = "127.0.0.1"
 MAX_RECEIVERS = 64
-"""Of a broadcast (`weights.collective_sender`)."""
+"""Of a broadcast; the same as `weights.broadcast.sender.MAX_RECEIVERS`, which needs torch."""
 
 
 class SenderAddress(NamedTuple):
-    """Where engine servers find the sender of a broadcast."""
+    """The address at which engine servers connect to the sender of a broadcast."""
 
     host: str
     port: int
 
 
 def make_channel(config: RunConfig) -> int:
-    """A shared file, or the socket at which the sender of a collective listens. The caller closes it. Needs no torch.
+    """The file descriptor of a shared file, or of the socket at which a broadcast's sender listens. The caller closes it.
 
-    Raises UserError if the engine servers are too many, or there is no way to one of them.
+    Does not import torch. Raises UserError if there are too many engine servers, or one has no route to it.
     """
     if config.weights.kind == "shared":
         return create_shared_file()
     if (count := _receivers(config)) > MAX_RECEIVERS:
         raise UserError(
-            f"weights.kind: {count} engine servers, and weights are broadcast to {MAX_RECEIVERS}; set it to shared"
+            f"weights.kind: {count} engine servers, but weights are broadcast to at most {MAX_RECEIVERS}; set it to shared"
         )
     return listen(_host(config)).detach()
 
 
 def make_sender(config: RunConfig, fd: int, give_up: Callable[[], bool]) -> WeightSender:
-    """The trainer's end. `fd` stays the caller's."""
+    """The trainer's end. The caller still closes `fd`."""
     if config.weights.kind == "shared":
         from pipelinerl.weights.shared import SharedWeightSender  # noqa: PLC0415 - with torch
 
@@ -68,7 +68,7 @@ def make_sender(config: RunConfig, fd: int, give_up: Callable[[], bool]) -> Weig
 
 
 def make_receiver(config: RunConfig, fd: int, index: int, engine: str) -> WeightReceiver:
-    """The end of generation process number `index`. `fd` stays the caller's."""
+    """The receiving end, for generation process number `index`. The caller still closes `fd`."""
     if config.weights.kind == "shared":
         from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - with torch
 
@@ -86,13 +86,13 @@ def make_receiver(config: RunConfig, fd: int, index: int, engine: str) -> Weight
 
 
 def sender_address(config: RunConfig, fd: int) -> SenderAddress | None:
-    """Where engine servers have to join the trainer's broadcast, or None if weights reach them another way."""
+    """The address at which engine servers join the trainer's broadcast; None if they receive weights another way."""
     return _address(fd) if _servers_receive(config) else None
 
 
 def remove_weights_of(pid: int) -> None:
-    """Remove the files of weights for engine servers that a generation process has left, if it was killed."""
-    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `remote.weights_file`
+    """Remove the weight files for engine servers that a killed generation process left behind."""
+    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `serving.client.weights_file`
         shutil.rmtree(left, ignore_errors=True)
 
 
@@ -101,7 +101,7 @@ def _servers_receive(config: RunConfig) -> bool:
 
 
 def _receivers(config: RunConfig) -> int:
-    """Of a broadcast: engine servers, or generation processes that compute themselves."""
+    """The number of receivers of a broadcast: engine servers, or generation processes with a local engine."""
     engine = config.engine
     return engine.processes if engine.kind == "local" else len(engine.urls) or engine.servers
 
@@ -112,18 +112,18 @@ def _address(fd: int) -> SenderAddress:
 
 
 def _host(config: RunConfig) -> str:
-    """This machine's address that all engine servers reach: the loopback one, or where packets to another machine leave."""
-    return next(filter(lambda host: host != LOOPBACK, map(_way_to, config.engine.urls)), LOOPBACK)
+    """The address of this machine that all engine servers can reach: loopback, or the source address to a remote server."""
+    return next(filter(lambda host: host != LOOPBACK, map(_source_address, config.engine.urls)), LOOPBACK)
 
 
-def _way_to(url: str) -> str:
-    """This machine's address on the way to the server. Raises UserError if there is no way."""
+def _source_address(url: str) -> str:
+    """This machine's address for packets to the server. Raises UserError if there is no route."""
     host = urlsplit(url).hostname
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # Of a datagram's socket: nothing is sent.
+            probe.connect(address)  # connecting a datagram socket sends nothing
             found: str = probe.getsockname()[0]
     except OSError as error:
-        raise UserError(f"engine.urls: there is no way to {url}: {error.strerror or error}") from error
+        raise UserError(f"engine.urls: there is no route to {url}: {error.strerror or error}") from error
     return LOOPBACK if found == "::1" else found

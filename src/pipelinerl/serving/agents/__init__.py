@@ -1,8 +1,8 @@
-"""Training agents as they are: programs that know nothing of training but the address of an OpenAI-compatible API.
+"""Trains existing agents unchanged: programs that only need the address of an OpenAI-compatible API.
 
     the agent's code ──HTTP──▶ gateway ──calls──▶ session ──Conversation──▶ the rollout's client ──▶ any engine
-    (a thread each)        (a thread of its own)  (the loop that generates)
+    (a thread each)        (one thread)           (the generation loop)
 
-Each rollout has an address of its own, so its calls are known by it, whatever the agent is made of. They become turns of
-exact token ids, log-probabilities and versions, as those of any other environment. Needs the extra `serve`.
+Each rollout has its own address, which identifies its calls however the agent is implemented. Calls become turns with exact
+token ids, log-probs and versions, as in any other environment. Needs the extra `serve`.
 """

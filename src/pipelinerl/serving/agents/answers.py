@@ -1,4 +1,4 @@
-"""What an agent gets: OpenAI's shapes around an answer of a conversation."""
+"""Converts an answer of a conversation to the responses of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.environments.chat.conversation import Answer as Said
+from pipelinerl.environments.chat.conversation import Answer as ModelAnswer
 from pipelinerl.serving.agents.session import ChatRequest, Request
 from pipelinerl.serving.server.http import server_sent_event
 from pipelinerl.serving.server.openai.answers import Answer, Usage
 
 MODEL = "policy"
-"""What the model is called. Requests may call it as they like."""
+"""The model's name in responses. Requests may use any name."""
 
 
-def whole(request: Request, said: Said) -> Answer:
-    """The answer to a request that doesn't stream."""
+def whole(request: Request, reply: ModelAnswer) -> Answer:
+    """The response to a request that doesn't stream."""
     content: dict[str, Any]
     if isinstance(request, ChatRequest):
-        kind, content = "chat.completion", {"message": {**said.message, "refusal": None}}
+        kind, content = "chat.completion", {"message": {**reply.message, "refusal": None}}
     else:
-        kind, content = "text_completion", {"text": said.text}
-    return _answer(request, said, kind, [_choice(content, said.finish_reason)], _usage(said))
+        kind, content = "text_completion", {"text": reply.text}
+    return _answer(request, reply, kind, [_choice(content, reply.finish_reason)], _usage(reply))
 
 
-def chunks(request: Request, said: Said) -> Iterator[bytes]:
-    """The same as a stream: of one piece, as an answer is read for tool calls when it is whole."""
-    usage = None if request.stream_options is None or not request.stream_options.include_usage else _usage(said)
+def chunks(request: Request, reply: ModelAnswer) -> Iterator[bytes]:
+    """The response as a stream. The answer is one chunk, because tool calls can be parsed only when it is complete."""
+    usage = None if request.stream_options is None or not request.stream_options.include_usage else _usage(reply)
     if isinstance(request, ChatRequest):
         kind = "chat.completion.chunk"
-        calls = [{**call, "index": number} for number, call in enumerate(said.message.get("tool_calls", ()))]
+        calls = [{**call, "index": number} for number, call in enumerate(reply.message.get("tool_calls", ()))]
         contents: list[dict[str, Any]] = [
-            {"delta": {**said.message, **({"tool_calls": calls} if calls else {})}},
+            {"delta": {**reply.message, **({"tool_calls": calls} if calls else {})}},
             {"delta": {}},
         ]
     else:
-        kind, contents = "text_completion", [{"text": said.text}, {"text": ""}]
-    for content, reason in zip(contents, (None, said.finish_reason), strict=True):
-        yield server_sent_event(_answer(request, said, kind, [_choice(content, reason)]))
+        kind, contents = "text_completion", [{"text": reply.text}, {"text": ""}]
+    for content, reason in zip(contents, (None, reply.finish_reason), strict=True):
+        yield server_sent_event(_answer(request, reply, kind, [_choice(content, reason)]))
     if usage is not None:
-        yield server_sent_event(_answer(request, said, kind, [], usage))
+        yield server_sent_event(_answer(request, reply, kind, [], usage))
     yield b"data: [DONE]\n\n"
 
 
@@ -50,9 +50,11 @@ def _choice(content: dict[str, Any], finish_reason: str | None) -> dict[str, Any
     return {"index": 0, **content, "finish_reason": finish_reason, "logprobs": None}
 
 
-def _answer(request: Request, said: Said, kind: str, choices: list[dict[str, Any]], usage: Usage | None = None) -> Answer:
+def _answer(
+    request: Request, reply: ModelAnswer, kind: str, choices: list[dict[str, Any]], usage: Usage | None = None
+) -> Answer:
     answer = Answer(
-        id=said.completion.request_id,
+        id=reply.completion.request_id,
         object=kind,
         model=request.model or MODEL,
         created=int(time.time()),
@@ -61,6 +63,6 @@ def _answer(request: Request, said: Said, kind: str, choices: list[dict[str, Any
     return answer if usage is None else msgspec.structs.replace(answer, usage=usage)
 
 
-def _usage(said: Said) -> Usage:
-    prompt, completion = len(said.prompt.ids), len(said.completion.token_ids)
+def _usage(reply: ModelAnswer) -> Usage:
+    prompt, completion = len(reply.prompt.ids), len(reply.completion.token_ids)
     return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

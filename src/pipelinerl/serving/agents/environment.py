@@ -1,4 +1,4 @@
-"""Environments whose attempts are runs of an agent: any program that speaks OpenAI's API, given an address to speak to."""
+"""The environment `agent`: each attempt runs an agent, i.e. a program that calls OpenAI's API at a given address."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from pipelinerl.serving.agents.gateway import Gateway
 
 API_KEY = "rollout"
-"""Clients of OpenAI's API want one. What lets a request in is the secret in its address."""
+"""A placeholder, as clients of OpenAI's API require a key. Requests are authorised by the secret in their address."""
 
 
 class Agent:
-    """Attempts are calls of a function of the user, which gets an address at which the model being trained answers.
+    """An attempt is a call of a user function, which gets the address of an API served by the model in training.
 
     run         `path/to/file.py:function`: (problem, base_url, api_key) -> the reward, or a dict of `reward` and other
-                numbers. Plain or `async def`; attempts run at the same time, in threads. What it asks of the model at
-                `base_url`, in whatever way, is what is trained on
-    data        file of JSON lines, or a list of them: a problem a line, given to `run` as a dict
-    held_out    which of them evaluations use and training never sees: a share, or a file of them
-    problems    instead of `data`: another environment, `{kind: ..., args: {...}}`, whose problems `run` gets
-    threads     how many attempts run at once
-    template_options   for the model's chat template, such as `{enable_thinking: false}`
+                numbers. Plain or `async def`. Attempts run concurrently, in threads. All requests to `base_url` become
+                training data
+    data        JSON lines file, or a list of such files: one problem per line, passed to `run` as a dict
+    held_out    problems for evaluations only, never trained on: a share of `data`, or a file (or several)
+    problems    instead of `data`: another environment, `{kind: ..., args: {...}}`, whose problems are passed to `run`
+    threads     largest number of concurrent attempts
+    template_options   options of the model's chat template, such as `{enable_thinking: false}`
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Agent:
         threads: int = 256,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises EnvironmentSetupError for a function, data or arguments that can't be used, MissingDependencyError."""
+        """Raises EnvironmentSetupError for a bad function, data or arguments, MissingDependencyError without the extra."""
         checked(_Types, run=run, threads=threads, template_options=template_options)
         if (data is None) == (problems is None):
             raise EnvironmentSetupError("environment.args of agent: give either `data` or `problems`")
@@ -80,20 +80,20 @@ class Agent:
         reward, metrics = _read(returned)
         conversation = session.conversation
         if not conversation.turns:
-            raise RolloutError("the agent has not asked the model anything at `base_url`")
+            raise RolloutError("the agent sent no request to the model at `base_url`")
         return Rollout(turns=conversation.turns, reward=reward, metrics={**conversation.metrics, **metrics})
 
 
 def _gateway() -> Gateway:
     try:
-        from pipelinerl.serving.agents.gateway import Gateway  # noqa: PLC0415 - an extra, which only agents need
+        from pipelinerl.serving.agents.gateway import Gateway  # noqa: PLC0415 - needs an extra
     except ModuleNotFoundError as error:
         raise MissingDependencyError(f"agents need {error.name}: pip install 'pipelinerl[serve]'") from error
     return Gateway()
 
 
 def _read(returned: object) -> tuple[float, dict[str, float]]:
-    """The reward, and other numbers. Raises RolloutError for what is neither."""
+    """The reward and other numbers that the agent returned. Raises RolloutError for other values."""
     if not isinstance(returned, Mapping):
         return finite_number(returned, "the agent"), {}
     if "reward" not in returned:
@@ -105,7 +105,7 @@ def _read(returned: object) -> tuple[float, dict[str, float]]:
 
 
 class _Examples:
-    """Problems that are lines of files, each once an epoch."""
+    """Problems from the lines of files, each once per epoch."""
 
     def __init__(self, data: str | Sequence[str], held_out: float | str | Sequence[str], seed: int) -> None:
         self._parts = read_split(data, held_out, lambda _: None, _key)

@@ -1,8 +1,8 @@
-"""An OpenAI-compatible API on the loopback interface with an address for each rollout, in a thread of its own.
+"""An OpenAI-compatible API on the loopback interface, with an address per rollout.
 
     /rollouts/<secret>/v1/chat/completions, /completions, /models
 
-The thread reads and writes HTTP; a call itself runs in the rollout's own loop, between two engine steps.
+One thread reads and writes HTTP. The call itself runs in the event loop of the rollout, between two engine steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.routing import Route
 from pipelinerl.environments.chat.conversation import Answer
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.serving.agents.answers import MODEL, chunks, whole
-from pipelinerl.serving.agents.session import ChatRequest, Session, TextRequest, over
+from pipelinerl.serving.agents.session import ChatRequest, Session, TextRequest, rollout_ended
 from pipelinerl.serving.server.http import RefusedError, answer, answer_bug, answer_error, body_of, error_answer, unless_gone
 from pipelinerl.serving.server.openai.bodies import read_body
 from pipelinerl.serving.server.run import uvicorn_config
@@ -37,10 +37,10 @@ RequestT = TypeVar("RequestT", ChatRequest, TextRequest)
 
 
 class Gateway:
-    """Listens from the first `serving` on, until it is closed. For any number of loops in any threads."""
+    """Starts listening at the first call of `serving`. Event loops in several threads may use one gateway."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # for `_start`
         self._server: uvicorn.Server | None = None
         self._url = ""
         self._thread: threading.Thread | None = None
@@ -48,7 +48,7 @@ class Gateway:
 
     @contextmanager
     def serving(self, session: Session) -> Iterator[str]:
-        """The session's base URL, which is answered while inside; the session is closed then."""
+        """The session's base URL, served while inside. Closes the session at the end."""
         self._start()
         secret = secrets.token_urlsafe(16)
         self._sessions[secret] = session
@@ -59,12 +59,12 @@ class Gateway:
             session.close()
 
     def close(self) -> None:
-        """Stop listening. Twice is fine."""
+        """Stop listening. May be called twice."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(CLOSE_S)
 
-    # ---------------------------------------------------------------------------------------------- the gateway's thread
+    # ---- the gateway's thread
 
     def _start(self) -> None:
         with self._lock:
@@ -76,7 +76,7 @@ class Gateway:
                 raise EnvironmentSetupError(f"can't listen on {HOST} for agents: {error}") from error
             self._url = f"http://{HOST}:{listening.getsockname()[1]}"
             self._server = uvicorn.Server(uvicorn_config(self._app(), close_s=1))
-            # A daemon: whatever agents do, it does not keep the process from ending.
+            # A daemon thread, so that open requests of agents do not keep the process from exiting.
             self._thread = threading.Thread(
                 target=self._server.run, args=([listening],), name="agents' gateway", daemon=True
             )
@@ -91,8 +91,8 @@ class Gateway:
         ]
         handlers = {
             PipelineRLError: answer_error,
-            HTTPException: _not_here,
-            ClientDisconnect: _nobody,
+            HTTPException: _not_found,
+            ClientDisconnect: _client_gone,
             Exception: answer_bug,
         }
         return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
@@ -110,26 +110,26 @@ class Gateway:
 
     async def _respond(self, request: Request, kind: type[RequestT]) -> Response:
         session = self._session(request)
-        asked = read_body(await body_of(request), kind)
+        body = read_body(await body_of(request), kind)
         try:
-            call = asyncio.run_coroutine_threadsafe(session.answer(asked), session.loop)
-        except RuntimeError:  # its loop is closed
-            raise over() from None
-        said: Answer = await unless_gone(request, asyncio.wrap_future(call))
-        if asked.stream:
-            return Response(b"".join(chunks(asked, said)), media_type="text/event-stream")
-        return answer(whole(asked, said))
+            call = asyncio.run_coroutine_threadsafe(session.answer(body), session.loop)
+        except RuntimeError:  # the rollout's loop is closed
+            raise rollout_ended() from None
+        reply: Answer = await unless_gone(request, asyncio.wrap_future(call))
+        if body.stream:
+            return Response(b"".join(chunks(body, reply)), media_type="text/event-stream")
+        return answer(whole(body, reply))
 
     def _session(self, request: Request) -> Session:
         session = self._sessions.get(request.path_params["secret"])
         if session is None:
-            raise over()
+            raise rollout_ended()
         return session
 
 
-def _not_here(request: Request, error: HTTPException) -> Response:
+def _not_found(request: Request, error: HTTPException) -> Response:
     return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {error.detail}"))
 
 
-def _nobody(_: Request, __: ClientDisconnect) -> Response:
+def _client_gone(_: Request, __: ClientDisconnect) -> Response:
     return Response(status_code=499)

@@ -1,4 +1,4 @@
-"""Running the code of agents: each attempt in a thread of its own, so that none holds up the engine."""
+"""Runs the code of agents, each attempt in its own thread, so that none blocks the engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pipelinerl.environments.user.code import describe
 
 
 class AgentThreads:
-    """Calls `function`, plain or `async def`, in up to `limit` threads at once; what is beyond waits.
+    """Calls `function`, plain or `async def`, in up to `limit` threads at once; further calls wait.
 
-    Threads can't be ended from outside: an agent that never returns keeps its thread, and its place, until the process ends.
-    (They are daemons, so it does end.) One that is `async def` has an event loop to itself, and is cancelled.
+    Threads can't be killed: a plain function that never returns keeps its thread, and counts towards `limit`, until the
+    process ends (threads are daemons, so it can end). An `async def` function has its own event loop and can be cancelled.
     """
 
     def __init__(self, function: Callable[..., Any], spec: str, limit: int) -> None:
@@ -25,16 +25,16 @@ class AgentThreads:
         self._function = function
         self._spec = spec
         self._limit = limit
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def call(self, *arguments: Any) -> Any:
-        """What the function returns. Raises RuntimeError with one line for what it raised.
+        """The function's result. Raises RuntimeError, with a one-line message, if the function raised.
 
-        Cancelled, it leaves a plain function running (its calls of the model are refused), and cancels an async one.
+        Cancelling this cancels an async function. A plain one runs on, but its calls of the model are refused.
         """
-        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
-        await places.acquire()
-        run = _Run(self._function, arguments, places)
+        semaphore = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
+        await semaphore.acquire()
+        run = _Run(self._function, arguments, semaphore)
         try:
             return await run.result
         except asyncio.CancelledError:
@@ -45,12 +45,12 @@ class AgentThreads:
 
 
 class _Run:
-    """One call, under way. `places` gets its place back when the thread ends."""
+    """One call in progress. `semaphore` is released when the thread ends."""
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], places: asyncio.Semaphore) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], semaphore: asyncio.Semaphore) -> None:
         self._function = function
         self._arguments = arguments
-        self._places = places
+        self._semaphore = semaphore
         self._loop = asyncio.get_running_loop()
         self._inner: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._cancelled = False
@@ -61,10 +61,10 @@ class _Run:
         self._cancelled = True
         if self._inner is not None:
             loop, task = self._inner
-            with suppress(RuntimeError):  # its loop has ended meanwhile
+            with suppress(RuntimeError):  # its loop has been closed meanwhile
                 loop.call_soon_threadsafe(task.cancel)
 
-    # ---------------------------------------------------------------------------------------------- the agent's thread
+    # ---- the agent's thread
 
     def _run(self) -> None:
         value: Any = None
@@ -72,28 +72,28 @@ class _Run:
         try:
             is_async = inspect.iscoroutinefunction(self._function)
             value = asyncio.run(self._main()) if is_async else self._function(*self._arguments)
-        except Exception as raised:  # noqa: BLE001 - code that isn't ours: raised where it is awaited
+        except Exception as raised:  # noqa: BLE001 - user code: raised where the result is awaited
             error = raised
-        except BaseException as raised:  # noqa: BLE001 - the same; `sys.exit` must not end more than this
+        except BaseException as raised:  # noqa: BLE001 - the same: `sys.exit` must end only this call
             error = RuntimeError(f"it raised {type(raised).__name__}")
-        with suppress(RuntimeError):  # the loop has ended: nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so no task awaits the result
             self._loop.call_soon_threadsafe(self._end, value, error)
 
     async def _main(self) -> Any:
         task = asyncio.current_task()
         if task is not None:
             self._inner = (asyncio.get_running_loop(), task)
-        if self._cancelled:  # before there was anything to cancel
+        if self._cancelled:  # cancelled before the task existed
             raise asyncio.CancelledError
         return await self._function(*self._arguments)
 
     def _end(self, value: Any, error: Exception | None) -> None:
-        self._places.release()
+        self._semaphore.release()
         if self.result.done():
             return
         if error is None:
             self.result.set_result(value)
-        elif isinstance(error, StopIteration):  # a future can't hold one
+        elif isinstance(error, StopIteration):  # a future can't hold a StopIteration
             self.result.set_exception(RuntimeError("it raised StopIteration"))
         else:
             self.result.set_exception(error)

@@ -1,4 +1,4 @@
-"""The calls of one rollout's agent, in the loop that generates."""
+"""The model calls of one rollout's agent, run in the generation loop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.openai.bodies import Body, CompletionBody
 from pipelinerl.types import SamplingParams
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What an agent may ask for. How tokens are sampled is the run's to say: what would change it is refused by name.
+# ---- requests of agents; the run file sets the sampling parameters, so requests that would change them are refused
 
 
 class ChatRequest(Body, frozen=True, kw_only=True):
@@ -34,22 +33,22 @@ class ChatRequest(Body, frozen=True, kw_only=True):
 
 
 class TextRequest(CompletionBody, frozen=True, kw_only=True):
-    """`prompt` is a text or token ids; `max_tokens` is the run's limit by default, not OpenAI's 16."""
+    """`prompt` is a text or token ids. `max_tokens` defaults to the run's limit, not to OpenAI's 16."""
 
 
 Request = ChatRequest | TextRequest
 
 
 def check(request: Request, sampling: SamplingParams) -> None:
-    """Raises RequestError for what this rollout's tokens are not sampled with."""
-    for name, asked, there in (
+    """Raises RequestError for parameters that differ from this rollout's sampling."""
+    for name, requested, of_run in (
         ("temperature", request.temperature, sampling.temperature),
         ("top_p", request.top_p, sampling.top_p),
         ("top_k", None if request.top_k == -1 else request.top_k, sampling.top_k),
     ):
-        if asked is not None and asked != there:
+        if requested is not None and requested != of_run:
             raise RequestError(
-                f"{name} {asked:g}: this rollout is sampled with {there:g}, as the run file says; leave it out"
+                f"{name} {requested:g}: this rollout is sampled with {of_run:g}, as set in the run file; leave it out"
             )
     for name in ("seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "return_token_ids", "return_weight_versions"):
         value = getattr(request, name)
@@ -60,7 +59,10 @@ def check(request: Request, sampling: SamplingParams) -> None:
 
 
 class Session:
-    """Made and closed in the loop in which the rollout runs, as are its calls; the gateway's thread sends them there."""
+    """One rollout's conversation with its agent.
+
+    It is made, called and closed in the event loop of the rollout; the gateway's thread submits calls to that loop.
+    """
 
     def __init__(self, client: GenerationClient, template_options: Mapping[str, Any] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -70,28 +72,28 @@ class Session:
         self._closed = False
 
     async def answer(self, request: Request) -> Answer:
-        """One call of the model, noted in the conversation when it is done.
+        """One call of the model, added to the conversation when it is complete.
 
-        Raises RequestError for what can't be asked, RefusedError (`not_found`) if the rollout has ended, or ends meanwhile.
+        Raises RequestError for invalid requests, RefusedError (`not_found`) if the rollout has ended or ends meanwhile.
         """
         task = asyncio.current_task()
         if self._closed or task is None:
-            raise over()
+            raise rollout_ended()
         self._calls.add(task)
         try:
             check(request, self._sampling)
             return await self._ask(request)
-        except RolloutError as error:  # its client is closed already
-            raise over() from error
+        except RolloutError as error:  # the rollout's client is closed
+            raise rollout_ended() from error
         except asyncio.CancelledError:
             if not self._closed:
-                raise  # whoever asked has gone
-            raise over() from None
+                raise  # the agent closed the connection
+            raise rollout_ended() from None
         finally:
             self._calls.discard(task)
 
     def close(self) -> None:
-        """The rollout has ended: what still runs is cancelled, in the engine as well, and is no part of it."""
+        """End the session with its rollout. Calls in progress are cancelled, also in the engine, and not added."""
         self._closed = True
         for task in self._calls:
             task.cancel()
@@ -106,6 +108,6 @@ class Session:
         return await self.conversation.continue_ids(prompt, max_tokens=most)
 
 
-def over() -> RefusedError:
-    """Not `unavailable`: clients would ask again."""
-    return RefusedError("not_found", "this rollout has ended: its address answers no more")
+def rollout_ended() -> RefusedError:
+    """`not_found`, because clients retry after `unavailable`."""
+    return RefusedError("not_found", "this rollout has ended: its address is no longer served")

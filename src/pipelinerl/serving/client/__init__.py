@@ -1,1 +1,1 @@
-"""Engines behind HTTP, as one engine."""
+"""The client: presents several engine servers, reached over HTTP, as one engine."""

@@ -1,15 +1,15 @@
-"""One engine server, as the client sees it. To bring another kind of engine, implement `EngineServer` for it.
+"""The protocol of one engine server. To use another kind of engine, implement `EngineServer` for it.
 
-All methods are called in one event loop. Each returns within a bound of its own or raises, but for `generate`, which lasts
-as long as the server needs: its caller watches the server's health and cancels.
+All methods are called in one event loop. Each has its own timeout, except `generate`, which takes as long as the server
+needs: its caller watches the server's health and cancels.
 
-Errors, whichever the kind of server:
+Errors, the same for every kind of server:
 
-    ServerUnreachableError   no connection, a broken one, no answer in time: the server may have got what was asked
-    ServerBusyError          429, 503, other 5xx: it did not take it, and says when to ask again
-    RequestError             `generate` alone; also PromptTooLongError: this request can never be served
-    WeightUpdateError        `update_weights`, `join_broadcast`: refused, the server says why; or not known to be whole
-    ServerError              all else (wrong key, no such address, a malformed answer): asking again would not help
+    ServerUnreachableError   no connection, a broken one, no answer in time: the server may have received the request
+    ServerBusyError          429, 503, other 5xx: the server did not accept the request; it may say when to retry
+    RequestError             only `generate` (including PromptTooLongError): this request can never be served
+    WeightUpdateError        `update_weights`, `join_broadcast`: refused, with the server's reason; or possibly half applied
+    ServerError              all others (wrong key, no such address, a malformed answer): a retry would not help
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TokenListener = Callable[[TokenEvent], None]
 
 
 class SavedWeights(NamedTuple):
-    """A whole set of weights in a safetensors file, under the names of the Hugging Face model.
+    """All weights in one safetensors file, under the names of the Hugging Face model.
 
-    Every name is in the file with its data, tied ones too, so that `checksum` is `models.state.checksum` of what is read.
-    The file stays as it is until `update_weights` has returned.
+    The file has data for every name, including tied ones, so that `checksum` is `models.state.checksum` of the file's
+    tensors. The file must not change until `update_weights` has returned.
     """
 
     version: int
@@ -37,13 +37,13 @@ class SavedWeights(NamedTuple):
 
 
 class BroadcastWeights(NamedTuple):
-    """A whole set of weights that the trainer has broadcast: servers that joined have received and verified them already."""
+    """Weights that the trainer has broadcast; the servers that joined have already received and verified them."""
 
     version: int
     checksum: str
 
 
-WeightOffer = SavedWeights | BroadcastWeights
+WeightSource = SavedWeights | BroadcastWeights
 
 
 class EngineServer(Protocol):
@@ -51,34 +51,34 @@ class EngineServer(Protocol):
 
     @property
     def url(self) -> str:
-        """Its address, for people and as its name."""
+        """Its address; also identifies the server in messages."""
         ...
 
     async def info(self) -> ServerInfo:
-        """What it is and holds. `instance` must differ after a restart; `checksum` is "" where a server can't tell."""
+        """Describe the server and its weights. `instance` must change at a restart; `checksum` is "" if it is unknown."""
         ...
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
-        """One completion. With `on_token` (and `request.stream`), every token is also reported as it comes, from index 0.
+        """Return one completion. With `on_token` and `request.stream`, also report each token as it arrives, from index 0.
 
-        Sent again under the same id after a ServerUnreachableError, a server that can gives the same completion, and its
-        tokens from the beginning. Cancelling the awaiting task closes the connection.
+        If the request is sent again under the same id after a ServerUnreachableError, a server that supports it returns the
+        same completion, and its tokens from index 0. Cancelling the awaiting task closes the connection.
         """
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """End a request soon: its `generate` returns what there is, with reason "cancelled". Unknown ids are ignored."""
+        """End a request early: its `generate` returns what exists, with reason "cancelled". Unknown ids are ignored."""
         ...
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
-        """Become one of the receivers of the trainer's broadcasts. Returns once all of them have; raises after its bound."""
+        """Join the trainer's broadcast as a receiver. Returns when all receivers have joined; raises after its timeout."""
         ...
 
-    async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
-        """Take the weights in the file, or those received, in flight, between two tokens: all of them or none.
+    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+        """Apply the weights from the file or the broadcast in flight, between two tokens: all of them or none.
 
-        The receipt's checksum is of what the server holds then; a server that can't compute one echoes that of what it
-        verified. Taking the version and checksum that it holds already is no error.
+        The receipt's checksum is of the weights that the server then holds; a server that can't compute it returns the
+        checksum that it verified before loading. Applying the version and checksum that it already holds is no error.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What may be asked of the servers, and whether what they answer can be what was asked for."""
+"""Checks of requests before they are sent, and of completions when they arrive."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ROUNDING = 1e-3
 
 
 class Limits(NamedTuple):
-    """What every server can serve."""
+    """Limits that hold for every server."""
 
     max_length: int
     vocabulary: int
 
 
 def check_request(request: GenerationRequest, limits: Limits) -> None:
-    """Raises PromptTooLongError or RequestError, for this request alone, if it can never be served."""
+    """Raises PromptTooLongError or RequestError if this request can never be served."""
     prompt, sampling = request.prompt_ids, request.sampling
     if not prompt:
         raise RequestError(f"request {request.id!r} has an empty prompt; give it at least one token")
@@ -39,7 +39,7 @@ def check_request(request: GenerationRequest, limits: Limits) -> None:
 
 
 def find_fault(completion: Completion, request: GenerationRequest, vocabulary: int) -> str | None:
-    """What is wrong with `completion` as the answer to `request`, in words, or None. Nothing is guessed or repaired."""
+    """Describe why `completion` is not a valid answer to `request`, or return None. Nothing is guessed or repaired."""
     return next(_faults(completion, request, vocabulary), None)
 
 
@@ -48,21 +48,21 @@ def _faults(completion: Completion, request: GenerationRequest, vocabulary: int)
     stops = set(request.sampling.stop_token_ids)
     ended_by_stop = bool(ids) and ids[-1] in stops
     if completion.request_id != request.id:
-        yield f"it is of request {completion.request_id!r}"
+        yield f"it belongs to request {completion.request_id!r}"
     if len(ids) > limit:
-        yield f"it has {len(ids)} tokens, over {limit}"
+        yield f"it has {len(ids)} tokens, more than the limit of {limit}"
     if len(logprobs) != len(ids):
         yield f"it has {len(ids)} tokens and {len(logprobs)} log-probabilities"
     if not all(math.isfinite(value) and value <= _ROUNDING for value in logprobs):
-        yield "it has log-probabilities that are none"
+        yield "it has log-probabilities that are not finite or above 0"
     if ids and (min(ids) < 0 or max(ids) >= vocabulary):
         yield f"it has tokens outside the vocabulary of {vocabulary}"
     if not stops.isdisjoint(ids[:-1]):
-        yield "it goes on after a stop token"
+        yield "it continues after a stop token"
     if completion.finish_reason == "stop" and not ended_by_stop:
-        yield 'it ended by "stop", but its last token is no stop token'
+        yield 'its finish reason is "stop", but its last token is not a stop token'
     if completion.finish_reason == "length" and (len(ids) != limit or ended_by_stop):
-        yield f'it ended by "length" after {len(ids)} of {limit} tokens'
+        yield f'its finish reason is "length" after {len(ids)} of {limit} tokens'
     try:
         versions_from_spans(completion.weight_versions, len(ids))
     except ValueError as error:

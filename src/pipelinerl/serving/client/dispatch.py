@@ -1,12 +1,12 @@
-"""Requests on their way through the servers: a task each, from a free slot to the one completion.
+"""Serves requests on the replicas. Each request has one task, which waits for a slot and ends with exactly one completion.
 
-    waiting for a slot ─▶ asked ─▶ completion ─▶ checked ─▶ mailbox
-          ▲                │ connection broke: ask the same server again, under the same id
-          └── not taken ◀──┤
-          ├── refused ◀────┤ can never be served there: another server is asked; if all refuse it, the request fails
-          └── lost ◀───────┘ the server was restarted or is gone: under a new id, wherever there is room
+    waiting for a slot ─▶ sent ─▶ completion ─▶ checked ─▶ mailbox
+          ▲                │ connection broke: send it to the same server again, under the same id
+          ├── busy ◀───────┤ the server did not accept it: wait, then send it to any server
+          ├── refused ◀────┤ this server can never serve it: try another one; if all refuse it, the request fails
+          └── lost ◀───────┘ the server was restarted or is gone: send it under a new id to any server with room
 
-Nothing of an attempt that was given up is ever passed on: its task has ended, and its id is not used again.
+Nothing from an abandoned attempt is passed on: its task has ended, and its id is not used again.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from pipelinerl.serving.client.errors import (
     ServerUnreachableError,
     back_off_s,
 )
-from pipelinerl.serving.client.fleet import Fleet, LostError, Member
+from pipelinerl.serving.client.fleet import LostError, Replica, ReplicaPool
 from pipelinerl.serving.client.routing import Router
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, spans_from_versions, versions_from_spans
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What the servers produced, on its way from the event loop's thread to the one that steps the engine.
+# ---- results, passed from the event loop's thread to the thread that steps the engine
 
 
 class Mailbox:
-    """Put from one thread, taken from another. After `fail`, `take` raises that error for ever."""
+    """A thread-safe queue of tokens, completions and failed requests. After `fail`, every `take` raises that error."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -61,24 +60,24 @@ class Mailbox:
             self._changed.notify()
 
     def put_failure(self, request_id: str, error: PipelineRLError) -> None:
-        """Of this request alone."""
+        """Report an error of one request; other requests are not affected."""
         with self._changed:
             self._failed.append((request_id, error))
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
-        """The first error counts."""
+        """Report an error that ends the engine. The first one is kept."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify()
 
     def check(self) -> None:
-        """Raises the error, if there is one."""
+        """Raise the error that ended the engine, if there is one."""
         if self._error is not None:
             raise self._error
 
     def take(self, timeout_s: float) -> StepOutput:
-        """All that came since the last call; waits up to `timeout_s` for something to come."""
+        """Everything put since the last call. If there is nothing, waits for up to `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._tokens or self._finished or self._failed or self._error, timeout_s)
             self.check()
@@ -87,12 +86,14 @@ class Mailbox:
             return output
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The tokens of one streamed request: each is passed on once and in order, however often the server sends them.
+# ---- the tokens of one streamed request
 
 
 class TokenRelay:
-    """Between a server's stream, which may begin again, and whoever reads it. `request_id` is the reader's."""
+    """Forwards each token of a stream once and in order, even if a retry restarts the stream.
+
+    `request_id` is the id of the forwarded tokens.
+    """
 
     def __init__(self, request_id: str, forward: Callable[[TokenEvent], None]) -> None:
         self._request_id = request_id
@@ -101,26 +102,26 @@ class TokenRelay:
 
     @property
     def count(self) -> int:
-        """Tokens passed on."""
+        """Number of tokens forwarded."""
         return len(self._seen)
 
     def take(self, event: TokenEvent) -> None:
-        """Pass the token on, unless it was before or one before it is missing: `complete` brings those."""
+        """Forward the token if it is the next one. Repeated tokens, and tokens after a gap, are left to `complete`."""
         if event.index == len(self._seen):
-            self._pass_on(event.token_id, event.logprob, event.version)
+            self._forward_token(event.token_id, event.logprob, event.version)
 
     def complete(self, completion: Completion) -> bool:
-        """Pass on what is still missing. False, and nothing is, if the completion is not of the tokens seen so far."""
+        """Forward the remaining tokens. Returns False and forwards nothing if the completion contradicts those forwarded."""
         versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
         tokens = list(zip(completion.token_ids, completion.logprobs, versions, strict=True))
         if [(event.token_id, event.logprob, event.version) for event in self._seen] != tokens[: self.count]:
             return False
         for token_id, logprob, version in tokens[self.count :]:
-            self._pass_on(token_id, logprob, version)
+            self._forward_token(token_id, logprob, version)
         return True
 
-    def cut(self) -> Completion:
-        """The completion of what was passed on: for a stream that can't go on."""
+    def partial_completion(self) -> Completion:
+        """A completion of the tokens forwarded so far, for a stream that can't continue."""
         return Completion(
             request_id=self._request_id,
             token_ids=tuple(event.token_id for event in self._seen),
@@ -129,7 +130,7 @@ class TokenRelay:
             finish_reason="cancelled",
         )
 
-    def _pass_on(self, token_id: int, logprob: float, version: int) -> None:
+    def _forward_token(self, token_id: int, logprob: float, version: int) -> None:
         event = TokenEvent(self._request_id, len(self._seen), token_id, logprob, version)
         self._seen.append(event)
         self._forward(event)
@@ -141,8 +142,8 @@ logger = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 30.0
 
 
-class _NotTakenError(Exception):
-    """The server never had the request. It may be asked again, or another one, after `after_s`."""
+class _NotAcceptedError(Exception):
+    """The server did not accept the request. It, or another server, may be tried after `after_s`."""
 
     def __init__(self, after_s: float) -> None:
         super().__init__()
@@ -150,7 +151,7 @@ class _NotTakenError(Exception):
 
 
 class _Ticket:
-    """A request that is being served. Its id differs from all others, those of other clients of the servers included."""
+    """A request that is being served. Its id is unique, also among the other clients of the servers."""
 
     def __init__(self, request: GenerationRequest, relay: TokenRelay) -> None:
         self.request = request
@@ -160,28 +161,30 @@ class _Ticket:
         self.refusals = 0
         self.refused_since_s: float | None = None
         self.cancelled = False
-        self.member: Member | None = None
-        self.unfit: dict[str, RequestError] = {}
-        """What servers that can't ever serve it have said, by address."""
+        self.replica: Replica | None = None
+        self.rejections: dict[str, RequestError] = {}
+        """Errors of the servers that can never serve it, by address."""
 
     @property
-    def on_the_wire(self) -> GenerationRequest:
+    def wire_request(self) -> GenerationRequest:
         return msgspec.structs.replace(self.request, id=f"{self.request.id}.{self.attempt}", copy=None)
 
 
 class _Waiting(NamedTuple):
     ticket: _Ticket
-    member: asyncio.Future[Member]
+    replica: asyncio.Future[Replica]
 
 
 class Dispatcher:
-    """Serves requests until `close`, in one event loop. What comes of them goes to `mailbox`, errors that end all too.
+    """Serves requests in one event loop until `close`. Results, and errors that end the engine, go to `mailbox`.
 
-    `slots`: of all servers that take requests now.
+    `slots`: total slots of the servers that accept requests now.
     """
 
-    def __init__(self, fleet: Fleet, mailbox: Mailbox, bounds: Bounds, vocabulary: int, clock: Callable[[], float]) -> None:
-        self._fleet = fleet
+    def __init__(
+        self, pool: ReplicaPool, mailbox: Mailbox, bounds: Bounds, vocabulary: int, clock: Callable[[], float]
+    ) -> None:
+        self._pool = pool
         self._mailbox = mailbox
         self._bounds = bounds
         self._vocabulary = vocabulary
@@ -189,19 +192,19 @@ class Dispatcher:
         self._router = Router()
         self.slots = 0
         self._waiting: deque[_Waiting] = deque()
-        self._waiting_for_some: list[_Waiting] = []
+        self._waiting_restricted: list[_Waiting] = []
         self._tickets: dict[str, _Ticket] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancellations: set[asyncio.Task[None]] = set()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Begin to serve it."""
+        """Start serving the request."""
         ticket = _Ticket(request, TokenRelay(request.id, self._mailbox.put_token))
         self._tickets[request.id] = ticket
         self._tasks[request.id] = asyncio.create_task(self._run(ticket))
 
     def cancel(self, request_id: str) -> None:
-        """Stop serving it, and have its server let go of it. Its completion may still come, or not."""
+        """Stop serving the request and cancel it at its server. A completion may still arrive in the mailbox."""
         ticket = self._tickets.get(request_id)
         if ticket is not None and not ticket.cancelled:
             ticket.cancelled = True
@@ -210,23 +213,23 @@ class Dispatcher:
             task.add_done_callback(self._cancellations.discard)
 
     def servers_changed(self) -> None:
-        """Look again at which servers take requests, and place those that wait."""
-        for member in self._fleet.members:
-            if member.info is not None:
-                self._router.set_server(member.url, member.info.slots, open_=self._fleet.accepts(member))
+        """Update the router with the servers that accept requests, and place waiting requests."""
+        for replica in self._pool.replicas:
+            if replica.info is not None:
+                self._router.set_server(replica.url, replica.info.slots, open_=self._pool.accepts(replica))
         self.slots = self._router.slots
-        if self._fleet.all_gone:
-            self._mailbox.fail(self._fleet.unavailable())
+        if self._pool.all_gone:
+            self._mailbox.fail(self._pool.unavailable())
         self._place()
 
     async def close(self) -> None:
-        """Give up all requests."""
+        """Cancel all requests."""
         tasks = [*self._tasks.values(), *self._cancellations]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ------------------------------------------------------------------------------------------ one request
+    # ---- one request
 
     async def _run(self, ticket: _Ticket) -> None:
         request_id = ticket.request.id
@@ -236,7 +239,7 @@ class Dispatcher:
         except RequestError as error:
             logger.warning("request %s can't be served: %s", request_id, error)
             self._mailbox.put_failure(request_id, error)
-        except Exception as error:  # noqa: BLE001 - whatever ends a request for no fault of its own ends the engine
+        except Exception as error:  # noqa: BLE001 - any error that is not the request's own ends the engine
             if not ticket.cancelled:
                 self._mailbox.fail(error)
         finally:
@@ -245,67 +248,70 @@ class Dispatcher:
             self._place()
 
     async def _serve(self, ticket: _Ticket) -> Completion:
-        """The completion, under whatever id it was made. Raises RequestError if no server can serve the request."""
+        """Return the completion, under the id used at the server. Raises RequestError if no server can serve the request."""
         while True:
-            member = ticket.member = await self._slot(ticket)
+            replica = ticket.replica = await self._acquire_slot(ticket)
             wait_s = 0.0
             try:
-                return await self._ask(ticket, member)
-            except RequestError as error:  # It passed our own checks, so that is rare.
-                if ticket.relay.count:  # as below
+                return await self._ask(ticket, replica)
+            except RequestError as error:  # Rare: the request has passed the client's checks.
+                if ticket.relay.count:  # Tokens were forwarded; another server might produce different ones.
                     raise
-                ticket.unfit[member.url] = error
+                ticket.rejections[replica.url] = error
                 ticket.attempt += 1
             except LostError as error:
                 ticket.attempt += 1
-                if ticket.relay.count:  # somebody has seen tokens that another server might not give again
-                    return ticket.relay.cut()
-                logger.info("request %s is sent again as new: %s", ticket.request.id, error)
-            except _NotTakenError as refusal:
+                if ticket.relay.count:  # Tokens were forwarded; another server might produce different ones.
+                    return ticket.relay.partial_completion()
+                logger.info("sending request %s again under a new id: %s", ticket.request.id, error)
+            except _NotAcceptedError as refusal:
                 wait_s = refusal.after_s
             finally:
-                ticket.member = None
+                ticket.replica = None
                 self._router.release(ticket.request.id)
                 self._place()
             await asyncio.sleep(wait_s)
 
-    async def _ask(self, ticket: _Ticket, member: Member) -> Completion:
-        """Ask one server until it has answered. Raises LostError, _NotTakenError, or what ends the request or the engine."""
-        request, instance = ticket.on_the_wire, member.instance
-        may_have_it = False
+    async def _ask(self, ticket: _Ticket, replica: Replica) -> Completion:
+        """Send the request to one server until it answers.
+
+        Raises LostError, _NotAcceptedError, RequestError, or an error that ends the engine.
+        """
+        request, instance = ticket.wire_request, replica.instance
+        may_have_started = False
         while True:
             try:
-                completion = await member.call(member.server.generate(request, ticket.relay.take))
+                completion = await replica.call(replica.server.generate(request, ticket.relay.take))
             except ServerUnreachableError as error:
-                may_have_it = True
-                self._failed(ticket, error)
+                may_have_started = True
+                self._count_failure(ticket, error)
             except ServerBusyError as error:
-                if not may_have_it:
-                    raise await self._refused(ticket, member, error) from error
-                self._failed(ticket, error)
+                if not may_have_started:
+                    raise await self._count_refusal(ticket, replica, error) from error
+                self._count_failure(ticket, error)
             else:
-                return self._checked(ticket, member, request, completion)
+                return self._checked(ticket, replica, request, completion)
             if ticket.cancelled:
-                return ticket.relay.cut()
+                return ticket.relay.partial_completion()
             await asyncio.sleep(back_off_s(ticket.failures))
-            await self._fleet.look(member)
-            if member.gone or member.instance != instance:
-                raise LostError(f"engine server {member.url} was lost: {member.last_error}")
+            await self._pool.check_health(replica)
+            if replica.gone or replica.instance != instance:
+                raise LostError(f"engine server {replica.url} was lost: {replica.last_error}")
 
-    def _checked(self, ticket: _Ticket, member: Member, request: GenerationRequest, completion: Completion) -> Completion:
+    def _checked(self, ticket: _Ticket, replica: Replica, request: GenerationRequest, completion: Completion) -> Completion:
         fault = find_fault(completion, request, self._vocabulary)
         if fault is None and request.stream and not ticket.relay.complete(completion):
-            fault = "the tokens that were streamed before are others"
+            fault = "its tokens differ from those streamed before"
         if fault is not None:
-            raise ServerError(member.url, f"answered request {request.id!r} with what can't be its completion: {fault}")
+            raise ServerError(replica.url, f"returned an invalid completion for request {request.id!r}: {fault}")
         if completion.finish_reason == "cancelled" and not ticket.cancelled:
-            error = ServerBusyError(member.url, "cancelled a request that nobody asked it to cancel")
-            self._failed(ticket, error)
+            error = ServerBusyError(replica.url, "cancelled a request without being asked to")
+            self._count_failure(ticket, error)
             raise LostError(str(error))
         return completion
 
-    def _failed(self, ticket: _Ticket, error: ServerError) -> None:
-        """It was taken, as it seems, but not answered. Raises EngineUnavailableError when that was once too often."""
+    def _count_failure(self, ticket: _Ticket, error: ServerError) -> None:
+        """Count a request that was probably accepted but not answered. Raises EngineUnavailableError at `Bounds.tries`."""
         ticket.failures += 1
         ticket.refused_since_s = None
         if ticket.failures >= self._bounds.tries:
@@ -313,63 +319,67 @@ class Dispatcher:
                 f"request {ticket.request.id!r} failed {ticket.failures} times; the last time: {error}"
             ) from error
 
-    async def _refused(self, ticket: _Ticket, member: Member, error: ServerBusyError) -> _NotTakenError:
-        """It was not taken. Raises EngineUnavailableError when that has gone on for too long."""
+    async def _count_refusal(self, ticket: _Ticket, replica: Replica, error: ServerBusyError) -> _NotAcceptedError:
+        """Count a request that was not accepted. Raises EngineUnavailableError after `Bounds.overload_s` of refusals."""
         now_s = self._clock()
         ticket.refusals += 1
         if ticket.refused_since_s is None:
             ticket.refused_since_s = now_s
         if now_s - ticket.refused_since_s > self._bounds.overload_s:
             raise EngineUnavailableError(
-                f"no server took request {ticket.request.id!r} within {self._bounds.overload_s:g} s; the last: {error}"
+                f"no server accepted request {ticket.request.id!r} within {self._bounds.overload_s:g} s; the last: {error}"
             ) from error
-        await self._fleet.look(member)
-        return _NotTakenError(min(error.retry_after_s or back_off_s(ticket.refusals), _LONGEST_WAIT_S))
+        await self._pool.check_health(replica)
+        return _NotAcceptedError(min(error.retry_after_s or back_off_s(ticket.refusals), _LONGEST_WAIT_S))
 
     async def _cancel(self, ticket: _Ticket, task: asyncio.Task[None]) -> None:
-        member = ticket.member
-        if member is not None:
-            with suppress(ServerError, RequestError, TimeoutError):  # it then ends with the connection
+        replica = ticket.replica
+        if replica is not None:
+            with suppress(ServerError, RequestError, TimeoutError):  # closing the connection then ends it
                 async with asyncio.timeout(self._bounds.cancel_s):
-                    await member.server.cancel(ticket.on_the_wire.id)
+                    await replica.server.cancel(ticket.wire_request.id)
                     await asyncio.wait({task})
         task.cancel()
 
-    # ------------------------------------------------------------------------------------------------ slots
+    # ---- slots
 
-    async def _slot(self, ticket: _Ticket) -> Member:
-        """Wait for a server with a free slot, in order of arrival; those that not every server can answer come first."""
+    async def _acquire_slot(self, ticket: _Ticket) -> Replica:
+        """Wait for a server with a free slot, first come first served. Requests restricted to some servers go first."""
         waiting = _Waiting(ticket, asyncio.get_running_loop().create_future())
-        (self._waiting if self._only(ticket) is None else self._waiting_for_some).append(waiting)
+        (self._waiting if self._eligible(ticket) is None else self._waiting_restricted).append(waiting)
         self._place()
-        return await waiting.member
+        return await waiting.replica
 
     def _place(self) -> None:
-        self._waiting_for_some = [waiting for waiting in self._waiting_for_some if not self._placed(waiting)]
-        while self._waiting and self._placed(self._waiting[0]):
+        self._waiting_restricted = [waiting for waiting in self._waiting_restricted if not self._try_place(waiting)]
+        while self._waiting and self._try_place(self._waiting[0]):
             self._waiting.popleft()
 
-    def _placed(self, waiting: _Waiting) -> bool:
-        """Whether it does not wait any more: it has a slot now, or was cancelled."""
+    def _try_place(self, waiting: _Waiting) -> bool:
+        """Try to give the request a slot. Returns whether it no longer waits: it has a slot, failed, or was cancelled."""
         ticket, request = waiting.ticket, waiting.ticket.request
-        if waiting.member.done():
+        if waiting.replica.done():
             return True
-        only = self._only(ticket)
-        if only is not None and not only:
-            waiting.member.set_exception(next(iter(ticket.unfit.values())))
+        eligible = self._eligible(ticket)
+        if eligible is not None and not eligible:
+            waiting.replica.set_exception(next(iter(ticket.rejections.values())))
             return True
-        url = self._router.place(request.id, request.prompt_ids, self._clock(), only=only)
+        url = self._router.place(request.id, request.prompt_ids, self._clock(), only=eligible)
         if url is None:
             return False
-        waiting.member.set_result(next(member for member in self._fleet.members if member.url == url))
+        waiting.replica.set_result(next(replica for replica in self._pool.replicas if replica.url == url))
         return True
 
-    def _only(self, ticket: _Ticket) -> Sequence[str] | None:
-        """The servers that may answer it; None: any."""
-        members = self._fleet.members
+    def _eligible(self, ticket: _Ticket) -> Sequence[str] | None:
+        """Addresses of the servers that may serve it; None: any."""
+        replicas = self._pool.replicas
         if ticket.request.copy is not None:
-            members = [members[ticket.request.copy]]
-        elif not ticket.unfit:
+            replicas = [replicas[ticket.request.copy]]
+        elif not ticket.rejections:
             return None
-        # What others have refused does not wait for a server that is gone.
-        return [member.url for member in members if member.url not in ticket.unfit and not (ticket.unfit and member.gone)]
+        # A request that some servers have rejected does not wait for a server that is gone.
+        return [
+            replica.url
+            for replica in replicas
+            if replica.url not in ticket.rejections and not (ticket.rejections and replica.gone)
+        ]

@@ -1,11 +1,11 @@
-"""All servers of one engine: are they well, and does each hold the weights that it should?
+"""The replica pool: the servers of one engine, their health, and the weights that each of them holds.
 
-    watch ─▶ info of each, again and again ─▶ well? the same process as before? ─▶ on_change (routing, waiting requests)
-                                                      └ another one: the kept update is sent first
-    update ─▶ all servers at once ─▶ a receipt for all
+    watch ─▶ poll /info of each server ─▶ healthy? the same process as before? ─▶ on_change (routing, waiting requests)
+                                                      └ restarted: the last update is sent first
+    update ─▶ all servers at once ─▶ one combined receipt
 
-The file of the last update is kept for servers that come back. Weights that were broadcast are nowhere but in the servers
-that received them: one that comes back is not used again.
+The file of the last update is kept for servers that come back. Broadcast weights are not kept anywhere else, so a server
+that is restarted after a broadcast is not used again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pipelinerl.errors import PipelineRLError, UserError, WeightUpdateError
-from pipelinerl.serving.client.adapter import BroadcastWeights, EngineServer, WeightOffer
+from pipelinerl.serving.client.adapter import BroadcastWeights, EngineServer, WeightSource
 from pipelinerl.serving.client.errors import (
     Bounds,
     EngineUnavailableError,
@@ -27,19 +27,18 @@ from pipelinerl.serving.client.errors import (
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
 from pipelinerl.types import UpdateReceipt
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What the client knows of one server: whether it is well, what it holds, and the calls that it has in progress.
+# ---- one replica: its health, its weights and its calls in progress
 
 
 T = TypeVar("T")
 
 
 class LostError(PipelineRLError):
-    """The server that had the request has forgotten it (it was restarted) or is gone. Another one may answer it."""
+    """The server that had the request was restarted or is gone. Another server may answer the request."""
 
 
-class Member:
-    """One server of several. Everything here happens in one event loop."""
+class Replica:
+    """The client's state of one server. Used in one event loop."""
 
     def __init__(self, server: EngineServer, bounds: Bounds, clock: Callable[[], float]) -> None:
         self.server = server
@@ -47,7 +46,7 @@ class Member:
         self.info: ServerInfo | None = None
         self.gone = False
         self.last_error = "it has not answered yet"
-        self.looking: asyncio.Task[None] | None = None
+        self.health_check: asyncio.Task[None] | None = None
         self._steps_before = 0
         self._bounds = bounds
         self._clock = clock
@@ -58,37 +57,37 @@ class Member:
 
     @property
     def instance(self) -> str:
-        """Of the process that answered last; "" before the first answer."""
+        """The id of the process that answered last; "" before the first answer."""
         return self.info.instance if self.info else ""
 
     @property
     def decode_steps(self) -> int:
-        """Since it answered first, as of its last answer."""
+        """Decode steps since its first answer, as of its last answer; steps before and after a restart are added."""
         return self._steps_before + self.info.decode_steps if self.info else 0
 
     @property
-    def well(self) -> bool:
-        """Whether its last answer was good."""
+    def healthy(self) -> bool:
+        """Whether its last answer was valid."""
         return self.info is not None and not self.gone and self._failing_since_s is None
 
     def holds(self, version: int) -> bool:
-        """Whether the process that runs there now has acknowledged these weights."""
+        """Whether the current process has acknowledged these weights."""
         return self._acknowledged == (self.instance, version)
 
-    def saw(self, info: ServerInfo) -> None:
-        """It answered. If it is another process than before, what the old one had in progress is lost."""
+    def record_info(self, info: ServerInfo) -> None:
+        """Record an answer of the server. If the process is a new one, cancel the calls to the old one: they are lost."""
         if self.info is None or info.instance != self.instance:
             self._steps_before += self.info.decode_steps if self.info else -info.decode_steps
-            self._lose()
+            self._cancel_calls()
         self.info = info
 
     def recovered(self) -> None:
-        """It is well, and holds the weights that it should."""
+        """Mark it as healthy; it holds the current weights."""
         self._failing_since_s = self._refused_since_s = None
         self.gone = False
 
-    def failed(self, error: Exception) -> None:
-        """It did not answer, or not as it should."""
+    def record_failure(self, error: Exception) -> None:
+        """Record a missing or invalid answer. The server is gone once failures have lasted as long as `Bounds` allows."""
         now_s = self._clock()
         self.last_error = str(error)
         self._failing_since_s = now_s if self._failing_since_s is None else self._failing_since_s
@@ -99,14 +98,14 @@ class Member:
         refused_s = 0.0 if self._refused_since_s is None else now_s - self._refused_since_s
         if refused_s >= self._bounds.refused_s or now_s - self._failing_since_s >= self._bounds.silent_s:
             self.gone = True
-            self._lose()
+            self._cancel_calls()
 
-    def acknowledged(self, receipt: UpdateReceipt) -> None:
-        """It took the weights that the receipt names."""
+    def record_receipt(self, receipt: UpdateReceipt) -> None:
+        """Record that it applied the weights that the receipt names."""
         self._acknowledged = (self.instance, receipt.version)
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises LostError if the server is lost before it is there."""
+        """Return the result of `work`. Raises LostError if the server is lost first."""
         task = asyncio.ensure_future(work)
         self._calls.add(task)
         try:
@@ -118,54 +117,54 @@ class Member:
             raise LostError(f"engine server {self.url} was lost: {self.last_error}")
         return task.result()
 
-    def _lose(self) -> None:
+    def _cancel_calls(self) -> None:
         for task in self._calls:
             task.cancel()
 
 
-class Fleet:
-    """The servers, in one event loop. `on_change` is called whenever one of them may have changed."""
+class ReplicaPool:
+    """All servers of an engine, in one event loop. `on_change` is called whenever the state of one may have changed."""
 
     def __init__(
         self, servers: Sequence[EngineServer], bounds: Bounds, on_change: Callable[[], None], clock: Callable[[], float]
     ) -> None:
-        self.members = [Member(server, bounds, clock) for server in servers]
+        self.replicas = [Replica(server, bounds, clock) for server in servers]
         self._bounds = bounds
         self._on_change = on_change
         self._clock = clock
-        self._updating = asyncio.Lock()
-        self._kept: WeightOffer | None = None
+        self._update_lock = asyncio.Lock()
+        self._last_update: WeightSource | None = None
 
-    def accepts(self, member: Member) -> bool:
-        """Whether it gets new requests: it is well and holds the newest weights that all have acknowledged."""
-        return member.well and (self._kept is None or member.holds(self._kept.version))
+    def accepts(self, replica: Replica) -> bool:
+        """Whether it gets new requests: it is healthy and holds the newest weights that all servers have acknowledged."""
+        return replica.healthy and (self._last_update is None or replica.holds(self._last_update.version))
 
     @property
     def all_gone(self) -> bool:
-        return all(member.gone for member in self.members)
+        return all(replica.gone for replica in self.replicas)
 
     def unavailable(self) -> EngineUnavailableError:
-        """The error that says why nothing can be served."""
-        reasons = "; ".join(f"{member.url}: {member.last_error}" for member in self.members)
+        """The error to raise when all servers are gone, with the last error of each."""
+        reasons = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.replicas)
         return EngineUnavailableError(f"no engine server is left ({reasons}); look at the servers' logs")
 
-    # ----------------------------------------------------------------------------------------------- health
+    # ---- health
 
     async def start(self) -> list[ServerInfo]:
-        """Wait until every server has answered. Raises EngineUnavailableError or UserError, naming the one that fails."""
-        infos = await _all(self._first_answer(member) for member in self.members)
-        vocabularies = {member.url: info.vocabulary for member, info in zip(self.members, infos, strict=True)}
+        """Wait until every server has answered. Raises EngineUnavailableError or UserError, naming the server."""
+        infos = await _gather_or_cancel(self._first_answer(replica) for replica in self.replicas)
+        vocabularies = {replica.url: info.vocabulary for replica, info in zip(self.replicas, infos, strict=True)}
         if len(set(vocabularies.values())) > 1:
             raise UserError(f"the engine servers have different models: vocabularies of {vocabularies}")
         self._on_change()
         return infos
 
-    async def _first_answer(self, member: Member) -> ServerInfo:
+    async def _first_answer(self, replica: Replica) -> ServerInfo:
         deadline_s = self._clock() + self._bounds.startup_s
         failures = 0
         while True:
             try:
-                info = await member.server.info()
+                info = await replica.server.info()
             except (ServerUnreachableError, ServerBusyError) as error:
                 failures += 1
                 if self._clock() > deadline_s:
@@ -174,68 +173,70 @@ class Fleet:
                     ) from error
                 await asyncio.sleep(back_off_s(failures))
             else:
-                member.saw(info)
+                replica.record_info(info)
                 return info
 
     async def watch(self) -> None:
-        """Look at every server from time to time, for ever."""
+        """Check the health of every server periodically, until cancelled."""
 
-        async def one(member: Member) -> None:
+        async def one(replica: Replica) -> None:
             while True:
                 await asyncio.sleep(self._bounds.health_every_s)
-                await self.look(member)
+                await self.check_health(replica)
 
-        await asyncio.gather(*map(one, self.members))
+        await asyncio.gather(*map(one, self.replicas))
 
-    async def look(self, member: Member) -> None:
-        """Ask the server how it is. Those who ask while somebody else does share the answer."""
-        if member.looking is None:
-            member.looking = asyncio.create_task(self._look(member))
-        await asyncio.shield(member.looking)
+    async def check_health(self, replica: Replica) -> None:
+        """Check one server's health. Concurrent calls share one request."""
+        if replica.health_check is None:
+            replica.health_check = asyncio.create_task(self._check_health(replica))
+        await asyncio.shield(replica.health_check)
 
-    async def _look(self, member: Member) -> None:
+    async def _check_health(self, replica: Replica) -> None:
         try:
-            member.saw(await member.server.info())
-            await self._bring_up_to_date(member)
+            replica.record_info(await replica.server.info())
+            await self._bring_up_to_date(replica)
         except (ServerError, WeightUpdateError) as error:
-            member.failed(error)
+            replica.record_failure(error)
         else:
-            member.recovered()
+            replica.recovered()
         finally:
-            member.looking = None
+            replica.health_check = None
         self._on_change()
 
-    # ---------------------------------------------------------------------------------------------- weights
+    # ---- weights
 
     async def join(self, host: str, port: int) -> None:
-        """Have every server join the trainer's broadcast from `host`:`port`, numbered in the order in which they were given.
+        """Have every server join the trainer's broadcast at `host`:`port`. Their indices follow the order of `servers`.
 
-        Raises WeightUpdateError or ServerError, naming the first that does not.
+        Raises WeightUpdateError or ServerError, naming the first server that does not join.
         """
 
-        async def one(index: int, member: Member) -> None:
+        async def one(index: int, replica: Replica) -> None:
             group = ProcessGroupRequest(
                 host=host,
                 port=port,
                 index=index,
-                receivers=len(self.members),
+                receivers=len(self.replicas),
                 timeout_s=self._bounds.join_s,
-                name=member.url,
+                name=replica.url,
             )
-            await member.server.join_broadcast(group)
+            await replica.server.join_broadcast(group)
 
-        async with self._updating:
-            await _all(one(index, member) for index, member in enumerate(self.members))
+        async with self._update_lock:
+            await _gather_or_cancel(one(index, replica) for index, replica in enumerate(self.replicas))
 
-    async def update(self, saved: WeightOffer) -> UpdateReceipt:
-        """Have all servers that are not gone take the weights; those that are get them when they come back.
+    async def update(self, weights: WeightSource) -> UpdateReceipt:
+        """Have all servers that are not gone apply the weights. Servers that are gone get them when they come back.
 
-        The receipt has an error, naming the servers, if some refused them; they are as they were. Raises
-        WeightUpdateError naming a server that did not answer in time, EngineUnavailableError if none is left.
+        If some servers refuse, the receipt's error names them; they keep their old weights. Raises WeightUpdateError naming
+        a server that did not answer in time, EngineUnavailableError if no server is left.
         """
-        async with self._updating:
-            asked = [member for member in self.members if not member.gone]
-            answers = await asyncio.gather(*(self._update_one(member, saved) for member in asked), return_exceptions=True)
+        async with self._update_lock:
+            targets = [replica for replica in self.replicas if not replica.gone]
+            answers = await asyncio.gather(
+                *(self._update_one(replica, weights) for replica in targets), return_exceptions=True
+            )
             receipts: list[UpdateReceipt] = []
             for answer in answers:
                 if isinstance(answer, BaseException):
@@ -244,70 +245,70 @@ class Fleet:
                     receipts.append(answer)
             if not receipts:
                 raise self.unavailable()
-            receipt = _joined(receipts, saved)
+            receipt = _combined_receipt(receipts, weights)
             if receipt.error is None:
-                self._kept = saved
+                self._last_update = weights
         self._on_change()
         return receipt
 
-    async def _update_one(self, member: Member, saved: WeightOffer) -> UpdateReceipt | None:
-        """Its receipt, or None if it is gone."""
+    async def _update_one(self, replica: Replica, weights: WeightSource) -> UpdateReceipt | None:
+        """The replica's receipt, or None if it is gone."""
         deadline_s = self._clock() + self._bounds.update_s
         failures = 0
-        while not member.gone:
+        while not replica.gone:
             try:
-                receipt = await self._send(member, saved, deadline_s - self._clock())
+                receipt = await self._send(replica, weights, deadline_s - self._clock())
             except (ServerUnreachableError, ServerBusyError) as error:
                 failures += 1
-                member.failed(error)
+                replica.record_failure(error)
                 if self._clock() > deadline_s:
-                    raise self._no_answer(member, saved) from error
+                    raise self._no_answer(replica, weights) from error
                 await asyncio.sleep(back_off_s(failures))
             else:
-                member.recovered()
+                replica.recovered()
                 return receipt
         return None
 
-    async def _bring_up_to_date(self, member: Member) -> None:
-        """Send the kept update to a server that does not have it: it has been started again, or was away."""
-        if self._kept is None or member.holds(self._kept.version) or self._updating.locked():
+    async def _bring_up_to_date(self, replica: Replica) -> None:
+        """Send the last update to a server that does not hold it: it was restarted, or unreachable during the update."""
+        if self._last_update is None or replica.holds(self._last_update.version) or self._update_lock.locked():
             return
-        if isinstance(self._kept, BroadcastWeights):
+        if isinstance(self._last_update, BroadcastWeights):
             raise WeightUpdateError(
-                f"engine server {member.url} was started again, and has left the trainer's broadcast; resume the run"
+                f"engine server {replica.url} was restarted and has left the trainer's broadcast; resume the run"
             )
-        async with self._updating:
-            receipt = await self._send(member, self._kept, self._bounds.update_s)
+        async with self._update_lock:
+            receipt = await self._send(replica, self._last_update, self._bounds.update_s)
             if receipt.error is not None:
                 raise WeightUpdateError(receipt.error)
 
-    async def _send(self, member: Member, saved: WeightOffer, bound_s: float) -> UpdateReceipt:
-        """One update of one server; refusals are in the receipt. Raises WeightUpdateError if no answer comes in time."""
+    async def _send(self, replica: Replica, weights: WeightSource, bound_s: float) -> UpdateReceipt:
+        """Update one server. A refusal is in the receipt's error. Raises WeightUpdateError if no answer comes in time."""
         try:
             async with asyncio.timeout(bound_s):
-                receipt = await member.server.update_weights(saved)
+                receipt = await replica.server.update_weights(weights)
         except TimeoutError as error:
-            raise self._no_answer(member, saved) from error
+            raise self._no_answer(replica, weights) from error
         except (ServerUnreachableError, ServerBusyError):
             raise
         except (WeightUpdateError, ServerError) as error:
-            return _failed(member, saved, str(error))
+            return _error_receipt(replica, weights, str(error))
         if receipt.error is not None:
-            return _failed(member, saved, receipt.error)
-        if (receipt.version, receipt.checksum) != (saved.version, saved.checksum):
-            return _failed(member, saved, f"it holds version {receipt.version}, checksum {receipt.checksum}")
-        member.acknowledged(receipt)
+            return _error_receipt(replica, weights, receipt.error)
+        if (receipt.version, receipt.checksum) != (weights.version, weights.checksum):
+            return _error_receipt(replica, weights, f"it holds version {receipt.version}, checksum {receipt.checksum}")
+        replica.record_receipt(receipt)
         return receipt
 
-    def _no_answer(self, member: Member, saved: WeightOffer) -> WeightUpdateError:
+    def _no_answer(self, replica: Replica, weights: WeightSource) -> WeightUpdateError:
         return WeightUpdateError(
-            f"engine server {member.url} did not answer weights of version {saved.version} within "
+            f"engine server {replica.url} did not answer weights of version {weights.version} within "
             f"{self._bounds.update_s:g} s; look at its log"
         )
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results. The first failure ends the others."""
+async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all concurrently and return their results. The first failure cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -316,24 +317,24 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-def _failed(member: Member, saved: WeightOffer, problem: str) -> UpdateReceipt:
+def _error_receipt(replica: Replica, weights: WeightSource, problem: str) -> UpdateReceipt:
     return UpdateReceipt(
-        engine=member.url,
-        version=saved.version,
+        engine=replica.url,
+        version=weights.version,
         checksum="",
         pause_s=0.0,
         sequences_in_flight=0,
-        error=f"{member.url} did not take weights of version {saved.version}, checksum {saved.checksum}: {problem}",
+        error=f"{replica.url} did not apply weights of version {weights.version}, checksum {weights.checksum}: {problem}",
     )
 
 
-def _joined(receipts: Sequence[UpdateReceipt], saved: WeightOffer) -> UpdateReceipt:
-    """One receipt for all: the longest pause, all sequences, and what went wrong anywhere."""
+def _combined_receipt(receipts: Sequence[UpdateReceipt], weights: WeightSource) -> UpdateReceipt:
+    """One receipt for all servers: the longest pause, the sum of sequences in flight, and all errors."""
     problems = [receipt.error for receipt in receipts if receipt.error is not None]
     return UpdateReceipt(
         engine=", ".join(receipt.engine for receipt in receipts),
-        version=saved.version,
-        checksum="" if problems else saved.checksum,
+        version=weights.version,
+        checksum="" if problems else weights.checksum,
         pause_s=max(receipt.pause_s for receipt in receipts),
         sequences_in_flight=sum(receipt.sequences_in_flight for receipt in receipts),
         error="; ".join(problems) or None,

@@ -1,4 +1,4 @@
-"""JSON over HTTP to one server, with every way in which that fails told apart. The only module that knows the library."""
+"""JSON over HTTP to one server, with a distinct error for each kind of failure. Only this module uses the HTTP library."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 64 << 20
-"""No answer, and no line of one, may be longer."""
+"""Limit for an answer, and for each line of a streamed one."""
 _KEEP_ALIVE_S = 4.0
-"""Shorter than servers keep idle connections (often 5 s): a request should not meet a connection that is being closed."""
+"""Shorter than servers keep idle connections (often 5 s), so that no request uses a connection that is being closed."""
 _LONGEST_MESSAGE = 500
 
 
 class RefusedError(ServerError):
-    """The server understood and said no (4xx, 501). `detail` is its message, `code` its `ErrorCode` if it gave one."""
+    """The server refused the request (4xx, 501). `detail` is its message, `code` its `ErrorCode` if it gave one."""
 
     def __init__(self, url: str, status: int, detail: str, code: str = "") -> None:
         super().__init__(url, f"refused ({status}): {detail}")
@@ -37,8 +37,8 @@ class RefusedError(ServerError):
 class HttpClient:
     """Connections to one server. `api_key` is sent as a bearer token.
 
-    Raises UserError for what is no URL, MissingDependencyError without the HTTP library. All calls raise
-    ServerUnreachableError, ServerBusyError, RefusedError, and ServerError for an answer that is not what was asked for.
+    The constructor raises UserError for an invalid URL, MissingDependencyError without the HTTP library. All calls raise
+    ServerUnreachableError, ServerBusyError, RefusedError, and ServerError for a malformed answer.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, connect_timeout_s: float = 5.0) -> None:
@@ -55,7 +55,7 @@ class HttpClient:
                 base_url=parsed,
                 headers=headers,
                 limits=library.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
-                trust_env=False,  # engines are reached directly, whatever proxies the environment names
+                trust_env=False,  # ignore the environment's proxies: engines are reached directly
             )
         except (library.InvalidURL, ValueError) as error:
             raise UserError(f"{url!r} is not the URL of an engine server: {error}") from error
@@ -68,12 +68,12 @@ class HttpClient:
     async def post(
         self, path: str, body: object, answer: type[T], *, timeout_s: float | None, params: dict[str, str] | None = None
     ) -> T:
-        """POST `body` as JSON (None: nothing). `timeout_s`: without a byte of the answer; None: the caller bounds it."""
+        """POST `body` as JSON (None: no body). `timeout_s` limits each wait for bytes; None: the caller limits the call."""
         async with self._open("POST", path, body, timeout_s, params) as response:
             return self._decode(await self._read(response), answer)
 
     async def post_lines(self, path: str, body: object, *, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
-        """POST, and the lines of the answer as they come, without their ends. Empty ones are left out."""
+        """POST, and yield the lines of the answer as they arrive, without line ends. Empty lines are skipped."""
         async with self._open("POST", path, body, timeout_s) as response:
             rest = b""
             async for chunk in self._chunks(response):
@@ -87,7 +87,7 @@ class HttpClient:
                 yield rest
 
     def decode_error(self, status: int, body: bytes) -> ServerError:
-        """The error that an answer with this status, or a line like it, stands for."""
+        """The error for an answer with this status and body, or for an error line in a stream."""
         detail, code = _message(body)
         if status in (401, 403):
             return RefusedError(self.url, status, f"{detail} (is the API key right?)", code)
@@ -96,7 +96,7 @@ class HttpClient:
         return RefusedError(self.url, status, detail, code)
 
     def malformed(self, what: str, data: bytes) -> ServerError:
-        """An answer that is not what was agreed."""
+        """The error for an answer that violates the protocol."""
         shown = data[:200].decode(errors="replace")
         return ServerError(self.url, f"gave a malformed answer ({what}): {shown!r}; is it an engine server?")
 
@@ -108,7 +108,7 @@ class HttpClient:
     async def _open(
         self, method: str, path: str, body: object, timeout_s: float | None, params: dict[str, str] | None = None
     ) -> AsyncIterator[httpx2.Response]:
-        """An answer with a status of success, not read yet."""
+        """Send a request and yield the response, unread, if its status is a success."""
         content = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"content-type": "application/json"}
         timeout = self._library.Timeout(**self._timeouts, read=timeout_s)
@@ -164,7 +164,7 @@ def _library() -> Any:
 
 
 def _message(body: bytes) -> tuple[str, str]:
-    """Message and code of an error, whatever the server says it in."""
+    """Message and code of an error body; a body of an unknown form is the message."""
     try:
         error = msgspec.json.decode(body, type=ErrorBody).error
     except msgspec.DecodeError:
@@ -173,7 +173,7 @@ def _message(body: bytes) -> tuple[str, str]:
 
 
 def _seconds(header: str | None) -> float | None:
-    """Retry-After in seconds; its other form, a date, is not used between engines."""
+    """A Retry-After header in seconds. None for its other form, a date, which engine servers do not use."""
     try:
         seconds = float(header) if header is not None else None
     except ValueError:
@@ -189,7 +189,7 @@ def _why(error: Exception, timeout_s: float | None) -> str:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Whether nothing listens at the address: the library wraps the system's error, several layers deep."""
+    """Whether nothing listens at the address. The library wraps the system's error in several layers."""
     for _ in range(8):
         if error is None or isinstance(error, ConnectionRefusedError):
             break

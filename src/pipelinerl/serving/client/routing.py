@@ -1,7 +1,7 @@
-"""Which server gets the next request. Pure bookkeeping: no clock, no I/O, no waiting.
+"""Chooses the server for each request. Pure bookkeeping: no clock, no I/O, no waiting.
 
-The least loaded one, except that requests with the same prompt go where the first of them went, so that the prompt is
-processed once. That stops where it would leave another server idle: see `_over_share`.
+The least loaded server gets the next request. Requests with the same prompt go to the same server, so that the prompt is
+processed once, unless that would leave another server idle: see `_over_share`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Prompt = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Home:
-    """Where a prompt's requests go: until `until_s`, and for as long as one of them is in progress."""
+    """The server for a prompt's requests. Valid until `until_s`, and while one of the requests is in progress."""
 
     server: str
     until_s: float
@@ -37,7 +37,10 @@ class _Load:
 
 
 class Router:
-    """Places requests on servers, never more on one than it has slots. `memory_s`: how long a prompt's home outlives it."""
+    """Places requests on servers, at most one per slot.
+
+    `memory_s`: how long a prompt's home stays valid after its last request was placed.
+    """
 
     def __init__(self, memory_s: float = 1.0) -> None:
         self._memory_s = memory_s
@@ -47,27 +50,27 @@ class Router:
 
     @property
     def slots(self) -> int:
-        """Of all open servers."""
+        """Total slots of all open servers."""
         return sum(load.slots for load in self._loads.values() if load.open)
 
     def loads(self) -> Mapping[str, int]:
-        """Requests placed on each server."""
+        """Number of requests placed on each server."""
         return {server: len(load.requests) for server, load in self._loads.items()}
 
     def set_server(self, server: str, slots: int, *, open_: bool = True) -> None:
-        """A server is there (again), with that many slots; one that is not open gets nothing new. Raises ValueError."""
+        """Add or update a server. A server that is not open gets no new requests. Raises ValueError."""
         if slots < 1:
             raise ValueError(f"server {server} has {slots} slots")
         load = self._loads.setdefault(server, _Load(slots))
         load.slots, load.open = slots, open_
 
     def place(self, request_id: str, prompt: Prompt, now_s: float, *, only: Collection[str] | None = None) -> str | None:
-        """The server for this request, which then counts as in progress there; None if no open server has room.
+        """Choose a server and count the request as in progress there. Returns None if no open server has room.
 
-        `only` these servers will do. `now_s` never goes back. Raises ValueError for a request that is in progress already.
+        `only`: the servers that are allowed. `now_s` must not decrease. Raises ValueError if the request is already placed.
         """
         if request_id in self._servers:
-            raise ValueError(f"request {request_id!r} is placed already")
+            raise ValueError(f"request {request_id!r} is already placed")
         home = self._home(prompt, now_s)
         candidates = [server for server, load in self._loads.items() if load.has_room and (only is None or server in only)]
         if home is not None and home.server in candidates and not self._over_share(home.server):
@@ -86,7 +89,7 @@ class Router:
         return server
 
     def release(self, request_id: str) -> None:
-        """The request is no longer in progress. Unknown ids are ignored."""
+        """Remove a request that is no longer in progress. Unknown ids are ignored."""
         server = self._servers.pop(request_id, None)
         if server is None:
             return
@@ -96,15 +99,17 @@ class Router:
             home.in_progress = max(0, home.in_progress - 1)
 
     def _home(self, prompt: Prompt, now_s: float) -> _Home | None:
-        """The prompt's home. Forgets those that nobody needs any more when there are many."""
+        """The prompt's home, if it is still valid. Removes expired homes when there are many."""
         if len(self._homes) > 4 * len(self._servers) + 64:
             self._homes = {key: home for key, home in self._homes.items() if home.in_progress or home.until_s >= now_s}
         home = self._homes.get(prompt)
         return home if home and (home.in_progress or home.until_s >= now_s) else None
 
     def _over_share(self, server: str) -> bool:
-        """Whether the server has its fair share of all requests. Up to half of its slots it never has: a lone group stays
-        together, since small batches cost little."""
+        """Whether the server has its fair share of all requests, in proportion to its slots.
+
+        False up to half of its slots: a single group stays together, since small batches cost little.
+        """
         load = self._loads[server]
         if 2 * len(load.requests) < load.slots:
             return False

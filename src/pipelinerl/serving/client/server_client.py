@@ -1,11 +1,11 @@
-"""The client of our own server (`pipelinerl serve`), which speaks the messages of `wire`."""
+"""The client of our own server (`pipelinerl serve`), with the messages of `wire`."""
 
 from __future__ import annotations
 
 import msgspec
 
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
-from pipelinerl.serving.client.adapter import SavedWeights, TokenListener, WeightOffer
+from pipelinerl.serving.client.adapter import SavedWeights, TokenListener, WeightSource
 from pipelinerl.serving.client.errors import ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import HttpClient, RefusedError
 from pipelinerl.serving.wire import (
@@ -21,15 +21,15 @@ from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt
 
 _ABOUT_THE_REQUEST = (400, 409, 413, 422)
 _STATUS_IN_A_STREAM = {"overloaded": 429, "unavailable": 503}
-"""Of an error that comes after the answer began; any other is about the request."""
+"""Statuses for errors that arrive in a stream; any other error is about the request."""
 
 
 class PipelineServer:
     """One `pipelinerl serve`; implements `EngineServer`.
 
-    `update_url` is where weight updates go if the server takes them on another address. Bounds: `timeout_s` for short
-    calls, `update_timeout_s` for an update, `silence_s` for a connection on which nothing comes: a request may take longer
-    than that, and is then asked for again under its id, over a connection of which it is known that it works.
+    `update_url`: the address for weight updates, if the server has a separate one. `timeout_s` limits short calls,
+    `update_timeout_s` an update, `silence_s` the time without a byte on a connection. A request may take longer than
+    `silence_s`: it is then sent again under its id, over another connection.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PipelineServer:
         except RefusedError as error:
             raise WeightUpdateError(str(error)) from error
 
-    async def update_weights(self, update: WeightOffer) -> UpdateReceipt:
+    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
         path = str(update.path) if isinstance(update, SavedWeights) else None
         request = WeightUpdateRequest(version=update.version, checksum=update.checksum, path=path)
         try:

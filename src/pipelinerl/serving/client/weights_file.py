@@ -1,4 +1,4 @@
-"""Weights on their way to engine servers: a safetensors file in a private directory, cleaned up whatever happens."""
+"""Weight files for engine servers: safetensors files in a private directory, removed even after a crash."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.serving.client.adapter import SavedWeights
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory that the servers of this machine see too
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared with the servers on this machine
 _PREFIX = "pipelinerl-weights-"
 _LOCK = "lock"
 _COPIES = 2
-"""The update before stays until the new one is acknowledged; its file is then written over: half the cost of a new one."""
+"""The previous update stays until the new one is acknowledged. Its file is then overwritten: half the cost of a new file."""
 
 _TYPES = {
     torch.float64: "F64",
@@ -38,10 +38,10 @@ _TYPES = {
 
 
 class WeightFiles:
-    """Writes updates into a directory of its own, made at the first one.
+    """Writes updates into a private directory, created at the first update.
 
-    `parents` are where it may be, best first: the first in which two copies of the weights fit is taken. Its directory is
-    locked for as long as this process lives; what a killed process left in the same place is removed.
+    `parents`: candidate locations, preferred first; the first with room for two copies of the weights is used. The directory
+    is locked while this process lives. Directories of killed processes in the same location are removed.
     """
 
     def __init__(self, *parents: Path) -> None:
@@ -51,7 +51,7 @@ class WeightFiles:
         self._spare: Path | None = None
 
     def write(self, update: WeightUpdate) -> SavedWeights:
-        """A file with all tensors of the update. Raises WeightUpdateError if it can't be written."""
+        """Write all tensors of the update to a file. Raises WeightUpdateError if that fails."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in update.tensors.values())
         try:
             if self._directory is None:
@@ -74,13 +74,13 @@ class WeightFiles:
         return SavedWeights(update.version, update.checksum, path)
 
     def remove(self, saved: SavedWeights) -> None:
-        """The file is not needed any more: the next update may be written over it."""
+        """Release a file: the next update may overwrite it."""
         if self._spare is not None:
             self._spare.unlink(missing_ok=True)
         self._spare = saved.path
 
     def close(self) -> None:
-        """Remove the directory with all that is in it."""
+        """Remove the directory and its files."""
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             os.close(self._lock_fd)
@@ -90,13 +90,13 @@ class WeightFiles:
         for parent in self._parents:
             if parent.is_dir() and shutil.disk_usage(parent).free > _COPIES * size:
                 return parent
-        raise OSError(f"two copies fit into none of: {', '.join(map(str, self._parents))}")
+        raise OSError(f"no room for two copies in any of: {', '.join(map(str, self._parents))}")
 
     def _make_directory(self, parent: Path) -> Path:
         for left in parent.glob(f"{_PREFIX}*"):
             _remove_if_abandoned(left)
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        unlocked = parent / f".{name}"  # under a name that others do not look at
+        unlocked = parent / f".{name}"  # until it is locked: a name that the glob of other processes does not match
         unlocked.mkdir(mode=0o700)
         self._lock_fd = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,9 +104,9 @@ class WeightFiles:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Every tensor under its name, tied ones under each of theirs; a file that is there is written over.
+    """Write every tensor under its name, tied tensors under each of their names. An existing file is overwritten in place.
 
-    Nothing is copied but into the file. Raises OSError.
+    Contiguous CPU tensors are written without a copy in memory. Raises OSError.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -141,7 +141,7 @@ def _write(fd: int, data: bytes | memoryview) -> None:
 
 
 def _remove_if_abandoned(directory: Path) -> None:
-    """Remove a directory whose owner is dead: then its lock is free. Whatever can't be opened is left alone."""
+    """Remove a directory whose owner has exited, which frees its lock. A directory that can't be opened is left alone."""
     try:
         fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

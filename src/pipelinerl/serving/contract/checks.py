@@ -1,8 +1,8 @@
-"""The contract of an engine server as a list of checks that can be pointed at any address.
+"""The contract of an engine server, as a list of checks that can run against any address.
 
-A check is a coroutine over a `Subject`. It returns a few words on what was seen, or raises `ViolationError` (what is wrong),
-`NotSupportedError`, or any error of `adapter`. `contract_checks` has those for which the server is enough,
-`contract_weights` those that need its model too.
+A check is a coroutine over a `Subject`. It returns a short description of its result, or raises `ViolationError`,
+`NotSupportedError`, or any error of `client.adapter`. `generation` has the checks that need only the server, `weights` those
+that also need its model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 Outcome = Literal["pass", "fail", "not supported"]
 
 CHECK_S = 120.0
-"""No check takes longer."""
+"""Time limit of each check."""
 
 
 class ViolationError(PipelineRLError):
-    """The server does not keep the contract; the message says how."""
+    """The server violates the contract; the message says how."""
 
 
 class NotSupportedError(Exception):
-    """The server says that it has no such thing, which the contract allows."""
+    """The server lacks a feature that the contract does not require, or the check can't be decided."""
 
 
 class Result(NamedTuple):
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 @dataclass
 class Subject:
-    """The server under examination. `prompt` gives random ones, the same for the same number."""
+    """The server under test. `prompt` returns random token ids, the same for the same number."""
 
     server: EngineServer
     info: ServerInfo
@@ -57,7 +57,7 @@ class Subject:
     def request(
         self, prompt_ids: Sequence[int], *, max_tokens: int = 16, stream: bool = False, **sampling: Any
     ) -> GenerationRequest:
-        """Under an id that was never used."""
+        """A request with an unused id."""
         self.sent += 1
         return GenerationRequest(
             id=f"check-{self.run}-{self.sent}",
@@ -67,14 +67,14 @@ class Subject:
         )
 
     async def complete(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
-        """The completion. Raises ViolationError unless it can be that of the request."""
+        """Send the request and return its completion. Raises ViolationError if the completion is invalid."""
         completion = await self.server.generate(request, on_token)
         fault = find_fault(completion, request, self.info.vocabulary)
         require(fault is None, f"the completion of {len(request.prompt_ids)} + {request.sampling} is wrong: {fault}")
         return completion
 
     async def idle(self, within_s: float) -> float:
-        """Wait until nothing is in progress there; how long it took. Raises ViolationError."""
+        """Wait until the server has no requests; returns the seconds waited. Raises ViolationError after `within_s`."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         while (info := await self.server.info()).in_progress + info.queued:
@@ -85,7 +85,7 @@ class Subject:
 
 
 class Check(NamedTuple):
-    """`feature` is what a kind of server may be without."""
+    """`feature`: an optional feature that the check needs; "" if the contract requires it."""
 
     name: str
     run: Callable[[Subject], Awaitable[str]]
@@ -93,7 +93,7 @@ class Check(NamedTuple):
 
 
 def require(condition: bool, problem: str) -> None:
-    """Raises ViolationError unless it holds."""
+    """Raise ViolationError unless `condition` holds."""
     if not condition:
         raise ViolationError(problem)
 
@@ -106,9 +106,9 @@ async def run_checks(
     on_result: Callable[[Result], None] = lambda _: None,
     bound_s: float = CHECK_S,
 ) -> list[Result]:
-    """Run the checks one after the other. `without` are features that this kind of server is known not to have.
+    """Run the checks in sequence. `without`: features that this kind of server is known not to have.
 
-    Raises what `server.info` raises, if it can't even be asked.
+    Raises the errors of the first `server.info`.
     """
     subject = Subject(server, await server.info())
     results = []

@@ -1,4 +1,4 @@
-"""The checks of the contract for which the server alone is needed."""
+"""The checks of the contract that need only the server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipelinerl.types import Completion, GenerationRequest, TokenEvent, versions
 _TOLERANCE = 1e-4
 _CANCEL_S = 10.0
 _GRACE_S = 30.0
-"""A server may go on for a while after a connection broke: the client may be about to ask again."""
+"""A server may continue for a while after a connection broke, so that the client can retry."""
 
 
 async def describes_itself(subject: Subject) -> str:
     info = subject.info
-    require(bool(info.instance), "`instance` is empty: a restart could not be noticed")
+    require(bool(info.instance), "`instance` is empty: a restart could not be detected")
     require(info.slots >= 1, f"it has {info.slots} slots")
     require(info.max_length >= 16, f"its longest sequence is {info.max_length} tokens; the checks need 16")
     require(info.vocabulary >= 2, f"its vocabulary is {info.vocabulary}")
@@ -28,12 +28,13 @@ async def describes_itself(subject: Subject) -> str:
 
 
 async def completes(subject: Subject) -> str:
-    """Exactly what was asked for, with a log-prob and a version for each token."""
+    """Completions have the requested length, with a log-prob and a version for each token."""
     lengths = [1, min(8, subject.info.max_length - 5), subject.info.max_length - 5]
     for length in lengths:
         completion = await subject.complete(subject.request(subject.prompt(length), max_tokens=length))
         require(
-            completion.finish_reason == "length", f"{length} tokens without stop tokens end by {completion.finish_reason}"
+            completion.finish_reason == "length",
+            f"{length} tokens without stop tokens have finish reason {completion.finish_reason}",
         )
         versions = set(versions_from_spans(completion.weight_versions, length))
         require(versions == {subject.info.version}, f"tokens of versions {versions}, it holds {subject.info.version}")
@@ -41,12 +42,12 @@ async def completes(subject: Subject) -> str:
 
 
 async def streams(subject: Subject) -> str:
-    """What is streamed is what the completion says, log-probs and versions included."""
+    """Streamed tokens match the completion, including log-probs and versions."""
     tokens: list[TokenEvent] = []
     request = subject.request(subject.prompt(1), stream=True, seed=1)
     completion = await subject.complete(request, tokens.append)
     if not tokens:
-        raise NotSupportedError("it reports no tokens before the completion")
+        raise NotSupportedError("the server does not stream tokens")
     versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
     expected = [
         TokenEvent(request.id, index, token_id, logprob, version)
@@ -54,7 +55,7 @@ async def streams(subject: Subject) -> str:
             zip(completion.token_ids, completion.logprobs, versions, strict=True)
         )
     ]
-    require(tokens == expected, f"streamed tokens {tokens[:3]}... are not those of the completion, {expected[:3]}...")
+    require(tokens == expected, f"streamed tokens {tokens[:3]}... differ from the completion's, {expected[:3]}...")
     return f"{len(tokens)} tokens"
 
 
@@ -65,10 +66,10 @@ async def is_greedy_at_zero(subject: Subject) -> str:
 
 
 async def logprobs_are_of_the_sampled_distribution(subject: Subject) -> str:
-    """With one token left to choose from, its probability is 1."""
+    """With top_k 1 the only possible token has probability 1."""
     completion = await subject.complete(subject.request(subject.prompt(3), top_k=1))
     worst = max(abs(value) for value in completion.logprobs)
-    require(worst < _TOLERANCE, f"with top_k 1 log-probs are up to {worst:.3g} from 0: not those after truncation")
+    require(worst < _TOLERANCE, f"with top_k 1 log-probs are up to {worst:.3g} from 0: they are from before truncation")
     return f"with top_k 1 at most {worst:.1g}"
 
 
@@ -88,36 +89,36 @@ async def ends_on_stop_tokens(subject: Subject) -> str:
     stop = free.token_ids[-1]
     index = free.token_ids.index(stop)
     cut = await subject.complete(subject.request(prompt, temperature=0.0, max_tokens=12, stop_token_ids=(stop,)))
-    require(cut.finish_reason == "stop", f"token {stop} is a stop token, but it ended by {cut.finish_reason}")
+    require(cut.finish_reason == "stop", f"token {stop} is a stop token, but the finish reason is {cut.finish_reason}")
     require(
         cut.token_ids == free.token_ids[: index + 1],
-        f"{cut.token_ids} does not end with the first {stop} of {free.token_ids}",
+        f"{cut.token_ids} does not end at the first {stop} of {free.token_ids}",
     )
     return f"after {index + 1} tokens, the stop token included"
 
 
-async def refuses_what_does_not_fit(subject: Subject) -> str:
+async def refuses_invalid_requests(subject: Subject) -> str:
     limit = subject.info.max_length
-    await _refused(subject, subject.request(subject.prompt(6, limit - 3), max_tokens=4), PromptTooLongError)
-    await _refused(subject, subject.request((), max_tokens=4), RequestError)
-    await _refused(subject, subject.request((subject.info.vocabulary,), max_tokens=4), RequestError)
-    await _refused(subject, subject.request((1,), max_tokens=4, top_p=0.0), RequestError)
+    await _expect_refusal(subject, subject.request(subject.prompt(6, limit - 3), max_tokens=4), PromptTooLongError)
+    await _expect_refusal(subject, subject.request((), max_tokens=4), RequestError)
+    await _expect_refusal(subject, subject.request((subject.info.vocabulary,), max_tokens=4), RequestError)
+    await _expect_refusal(subject, subject.request((1,), max_tokens=4, top_p=0.0), RequestError)
     await subject.complete(subject.request(subject.prompt(6, limit - 4), max_tokens=4))
     return f"{limit} tokens fit, {limit + 1} do not"
 
 
-async def _refused(subject: Subject, request: GenerationRequest, kind: type[RequestError]) -> None:
+async def _expect_refusal(subject: Subject, request: GenerationRequest, kind: type[RequestError]) -> None:
     try:
         await subject.server.generate(request)
     except kind:
         return
     except PipelineRLError as error:
         require(False, f"answers {request} with {type(error).__name__} ({error}), not {kind.__name__}")
-    require(False, f"serves {request}, which can't be served")
+    require(False, f"serves {request}, which it must refuse")
 
 
 async def serves_many_at_once(subject: Subject) -> str:
-    """More than it has slots, of different lengths; none is lost, or given the tokens of another."""
+    """With more requests than slots, of different lengths, each gets its own completion."""
     count = min(2 * subject.info.slots + 1, 64)
     most = min(24, subject.info.max_length - 8)
     wanted = [
@@ -129,58 +130,58 @@ async def serves_many_at_once(subject: Subject) -> str:
 
 
 async def cancels(subject: Subject) -> str:
-    """A cancelled request ends early, with what it has, and its slot is free again."""
+    """A cancelled request ends early, with its tokens so far, and its slot becomes free."""
     begun = asyncio.Event()
     request = subject.request(subject.prompt(8), max_tokens=subject.info.max_length - 5, stream=True)
     task = asyncio.create_task(subject.complete(request, lambda _: begun.set()))
     try:
-        await _first_of(task, begun)
+        await _wait_for_first_token(task, begun)
         await subject.server.cancel(request.id)
         await asyncio.wait({task}, timeout=_CANCEL_S)
-        require(task.done(), f"a cancelled request goes on for more than {_CANCEL_S:g} s")
+        require(task.done(), f"a cancelled request continues for more than {_CANCEL_S:g} s")
     finally:
         task.cancel()
     completion = task.result()
     waited_s = await subject.idle(_CANCEL_S)
     await subject.server.cancel("check-unknown")
     if completion.finish_reason == "length":
-        return f"it was done before it could be cancelled ({len(completion.token_ids)} tokens): too fast to tell"
-    require(completion.finish_reason == "cancelled", f"it ended by {completion.finish_reason}")
+        return f"the request ended before it could be cancelled ({len(completion.token_ids)} tokens): too fast to tell"
+    require(completion.finish_reason == "cancelled", f"its finish reason is {completion.finish_reason}")
     return f"after {len(completion.token_ids)} tokens; idle {waited_s:.1f} s later"
 
 
-async def frees_the_slots_of_those_who_left(subject: Subject) -> str:
+async def frees_the_slots_of_disconnected_clients(subject: Subject) -> str:
     begun = asyncio.Event()
     length = subject.info.max_length - 5
     wanted = [subject.request(subject.prompt(9), max_tokens=length, stream=True) for _ in range(2)]
     tasks = [asyncio.create_task(subject.complete(request, lambda _: begun.set())) for request in wanted]
-    await _first_of(tasks[0], begun)
+    await _wait_for_first_token(tasks[0], begun)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
     return f"idle {await subject.idle(_GRACE_S):.1f} s after the connections broke"
 
 
-async def _first_of(task: asyncio.Task[Completion], begun: asyncio.Event) -> None:
-    """Wait until the first token came, or the end, or (if nothing is streamed) a moment has passed."""
+async def _wait_for_first_token(task: asyncio.Task[Completion], begun: asyncio.Event) -> None:
+    """Wait for the first token or the end; at most 1 s, for servers that do not stream."""
     waiting = asyncio.create_task(begun.wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
     waiting.cancel()
 
 
-async def answers_a_retry_once(subject: Subject) -> str:
-    """The same request sent twice while it runs, and once more after it ended: one completion."""
+async def answers_a_retry_with_the_same_completion(subject: Subject) -> str:
+    """The same request, sent twice while it runs and once after it ended, gets the same completion."""
     request = subject.request(subject.prompt(10), max_tokens=min(24, subject.info.max_length - 5))
     first, second = await asyncio.gather(subject.complete(request), subject.complete(request))
     third = await subject.complete(request)
     require(first == second == third, "the same request id gives different completions")
     other = GenerationRequest(id=request.id, prompt_ids=subject.prompt(11), sampling=request.sampling)
-    await _refused(subject, other, RequestError)
-    return "three times the same; another request under its id is refused"
+    await _expect_refusal(subject, other, RequestError)
+    return "the same completion three times; another request under its id is refused"
 
 
 async def answers_garbage_with_errors(subject: Subject) -> str:
-    """Bodies that are none get a 400 in the agreed shape, and the server goes on."""
+    """Invalid bodies get a 400 in the agreed shape, and the server continues."""
     http = HttpClient(subject.server.url)
     garbage: Sequence[object] = ({"nonsense": 1}, [], None, {"id": "x", "prompt_ids": "abc", "sampling": {}})
     try:
@@ -189,10 +190,10 @@ async def answers_garbage_with_errors(subject: Subject) -> str:
                 await http.post("/generate", body, dict, timeout_s=_CANCEL_S)
             except RefusedError as error:
                 if error.status == 401:
-                    raise NotSupportedError("it wants a key, which this check does not send") from error
-                require(error.status == 400 and error.code == "bad_request", f"{body!r} is answered: {error}")
+                    raise NotSupportedError("the server requires a key, which this check does not send") from error
+                require(error.status == 400 and error.code == "bad_request", f"the answer to {body!r} is: {error}")
             else:
-                require(False, f"{body!r} is served")
+                require(False, f"it accepts the body {body!r}")
     finally:
         await http.close()
     await subject.complete(subject.request(subject.prompt(12), max_tokens=1))
@@ -200,17 +201,17 @@ async def answers_garbage_with_errors(subject: Subject) -> str:
 
 
 SERVER_CHECKS = (
-    Check("says what it is", describes_itself),
+    Check("describes itself", describes_itself),
     Check("completions are exact", completes),
-    Check("streamed tokens are the completion's", streams),
+    Check("streamed tokens match the completion", streams),
     Check("temperature 0 is greedy", is_greedy_at_zero),
     Check("log-probs are of the sampled distribution", logprobs_are_of_the_sampled_distribution),
-    Check("a seed repeats, whoever shares the batch", repeats_a_seed, "seeds"),
+    Check("a seed repeats in any batch", repeats_a_seed, "seeds"),
     Check("stop tokens end a completion", ends_on_stop_tokens),
-    Check("what does not fit is refused", refuses_what_does_not_fit),
+    Check("invalid requests are refused", refuses_invalid_requests),
     Check("more requests than slots", serves_many_at_once),
     Check("a cancelled request ends", cancels),
-    Check("who leaves frees the slot", frees_the_slots_of_those_who_left),
-    Check("a retry is answered once", answers_a_retry_once, "idempotent requests"),
-    Check("errors have their shape", answers_garbage_with_errors, "endpoints of ours"),
+    Check("a disconnect frees the slot", frees_the_slots_of_disconnected_clients),
+    Check("a retry gets the same completion", answers_a_retry_with_the_same_completion, "idempotent requests"),
+    Check("errors have the agreed shape", answers_garbage_with_errors, "endpoints of ours"),
 )

@@ -1,7 +1,7 @@
-"""The checks of the contract for which the server's model is needed: log-probabilities, and weights that change in flight.
+"""The checks of the contract that need the server's model: log-probabilities, and weight updates in flight.
 
-The server holds version v of the model in a folder. It is given v + 1, which is disturbed, while it generates, and then
-v + 2, which is the folder's again. So it can't be used for a run that begins at version 0 afterwards.
+The server starts with version v, the weights of a model folder. It gets v + 1, perturbed weights, while it generates, and
+then v + 2, the folder's weights again. Afterwards it can't be used for a run that starts at version 0.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pipelinerl.serving.client.weights_file import WeightFiles
 from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, require
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt, versions_from_spans
 
-_DISTURBANCE = 0.05
-"""Of each tensor, in parts of its mean absolute value: far more than rounding, far less than noise."""
+_PERTURBATION = 0.05
+"""Scale of the noise, relative to each tensor's mean absolute value: much more than rounding errors."""
 _COMPARED = 4
-"""Completions that are compared token by token: a reference forward for each."""
+"""Number of completions that are compared with the reference model, at one forward each."""
 
 
 class WeightChecks:
-    """`model` is the folder (or `demo`) whose weights the server holds; files of weights go to `directory`.
+    """`model`: the folder (or `demo`) whose weights the server holds. `directory`: for weight files.
 
-    `tolerance`: how far log-probs may be from those of the Hugging Face model in float32.
+    `tolerance`: largest allowed difference of log-probs from the Hugging Face model's in float32.
     """
 
     def __init__(self, model: str, directory: Path, tolerance: float = 1e-3) -> None:
@@ -43,44 +43,44 @@ class WeightChecks:
         self._tolerance = tolerance
         self._weights = named_weights(self._model)
         original = _copied(self._weights)
-        self._sets = [original, _disturbed(original), original]  # by version, from the one that it holds
+        self._sets = [original, _perturbed(original), original]  # indexed by version - v
         self._loaded = 0
 
     def checks(self) -> tuple[Check, ...]:
-        """In this order: each leaves the server as the next expects it."""
+        """The checks. They must run in this order: each leaves the server in the state that the next one expects."""
         return (
-            Check("log-probs are the model's", self.logprobs_are_the_models),
+            Check("log-probs match the model", self.logprobs_match_the_model),
             Check("weights change in flight", self.weights_change_in_flight, "weight updates"),
             Check("bad updates change nothing", self.bad_updates_change_nothing, "weight updates"),
-            Check("the next update is taken", self.next_update_is_taken, "weight updates"),
+            Check("the next update is applied", self.next_update_is_applied, "weight updates"),
         )
 
     def close(self) -> None:
         """Remove the files."""
         self._files.close()
 
-    async def logprobs_are_the_models(self, subject: Subject) -> str:
+    async def logprobs_match_the_model(self, subject: Subject) -> str:
         worst = 0.0
         for temperature in (1.0, 0.7):
             worst = max(worst, await self._compare_fresh(subject, 0, temperature))
         return f"within {worst:.1g}, also at temperature 0.7"
 
     async def weights_change_in_flight(self, subject: Subject) -> str:
-        """Nothing is aborted, and every token is by the weights that its version says."""
+        """No request is aborted, and every token was sampled with the weights of its version."""
         base, length = subject.info.version, min(subject.info.max_length - 8, 192)
         saved = self._write(base + 1, 1)
         wanted = [
             subject.request(subject.prompt(100 + number), max_tokens=length, stream=True, seed=number)
             for number in range(min(2 * subject.info.slots, 32))
         ]
-        receipt, done = await self._update_amid(subject, wanted, saved)
+        receipt, done = await self._update_during(subject, wanted, saved)
         _check_receipt(receipt, saved)
         switched = []
         for request, completion in zip(wanted, done, strict=True):
             versions = versions_from_spans(completion.weight_versions, length)
             require(completion.finish_reason == "length", f"the update ended a request: {completion.finish_reason}")
-            require(set(versions) <= {base, base + 1}, f"versions {set(versions)}: it has held {base} and {base + 1}")
-            require(all(a <= b for a, b in pairwise(versions)), "versions of one completion go back")
+            require(set(versions) <= {base, base + 1}, f"versions {set(versions)}: it has only held {base} and {base + 1}")
+            require(all(a <= b for a, b in pairwise(versions)), "versions within one completion decrease")
             if len(set(versions)) == 2:
                 switched.append((request, completion))
         if not switched:
@@ -88,7 +88,7 @@ class WeightChecks:
                 f"none of {len(wanted)} requests was in progress when the weights changed: too fast to tell"
             )
         info = await subject.server.info()
-        require(info.version == base + 1, f"it says that it holds version {info.version}, after taking {base + 1}")
+        require(info.version == base + 1, f"it reports version {info.version} after an update to {base + 1}")
         kept, worst = self._compare_switched(switched[:_COMPARED], base)
         await self._compare_fresh(subject, 1, 1.0)
         return (
@@ -104,28 +104,28 @@ class WeightChecks:
         absent = good._replace(path=good.path.with_name("absent.safetensors"))
         for what, update in (
             ("an older version", older),
-            ("another checksum", damaged),
-            ("a file that is not there", absent),
+            ("a wrong checksum", damaged),
+            ("a missing file", absent),
         ):
             try:
                 receipt = await subject.server.update_weights(update)
             except WeightUpdateError:
                 continue
-            require(receipt.error is not None, f"it takes weights of {what}")
+            require(receipt.error is not None, f"it accepts {what}")
         worst = await self._compare_fresh(subject, 1, 1.0)
-        return f"old version, wrong checksum, no file; log-probs then within {worst:.1g}"
+        return f"old version, wrong checksum, missing file; log-probs afterwards within {worst:.1g}"
 
-    async def next_update_is_taken(self, subject: Subject) -> str:
-        """Back to the weights that it began with; sent twice, as after a lost answer."""
+    async def next_update_is_applied(self, subject: Subject) -> str:
+        """Return to the original weights. The update is sent twice, as after a lost answer."""
         saved = self._write(subject.info.version + 2, 2)
         for _ in range(2):
             _check_receipt(await subject.server.update_weights(saved), saved)
         worst = await self._compare_fresh(subject, 2, 1.0)
         return f"twice, as after a lost answer; log-probs within {worst:.1g}"
 
-    # ------------------------------------------------------------------------------------------------ asking
+    # ---- requests
 
-    async def _update_amid(
+    async def _update_during(
         self, subject: Subject, wanted: Sequence[GenerationRequest], saved: SavedWeights
     ) -> tuple[UpdateReceipt, list[Completion]]:
         begun = asyncio.Event()
@@ -141,7 +141,7 @@ class WeightChecks:
                 task.cancel()
 
     async def _compare_fresh(self, subject: Subject, index: int, temperature: float) -> float:
-        """Requests that begin now are by the weights of set `index`; the largest difference of their log-probs."""
+        """Check that new requests use the weights of set `index`; returns the largest difference of log-probs."""
         version, worst = subject.info.version + index, 0.0
         for number in range(_COMPARED):
             request = subject.request(
@@ -152,14 +152,14 @@ class WeightChecks:
             )
             done = await subject.complete(request)
             versions = set(versions_from_spans(done.weight_versions, len(done.token_ids)))
-            require(versions == {version}, f"a new request is by version {versions}, not {version}")
+            require(versions == {version}, f"a new request has versions {versions}, not {version}")
             expected = self._logprobs(request, done, [index] * (len(request.prompt_ids) + len(done.token_ids) - 1))
             worst = max(worst, _difference(done, expected))
         require(worst <= self._tolerance, f"log-probs of version {version} are up to {worst:.3g} from the model's own")
         return worst
 
     def _compare_switched(self, switched: Sequence[tuple[GenerationRequest, Completion]], base: int) -> tuple[bool, float]:
-        """Whether KV entries of before the switch were kept, and the largest difference of log-probs."""
+        """Returns whether KV entries from before the switch were kept, and the largest difference of log-probs."""
         worst = {True: 0.0, False: 0.0}
         for request, done in switched:
             sampled = [version - base for version in versions_from_spans(done.weight_versions, len(done.token_ids))]
@@ -178,17 +178,18 @@ class WeightChecks:
         )
         return keeps, worst[keeps]
 
-    # --------------------------------------------------------------------------------------------- reference
+    # ---- the reference model
 
     @torch.no_grad()
-    def _logprobs(self, request: GenerationRequest, done: Completion, fed_by: Sequence[int]) -> Tensor:
-        """Log-probs [completion tokens] of Hugging Face's model, position i fed to it with weights `fed_by[i]`.
+    def _logprobs(self, request: GenerationRequest, done: Completion, weights_by_position: Sequence[int]) -> Tensor:
+        """Log-probs [completion tokens] of the Hugging Face model, with weights `weights_by_position[i]` at position i.
 
-        In runs over one cache: attention is causal, so a run at once is the same as token by token.
+        Each run of positions with the same weights is one forward over a shared KV cache. Because attention is causal, this
+        equals a forward per token.
         """
         fed = [*request.prompt_ids, *done.token_ids[:-1]]
         cache, rows, start = DynamicCache(config=self._model.config), [], 0
-        for index, run in groupby(fed_by):
+        for index, run in groupby(weights_by_position):
             end = start + len(list(run))
             self._load(index)
             ids_1T = torch.tensor([fed[start:end]])
@@ -209,14 +210,14 @@ class WeightChecks:
 
 
 def _check_receipt(receipt: UpdateReceipt, saved: SavedWeights) -> None:
-    require(receipt.error is None, f"it refuses the weights: {receipt.error}")
+    require(receipt.error is None, f"it refused the weights: {receipt.error}")
     require(receipt.version == saved.version, f"the receipt is for version {receipt.version}, not {saved.version}")
     require(receipt.checksum == saved.checksum, f"it holds weights of checksum {receipt.checksum}, not {saved.checksum}")
-    require(receipt.pause_s >= 0, f"a pause of {receipt.pause_s} s")
+    require(receipt.pause_s >= 0, f"the receipt has a pause of {receipt.pause_s} s")
 
 
 def _prompt_versions(request: GenerationRequest, done: Completion) -> list[int]:
-    """By prompt token; a server that does not say computed all of them just before the first token."""
+    """Version for each prompt token. If the server does not report them: the version of the first completion token."""
     if not done.prompt_versions:
         return [done.weight_versions[0].version] * len(request.prompt_ids)
     return versions_from_spans(done.prompt_versions, len(request.prompt_ids))
@@ -227,18 +228,18 @@ def _difference(done: Completion, expected_T: Tensor) -> float:
 
 
 def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tied tensors stay tied."""
+    """A copy in which tied tensors stay tied."""
     firsts = first_names(weights)
     copies = {name: weights[name].clone() for name in dict.fromkeys(firsts.values())}
     return {name: copies[first] for name, first in firsts.items()}
 
 
-def _disturbed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _perturbed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     copies = _copied(weights)
     generator = torch.Generator().manual_seed(0)
     for name, first in first_names(copies).items():
         tensor = copies[name]
         if name == first and tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-            tensor += (_DISTURBANCE * tensor.abs().mean() * noise).to(tensor.dtype)
+            tensor += (_PERTURBATION * tensor.abs().mean() * noise).to(tensor.dtype)
     return copies

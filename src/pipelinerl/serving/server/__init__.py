@@ -1,5 +1,5 @@
-"""The embedded engine as an HTTP server: OpenAI's API, our own lossless one, and weight updates in flight.
+"""The embedded engine as an HTTP server: OpenAI's API, our own lossless API, and weight updates in flight.
 
-`engine_thread` knows nothing of HTTP and the endpoints know nothing of the engine: they meet in `exchange`. Needs the
+`engine_thread` is independent of HTTP, and the endpoints are independent of the engine; `exchange` connects them. Needs the
 extra `serve`.
 """

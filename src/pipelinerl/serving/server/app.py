@@ -1,4 +1,4 @@
-"""The addresses of a server, and who may use them."""
+"""The server's applications: routes, access control and metrics."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from pipelinerl.errors import PipelineRLError
 from pipelinerl.serving.server.http import RefusedError, answer_bug, answer_error, error_answer
 from pipelinerl.serving.server.native import Native
 from pipelinerl.serving.server.openai.endpoints import OpenAI
-from pipelinerl.serving.server.service import Front
+from pipelinerl.serving.server.service import ServiceHolder
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What Prometheus scrapes: the engine's counts as they are now, and how requests were answered.
+# ---- Prometheus metrics
 
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """A registry of its own, of which nothing is global."""
+    """The metrics of one server, in a private registry: the engine's counts, and requests by path and status."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, holder: ServiceHolder) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(front))
+        self._registry.register(_EngineCollector(holder))
         self._requests = Counter(
             "pipelinerl_http_requests", "Requests answered.", ("path", "status"), registry=self._registry
         )
@@ -51,14 +50,14 @@ class Metrics:
     async def endpoint(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
 
-    def note(self, path: str, status: int, seconds: float) -> None:
-        """`status` 499: whoever asked was gone before there was an answer."""
+    def record(self, path: str, status: int, seconds: float) -> None:
+        """Record one request. `status` 499: the client disconnected before the answer."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
 
-class Counted:
-    """Notes every request of `app`; those to unknown paths as one."""
+class CountedApp:
+    """Records every request of `app` in `metrics`. All unknown paths are recorded as "other"."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
         self._app = app
@@ -71,26 +70,26 @@ class Counted:
             return
         status, started_s = 499, time.perf_counter()
 
-        async def noting(message: Message) -> None:
+        async def recording_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, recording_send)
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.note(path, status, time.perf_counter() - started_s)
+            self._metrics.record(path, status, time.perf_counter() - started_s)
 
 
 class _EngineCollector(Collector):
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, holder: ServiceHolder) -> None:
+        self._holder = holder
 
     def collect(self) -> Iterable[Metric]:
         try:
-            service = self._front.service
+            service = self._holder.service
         except RefusedError:
             yield GaugeMetricFamily("pipelinerl_ready", "1 while requests are taken.", 0)
             return
@@ -112,12 +111,12 @@ class _EngineCollector(Collector):
 
 
 _OPEN_PATHS = frozenset({"/health"})
-"""For whoever looks whether the server lives: they need no key."""
+"""Paths that need no key, for health checks."""
 
 
-def make_apps(front: Front, *, api_key: str | None, apart: bool) -> tuple[ASGIApp, ASGIApp]:
-    """The application for everyone, and that for the trainer. With `apart`, weights are updated through the second alone."""
-    metrics, openai, native = Metrics(front), OpenAI(front), Native(front)
+def make_apps(holder: ServiceHolder, *, api_key: str | None, apart: bool) -> tuple[ASGIApp, ASGIApp]:
+    """The public application and the trainer's. With `apart`, only the second one accepts weight updates."""
+    metrics, openai, native = Metrics(holder), OpenAI(holder), Native(holder)
     state = [
         Route("/health", native.health),
         Route("/info", native.info),
@@ -141,28 +140,28 @@ def make_apps(front: Front, *, api_key: str | None, apart: bool) -> tuple[ASGIAp
 def _app(routes: list[Route], metrics: Metrics, api_key: str | None) -> ASGIApp:
     handlers = {
         PipelineRLError: answer_error,
-        ClientDisconnect: _nobody,
-        HTTPException: _not_here,
+        ClientDisconnect: _answer_disconnect,
+        HTTPException: _answer_not_found,
         Exception: answer_bug,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
-    return Counted(Guard(app, api_key), metrics, frozenset(route.path for route in routes))
+    return CountedApp(Guard(app, api_key), metrics, frozenset(route.path for route in routes))
 
 
 class Guard:
-    """Lets in who has the key. Without one the server is for this machine's programs alone: not for pages in a browser."""
+    """Requires the key. A server without a key refuses requests of web pages from other origins (by their Origin header)."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
         self._key = None if api_key is None else b"Bearer " + api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and (reason := self._objection(scope)):
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and (reason := self._refusal_reason(scope)):
             await error_answer(RefusedError("unauthorized", reason))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _objection(self, scope: Scope) -> str | None:
+    def _refusal_reason(self, scope: Scope) -> str | None:
         headers = dict(scope["headers"])
         if self._key is not None:
             right = hmac.compare_digest(headers.get(b"authorization", b""), self._key)
@@ -181,9 +180,9 @@ def _is_local(origin: str) -> bool:
         return False
 
 
-def _not_here(request: Request, error: HTTPException) -> Response:
+def _answer_not_found(request: Request, error: HTTPException) -> Response:
     return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {error.detail}"))
 
 
-def _nobody(_: Request, __: ClientDisconnect) -> Response:
+def _answer_disconnect(_: Request, __: ClientDisconnect) -> Response:
     return Response(status_code=499)

@@ -1,10 +1,9 @@
-"""The engine in a thread of its own, which steps while there is work and sleeps otherwise.
+"""Runs the engine in its own thread, which steps while there is work and sleeps otherwise.
 
-    submit, cancel, update ──▶ commands ──▶ [ take commands ─▶ one engine step ─▶ deliver ] ──▶ one delivery a step
-       (any thread)           (in order)          (the engine's thread, again and again)
+    submit, cancel, update ──▶ commands ──▶ [ run commands ─▶ one engine step ─▶ deliver ] ──▶ one delivery per step
+       (any thread)           (in order)             (a loop in the engine's thread)
 
-Commands are taken between two steps, so an update comes at a token boundary and nothing in progress notices but by its
-versions.
+Commands run between two steps, so a weight update is applied at a token boundary and requests in progress continue.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Delivery(NamedTuple):
-    """What one step produced, and the requests that ended without a completion."""
+    """The output of one step, and the requests that failed."""
 
     tokens: Sequence[TokenEvent]
     finished: Sequence[Completion]
@@ -39,12 +38,12 @@ class Holding(NamedTuple):
 
 
 class EngineThread:
-    """Owns `engine` from here on; every method may be called from any thread.
+    """Owns `engine`; every method may be called from any thread. Call `start` first.
 
-    `slots` and `max_queue` bound what is taken: a request that would wait behind `max_queue` others is refused. `held` is
-    the checksum of the weights in the engine now. Begins with `start`.
+    At most `slots` + `max_queue` requests are open; more are refused. `held` computes the checksum of the weights that the
+    engine holds now.
 
-    An engine that raises has failed: every request open then fails with the reason, and so does every one after it.
+    If the engine raises an exception, it has failed: all open and all later requests fail with that reason.
     """
 
     def __init__(self, engine: Engine, *, name: str, slots: int, max_queue: int, held: Callable[[], str]) -> None:
@@ -52,7 +51,7 @@ class EngineThread:
         self._engine = engine
         self._held = held
         self._slots = slots
-        self._limit = slots + max_queue
+        self._max_open = slots + max_queue
         self._holding = Holding(engine.version, held())
         self._progress = engine.progress()
         self._deliver: Callable[[Delivery], None] = lambda _: None
@@ -64,51 +63,52 @@ class EngineThread:
         self._updates: set[Future[UpdateReceipt]] = set()
         self._refusing: str | None = None
         self._closing = False
-        # The engine's thread alone looks at this.
+        # Used only in the engine's thread.
         self._failed: list[tuple[str, PipelineRLError]] = []
 
     def start(self, deliver: Callable[[Delivery], None]) -> None:
-        """`deliver` is called in the engine's thread, at most once a step; it must not block."""
+        """Start the thread. `deliver` is called in it, at most once per step, and must not block."""
         self._deliver = deliver
         self._thread.start()
 
-    # ---------------------------------------------------------------------------------------------- what is asked
+    # ---- commands
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request: its completion, or why there is none, comes in a delivery.
+        """Queue a request. Its completion or error arrives in a delivery.
 
-        Raises RefusedError (`unavailable`, `overloaded`) and RequestError for an id that is in use.
+        Raises RefusedError (`unavailable`, `overloaded`), and RequestError for an id that is in use.
         """
         with self._wake:
             if self._refusing is not None:
                 raise unavailable(self._refusing)
             if request.id in self._open:
-                raise RequestError(f"request {request.id!r} is already in the engine; give each request an id of its own")
-            if len(self._open) >= self._limit:
-                waiting = self._limit - self._slots
+                raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
+            if len(self._open) >= self._max_open:
+                waiting = self._max_open - self._slots
                 raise RefusedError(
                     "overloaded",
-                    f"{self._slots} requests are in progress and {waiting} wait, as many as this server takes "
-                    "(--slots, --max-queue): ask again later",
+                    f"{self._slots} requests are in progress and {waiting} wait, the most that this server accepts "
+                    "(--slots, --max-queue): try again later",
                     retry_after_s=1,
                 )
             self._open.add(request.id)
-            self._command(lambda: self._take(request))
+            self._enqueue(lambda: self._submit(request))
 
     def cancel(self, request_id: str) -> None:
         """End a request at the next token boundary; it is delivered with reason "cancelled". Unknown ids are ignored."""
         with self._wake:
             if request_id in self._open:
-                self._command(lambda: self._engine.cancel(request_id))
+                self._enqueue(lambda: self._engine.cancel(request_id))
 
     def cancel_all(self) -> None:
         for request_id in list(self._open):
             self.cancel(request_id)
 
     def update(self, update: WeightUpdate) -> Future[UpdateReceipt]:
-        """Take new weights at the next token boundary.
+        """Apply new weights at the next token boundary.
 
-        The future raises WeightUpdateError if they do not fit (the old ones stay), RefusedError if the engine is not there.
+        The future raises WeightUpdateError if they do not fit (the old ones stay), RefusedError if the engine is not
+        available.
         """
         future: Future[UpdateReceipt] = Future()
         with self._wake:
@@ -116,16 +116,16 @@ class EngineThread:
                 future.set_exception(unavailable(self._refusing))
                 return future
             self._updates.add(future)
-            self._command(lambda: self._update(update, future))
+            self._enqueue(lambda: self._update(update, future))
         return future
 
     def refuse(self, reason: str) -> None:
-        """Take nothing from now on, for `reason`; what is in progress goes on."""
+        """Refuse all requests from now on, with `reason`. Requests in progress continue."""
         with self._wake:
             self._refusing = self._refusing or reason
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Stop after the step that is being computed. False if it takes longer than `timeout_s`."""
+        """Stop after the current step. Returns False if that takes longer than `timeout_s`."""
         self.refuse("the server has stopped")
         with self._wake:
             self._closing = True
@@ -133,44 +133,44 @@ class EngineThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # ---------------------------------------------------------------------------------------------- what is said
+    # ---- state
 
     @property
     def refusing(self) -> str | None:
-        """Why no request is taken, or None."""
+        """Why requests are refused, or None if they are accepted."""
         return self._refusing
 
     @property
     def holding(self) -> Holding:
-        """The weights that the next token is sampled by."""
+        """The weights that the next token is sampled with."""
         return self._holding
 
     @property
     def open_requests(self) -> int:
-        """Requests that were submitted and not delivered."""
+        """Number of requests that were submitted and have not ended."""
         return len(self._open)
 
     def progress(self) -> EngineProgress:
         """The engine's counts after its last step."""
         return self._progress
 
-    # ---------------------------------------------------------------------------------------------- the engine's thread
+    # ---- the engine's thread
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def _enqueue(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         self._wake.notify_all()
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._run_step():
                 pass
-            self._end("the server has stopped")
-        except Exception as error:  # noqa: BLE001 - the thread's boundary: everyone who waits is told
+            self._fail_all("the server has stopped")
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: all waiting callers get the error
             _log.exception("the engine failed")
-            self._end(f"the engine failed ({type(error).__name__}: {error}): start the server again")
+            self._fail_all(f"the engine failed ({type(error).__name__}: {error}): restart the server")
 
-    def _turn(self) -> bool:
-        """Wait for work and do one step of it. False when it is time to end."""
+    def _run_step(self) -> bool:
+        """Wait for work, run the queued commands and one engine step. Returns False when the thread is to end."""
         engine = self._engine
         busy = engine.in_progress + engine.queued > 0
         with self._wake:
@@ -183,10 +183,10 @@ class EngineThread:
         output = engine.step()
         self._progress = engine.progress()
         failed, self._failed = self._failed, []
-        self._hand_out(Delivery(output.tokens, output.finished, failed))
+        self._deliver_results(Delivery(output.tokens, output.finished, failed))
         return True
 
-    def _hand_out(self, delivery: Delivery) -> None:
+    def _deliver_results(self, delivery: Delivery) -> None:
         if not any(delivery):
             return
         with self._wake:
@@ -194,7 +194,7 @@ class EngineThread:
             self._open.difference_update(request_id for request_id, _ in delivery.failed)
         self._deliver(delivery)
 
-    def _take(self, request: GenerationRequest) -> None:
+    def _submit(self, request: GenerationRequest) -> None:
         try:
             self._engine.submit(request)
         except RequestError as error:
@@ -204,30 +204,30 @@ class EngineThread:
         try:
             receipt = self._engine.update_weights(update)
         except WeightUpdateError as error:
-            # The engine says that it did not take them. Whether the old ones are still there is seen, not believed.
+            # The engine reports that it kept the old weights. Verify that.
             if self._held() != self._holding.checksum:
                 raise
-            self._answer(future, error)
+            self._resolve(future, error)
             return
         self._holding = Holding(receipt.version, receipt.checksum)
         self._progress = self._engine.progress()
-        self._answer(future, receipt)
+        self._resolve(future, receipt)
 
-    def _answer(self, future: Future[UpdateReceipt], answer: UpdateReceipt | PipelineRLError) -> None:
+    def _resolve(self, future: Future[UpdateReceipt], answer: UpdateReceipt | PipelineRLError) -> None:
         with self._wake:
             self._updates.discard(future)
         if not future.set_running_or_notify_cancel():
-            return  # whoever asked has gone
+            return  # the caller has cancelled the future
         if isinstance(answer, PipelineRLError):
             future.set_exception(answer)
         else:
             future.set_result(answer)
 
-    def _end(self, reason: str) -> None:
-        """Nothing comes any more: tell everyone who waits."""
+    def _fail_all(self, reason: str) -> None:
+        """Fail all open requests and updates."""
         with self._wake:
             self._refusing = reason if self._refusing is None or not self._closing else self._refusing
             left, updates = sorted(self._open), list(self._updates)
         for future in updates:
-            self._answer(future, unavailable(reason))
-        self._hand_out(Delivery((), (), [(request_id, unavailable(reason)) for request_id in left]))
+            self._resolve(future, unavailable(reason))
+        self._deliver_results(Delivery((), (), [(request_id, unavailable(reason)) for request_id in left]))

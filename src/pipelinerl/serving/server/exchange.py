@@ -1,4 +1,4 @@
-"""Between the engine's thread and the coroutines that answer requests: one call into the event loop for each engine step."""
+"""Connects the engine's thread with the coroutines that answer requests, by one call into the event loop per step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipelinerl.types import Completion, GenerationRequest, TokenEvent, versions
 
 
 class Generation:
-    """One request, from its submission on. Any number of coroutines may follow it.
+    """One submitted request. Any number of coroutines may follow it.
 
-    `outcome` is None while it is in progress. `abandoned` once it was cancelled because nobody followed it any more.
+    `outcome` is None while the request is in progress. `abandoned`: cancelled because it had no followers.
     """
 
     def __init__(self, request: GenerationRequest, on_end: Callable[[Generation], None]) -> None:
@@ -36,21 +36,21 @@ class Generation:
             await self._changed.wait()
 
     async def begun(self) -> None:
-        """Wait for its first token, or its end. Raises why there will be none."""
+        """Wait for the first token or the end. Raises the request's error, if it failed."""
         while not self._tokens and self.outcome is None:
             await self._changed.wait()
         if isinstance(self.outcome, PipelineRLError):
             raise self.outcome
 
     async def completion(self) -> Completion:
-        """Raises why there is none."""
+        """Wait for the completion. Raises the request's error, if it failed."""
         await self.ended()
         if isinstance(self.outcome, Completion):
             return self.outcome
         raise self.outcome or AssertionError
 
     async def batches(self) -> AsyncGenerator[list[TokenEvent]]:
-        """All tokens, in order: those there are, then each step's; all at once at the end if the request does not stream."""
+        """Yield all tokens in order, in one batch per engine step. If the request does not stream: one batch at the end."""
         sent = 0
         while True:
             tokens = self._tokens if self.outcome is None else token_events(await self.completion())
@@ -71,13 +71,13 @@ class Generation:
         self._on_end(self)
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Wake all waiting coroutines; each checks its condition again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def token_events(completion: Completion) -> list[TokenEvent]:
-    """A completion's tokens, as they would have been streamed."""
+    """The token events that a stream of this completion would have."""
     versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
     return [
         TokenEvent(completion.request_id, index, token_id, logprob, version)
@@ -88,7 +88,7 @@ def token_events(completion: Completion) -> list[TokenEvent]:
 
 
 class Exchange:
-    """Starts the engine's thread and takes its deliveries. All methods belong to the event loop it was made in."""
+    """Starts the engine's thread and receives its deliveries. Used only in the event loop that it was created in."""
 
     def __init__(self, engine: EngineThread) -> None:
         self.engine = engine
@@ -97,7 +97,7 @@ class Exchange:
         engine.start(self._from_engine)
 
     def submit(self, request: GenerationRequest, on_end: Callable[[Generation], None] = lambda _: None) -> Generation:
-        """`on_end` is called when it has an outcome. Raises as `EngineThread.submit` does."""
+        """Submit a request; `on_end` is called when it has an outcome. Raises as `EngineThread.submit` does."""
         self.engine.submit(request)
         generation = self._open[request.id] = Generation(request, on_end)
         return generation
@@ -108,7 +108,7 @@ class Exchange:
 
     @contextmanager
     def following(self, generation: Generation, grace_s: float = 0.0) -> Iterator[None]:
-        """While inside somebody wants the generation. It is cancelled when nobody has wanted it for `grace_s`."""
+        """Follow the generation inside the context. It is cancelled if it has no followers `grace_s` after one has left."""
         generation.followers += 1
         try:
             yield
@@ -143,18 +143,20 @@ class Exchange:
             generation.wake()
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# A request that is sent again is answered with what the first one made, and never generated twice.
+# ---- idempotence by request id
 
 
-class _Ended(NamedTuple):
+class _Cached(NamedTuple):
     request_id: str
     size: int
     at_s: float
 
 
 class OncePerId:
-    """Generations by request id: those in progress and, for `keep_s`, those that ended (the last `keep_tokens` of them)."""
+    """Generates once per request id: a repeated request gets the first one's generation.
+
+    Keeps generations in progress and, for `keep_s`, completed ones, up to `keep_tokens` tokens in total.
+    """
 
     def __init__(
         self,
@@ -169,35 +171,35 @@ class OncePerId:
         self._keep_tokens = keep_tokens
         self._clock = clock
         self._known: dict[str, Generation] = {}
-        self._ended: deque[_Ended] = deque()
+        self._cached: deque[_Cached] = deque()
         self._size = 0
 
     async def generation(self, request: GenerationRequest) -> Generation:
-        """The generation of this request: the one there is, or a new one.
+        """The request's generation: the known one, or a new one.
 
-        Raises as `EngineThread.submit` does, and RequestError if the id was that of another request.
+        Raises as `EngineThread.submit` does, and RequestError if the id was used for another request.
         """
         while (known := self._known.get(request.id)) is not None:
             if msgspec.structs.replace(known.request, stream=request.stream) != request:
-                raise RequestError(f"request id {request.id!r} was used for another request; give each an id of its own")
+                raise RequestError(f"request id {request.id!r} was used for another request; give each request a unique id")
             if not known.abandoned:
                 return known
-            # Given up a moment ago, as nobody wanted it: it ends with the next step, and this one begins anew.
+            # The known one was just cancelled for lack of followers. It ends with the next step; then start a new one.
             await known.ended()
-        generation = self._known[request.id] = self._exchange.submit(request, on_end=self._keep)
+        generation = self._known[request.id] = self._exchange.submit(request, on_end=self._cache)
         return generation
 
-    def _keep(self, generation: Generation) -> None:
-        """Keep what ended, and forget what is too old or too much."""
+    def _cache(self, generation: Generation) -> None:
+        """Cache a completed generation, and evict old ones."""
         request, outcome = generation.request, generation.outcome
         if not isinstance(outcome, Completion) or generation.abandoned:
-            del self._known[request.id]  # there is nothing that a second try should get
+            del self._known[request.id]  # a retry should generate again
             return
         now_s = self._clock()
         size = len(request.prompt_ids) + len(outcome.token_ids)
-        self._ended.append(_Ended(request.id, size, now_s))
+        self._cached.append(_Cached(request.id, size, now_s))
         self._size += size
-        while self._ended and (self._size > self._keep_tokens or now_s - self._ended[0].at_s > self._keep_s):
-            oldest = self._ended.popleft()
+        while self._cached and (self._size > self._keep_tokens or now_s - self._cached[0].at_s > self._keep_s):
+            oldest = self._cached.popleft()
             self._size -= oldest.size
             del self._known[oldest.request_id]

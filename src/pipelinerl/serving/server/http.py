@@ -1,4 +1,4 @@
-"""HTTP as the endpoints see it: bodies within bounds, errors in one shape, streams that say when their reader has gone."""
+"""HTTP helpers of the endpoints: limits on requests, one shape of errors, and streams that end when the client leaves."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError,
 from pipelinerl.serving.wire import ErrorBody, ErrorCode, ErrorDetail
 from pipelinerl.types import GenerationRequest, SamplingParams
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What a request from outside may ask for, beyond what the engine itself checks.
-#
-# The engine serves many requests at once in one computation, so a number that it can't compute with would end them all.
+# ---- limits on requests, beyond what the engine checks
+# The engine computes many requests in one batch, so a number that it can't compute with would end all of them.
 
 
 MAX_BODY_BYTES = 8 << 20
@@ -39,7 +37,7 @@ def check_request(request: GenerationRequest) -> None:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises RequestError that names the parameter and what it may be."""
+    """Raises RequestError that names the parameter and its valid values."""
     lowest, highest = _TEMPERATURES
     if sampling.temperature != 0 and not lowest <= sampling.temperature <= highest:
         raise RequestError(f"temperature {sampling.temperature:g}: give 0 (greedy), or {lowest:g} to {highest:g}")
@@ -54,12 +52,11 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise RequestError(f"stop_token_ids: give at most {MAX_STOPS} token ids")
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What a server answers instead of what it was asked for.
+# ---- errors and answers
 
 
 class RefusedError(PipelineRLError):
-    """One request is turned down, with one of the wire's codes; `retry_after_s` says when to ask again, if ever."""
+    """One request is refused, with an `ErrorCode`. `retry_after_s`: when to retry; None: a retry would not help."""
 
     def __init__(self, code: ErrorCode, message: str, *, retry_after_s: int | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -69,7 +66,7 @@ class RefusedError(PipelineRLError):
 
 
 def unavailable(reason: str) -> RefusedError:
-    """Not now: the server starts, stops or has failed."""
+    """The error for a server that is starting, is stopping, or has failed."""
     return RefusedError("unavailable", reason, retry_after_s=5)
 
 
@@ -91,7 +88,7 @@ _log = logging.getLogger(__name__)
 
 
 async def body_of(request: Request) -> bytes:
-    """Raises RequestError for one that is too large."""
+    """Read the body. Raises RequestError if it is too large."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -101,11 +98,11 @@ async def body_of(request: Request) -> bytes:
 
 
 def decoded(data: bytes, kind: type[T]) -> T:
-    """Raises RequestError that says what is wrong where."""
+    """Decode a JSON body. Raises RequestError that names the wrong field."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not as it should be: {error}") from error
+        raise RequestError(f"the body is invalid: {error}") from error
 
 
 def answer(message: object) -> Response:
@@ -138,8 +135,8 @@ def _code(error: PipelineRLError) -> ErrorCode:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, or ClientDisconnect as soon as whoever asked has closed the connection."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    """Return the result of `work`. Raises ClientDisconnect as soon as the client closes the connection."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -150,13 +147,13 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         gone.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 Frame = Callable[[object], bytes]
-"""A message as one unit of a stream."""
+"""Encodes a message as one frame of a stream."""
 
 
 def json_line(message: object) -> bytes:
@@ -168,15 +165,15 @@ def server_sent_event(message: object) -> bytes:
 
 
 class Stream(StreamingResponse):
-    """Chunks as they come. `following` is held until the last is sent, or the reader has gone; then both are closed.
+    """Sends chunks as they arrive. `following` and `chunks` are closed after the last one, or when the client leaves.
 
-    An error in their midst is the last chunk.
+    If `chunks` raises an error, the error is sent as the last chunk.
     """
 
     def __init__(
         self, chunks: AsyncGenerator[bytes], following: AbstractContextManager[object], frame: Frame, media_type: str
     ) -> None:
-        super().__init__(_with_last_words(chunks, frame), media_type=media_type)
+        super().__init__(_with_error_frame(chunks, frame), media_type=media_type)
         self._following = following
         self._chunks = chunks
 
@@ -186,7 +183,7 @@ class Stream(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-async def _with_last_words(chunks: AsyncGenerator[bytes], frame: Frame) -> AsyncIterator[bytes]:
+async def _with_error_frame(chunks: AsyncGenerator[bytes], frame: Frame) -> AsyncIterator[bytes]:
     try:
         async for chunk in chunks:
             yield chunk
@@ -195,7 +192,7 @@ async def _with_last_words(chunks: AsyncGenerator[bytes], frame: Frame) -> Async
 
 
 def answer_bug(_: Request, error: Exception) -> Response:
-    """For what should not happen: a log entry, and an error in the usual shape."""
+    """The answer to an unexpected exception: logs it, and answers 500 with an error in the usual shape."""
     _log.error("a request failed", exc_info=error)
     detail = ErrorDetail(message=f"internal error: {type(error).__name__}", type="server_error", code="unavailable")
     return Response(msgspec.json.encode(ErrorBody(error=detail)), 500, media_type="application/json")

@@ -1,4 +1,4 @@
-"""How a server is to be started. Imports nothing heavy, so that a mistake costs no start-up time."""
+"""Options of a server. Imports nothing heavy, so that invalid options are reported at once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import UserError
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where trainers put weights, under names of their own
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where trainers write weight files, under unique names
 
 
 class Address(NamedTuple):
-    """Where to listen; port 0 is any that is free."""
+    """Where to listen; port 0: any free port."""
 
     host: str
     port: int
@@ -24,10 +24,10 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """`name` is the model's in OpenAI's API and the engine's in receipts; `updates` an address for weight updates alone.
+    """`name`: the model's name in OpenAI's API and the engine's name in receipts. `updates`: a separate address for updates.
 
-    `drain_s` is how long requests in progress may take to finish when the server is told to stop; `lifeline_fd` a pipe whose
-    other end's closing says so too.
+    `drain_s`: how long requests in progress may take when the server is stopped. `lifeline_fd`: read end of a pipe; the
+    server stops at once when the other end closes.
     """
 
     model: ModelConfig
@@ -48,7 +48,7 @@ class ServeOptions:
     lifeline_fd: int | None = None
 
     def check(self) -> None:
-        """Raises UserError for numbers that make no sense, and for an address that others reach without a key."""
+        """Raises UserError for numbers out of range, and for an address that other machines can reach without a key."""
         for flag, value, least in (
             ("slots", self.slots, 1),
             ("max-queue", self.max_queue, 0),
@@ -75,7 +75,7 @@ class ServeOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`. Raises UserError for a name that leads nowhere."""
+    """Whether only this machine can reach `host`. Raises UserError for a name that can't be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -1,6 +1,6 @@
-"""A server process, from its options to its end.
+"""Runs a server process.
 
-listen ─▶ load the model (requests get 503 meanwhile) ─▶ serve ─▶ told to stop ─▶ finish what is in progress ─▶ exit
+listen ─▶ load the model (requests get 503 meanwhile) ─▶ serve ─▶ stop signal ─▶ finish requests in progress ─▶ exit
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.serving.server.app import make_apps
 from pipelinerl.serving.server.options import Address, ServeOptions
-from pipelinerl.serving.server.service import Front, Loaded, Service, load, make_service
-
-# ------------------------------------------------------------------------------------------------------------------------
-# How our HTTP servers listen.
+from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load, make_service
 
 
 def uvicorn_config(app: ASGIApp, *, close_s: int) -> uvicorn.Config:
-    """Quiet, without what we don't use. `close_s`: how long requests in progress may take once the server is to end."""
+    """Settings of our HTTP servers. `close_s`: how long requests in progress may take when the server stops."""
     return uvicorn.Config(
         app,
         loop="asyncio",
@@ -44,21 +41,21 @@ def uvicorn_config(app: ASGIApp, *, close_s: int) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # Longer than clients keep idle connections: else one is closed here at the moment at which it is used there.
+        # Longer than clients keep idle connections, so that no connection is closed just when a client uses it.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=close_s,
     )
 
 
 CLOSE_S = 5
-"""For connections to end once their requests have."""
-LOOK_EVERY_S = 0.02
-YOUNG_OBJECTS = 50_000
-"""Requests come and go by their reference counts; at the usual 700 they alone set off collections all the time."""
+"""Time for connections to close after their requests have ended."""
+POLL_EVERY_S = 0.02
+GC_THRESHOLD = 50_000
+"""Requests' objects are freed by reference counting; at Python's default of 700 they would trigger constant collections."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ready file says. `update_url` is where weights are updated."""
+    """Contents of the ready file. `update_url`: the address for weight updates."""
 
     url: str
     pid: int
@@ -66,19 +63,19 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve(options: ServeOptions) -> int:
-    """Serve until told to stop by SIGTERM, Ctrl-C or the lifeline; returns the exit status.
+    """Serve until SIGTERM, Ctrl-C or the end of the parent process (`lifeline_fd`). Returns the exit status.
 
-    Raises UserError for an address that can't be had or a model that can't be served.
+    Raises UserError for an address that can't be used or a model that can't be served.
     """
     options.check()
     with contextlib.ExitStack() as stack:
         addresses = [options.listen] if options.updates is None else [options.listen, options.updates]
         sockets = [stack.enter_context(contextlib.closing(_listen(address))) for address in addresses]
-        loading = _load_aside(options)
+        loading = _load_in_background(options)
         asyncio.run(_Process(options, sockets, loading).run())
     sys.stderr.flush()
     if not loading.done():
-        os._exit(0)  # told to stop while it loads: a thread in the midst of that can't be ended
+        os._exit(0)  # stopped during loading: the loading thread can't be ended
     return 0
 
 
@@ -88,13 +85,13 @@ class _Process:
         self._sockets = sockets
         self._loading = loading
         self._stop = asyncio.Event()
-        self._hurry = False
+        self._stop_now = False
 
     async def run(self) -> None:
-        front = Front()
-        apps = make_apps(front, api_key=self._options.api_key, apart=self._options.updates is not None)
+        holder = ServiceHolder()
+        apps = make_apps(holder, api_key=self._options.api_key, apart=self._options.updates is not None)
         servers = [_Server(uvicorn_config(app, close_s=CLOSE_S)) for app in apps[: len(self._sockets)]]
-        self._heed()
+        self._install_stop_handlers()
         serving = [
             asyncio.create_task(server.serve([listening])) for server, listening in zip(servers, self._sockets, strict=True)
         ]
@@ -105,42 +102,42 @@ class _Process:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 service = make_service(loading.result(), self._options)
-                self._begin(front, service)
+                self._begin(holder, service)
                 await asyncio.wait(first[1:], return_when=asyncio.FIRST_COMPLETED)
-                await self._wind_down(service)
+                await self._drain(service)
         finally:
             stopping.cancel()
             for server in servers:
                 server.should_exit = True
             await asyncio.gather(*serving)
 
-    def _heed(self) -> None:
+    def _install_stop_handlers(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_stop)
+            loop.add_signal_handler(number, self._request_stop)
         if (fd := self._options.lifeline_fd) is not None:
             threading.Thread(target=self._watch_lifeline, args=(loop, fd), daemon=True).start()
 
-    def _told_to_stop(self) -> None:
-        """The first time: finish what is in progress. The second: now."""
-        self._hurry = self._stop.is_set()
+    def _request_stop(self) -> None:
+        """First call: finish the requests in progress, then stop. Second call: stop now."""
+        self._stop_now = self._stop.is_set()
         self._stop.set()
 
     def _watch_lifeline(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
-        """Wait for the other end to close: there is nobody left to finish anything for."""
+        """Wait until the parent process has exited, then stop without waiting for requests."""
         os.read(fd, 1)
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
+        with contextlib.suppress(RuntimeError):  # the event loop has already ended
             for _ in range(2):
-                loop.call_soon_threadsafe(self._told_to_stop)
+                loop.call_soon_threadsafe(self._request_stop)
         time.sleep(2 * CLOSE_S)
         os._exit(1)
 
-    def _begin(self, front: Front, service: Service) -> None:
-        # What is loaded stays: without this every collection walks over the model's and the libraries' objects again.
+    def _begin(self, holder: ServiceHolder, service: Service) -> None:
+        # Exclude all loaded objects from garbage collection: they stay, and every full collection would visit them.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS)
-        front.open(service)
+        gc.set_threshold(GC_THRESHOLD)
+        holder.open(service)
         urls = [_url(listening) for listening in self._sockets]
         ready = Ready(url=urls[0], pid=os.getpid(), update_url=urls[-1])
         slots = f"{self._options.slots} slots of {service.loaded.max_length} tokens"
@@ -151,23 +148,23 @@ class _Process:
             except OSError as error:
                 raise UserError(f"can't write --ready-file {path}: {error}") from error
 
-    async def _wind_down(self, service: Service) -> None:
-        """Take nothing more, finish what is in progress within the bound, cancel the rest."""
+    async def _drain(self, service: Service) -> None:
+        """Accept no more requests, wait up to `drain_s` for those in progress, and cancel the rest."""
         engine = service.engine
-        engine.refuse("the server stops")
+        engine.refuse("the server is stopping")
         until_s = time.monotonic() + self._options.drain_s
-        while engine.open_requests and time.monotonic() < until_s and not self._hurry:
-            await asyncio.sleep(LOOK_EVERY_S)
+        while engine.open_requests and time.monotonic() < until_s and not self._stop_now:
+            await asyncio.sleep(POLL_EVERY_S)
         engine.cancel_all()
         until_s = time.monotonic() + CLOSE_S
         while engine.open_requests and time.monotonic() < until_s:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
         await asyncio.to_thread(engine.close, CLOSE_S)
         await service.updates.close()
 
 
 class _Server(uvicorn.Server):
-    """One of several in a process: signals are for the process."""
+    """A uvicorn server without signal handlers: the process has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -184,20 +181,20 @@ def _listen(address: Address) -> socket.socket:
 
 
 def _url(listening: socket.socket) -> str:
-    """Where clients on this machine reach it."""
+    """The URL for clients on this machine."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - any address: the loopback one is among them
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _load_aside(options: ServeOptions) -> Future[Loaded]:
-    """Load in a thread that does not keep the process from ending."""
+def _load_in_background(options: ServeOptions) -> Future[Loaded]:
+    """Load in a daemon thread, so that the process can exit meanwhile."""
     future: Future[Loaded] = Future()
 
     def run() -> None:
         try:
             future.set_result(load(options))
-        except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+        except BaseException as error:  # noqa: BLE001 - raised again where the future is awaited
             future.set_exception(error)
 
     threading.Thread(target=run, name="loading", daemon=True).start()

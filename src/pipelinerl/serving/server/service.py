@@ -1,4 +1,4 @@
-"""What the endpoints reach for, once the model is loaded."""
+"""The loaded model and the objects that the endpoints use: prompts, engine, exchange and weight updates."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from pipelinerl.serving.server.options import ServeOptions
 from pipelinerl.serving.server.weights import WeightUpdates
 from pipelinerl.serving.wire import ServerInfo
 
-# ------------------------------------------------------------------------------------------------------------------------
-# From what a client sends to the ids of a prompt.
+# ---- encoding prompts
 
 
-_CHARACTERS_A_TOKEN = 128
-"""More than any tokenizer puts into one on average: a longer text can't fit, and is not worth the time to encode it."""
-_LONG = 20_000
-"""Characters that take more than some milliseconds."""
+_MAX_CHARACTERS_PER_TOKEN = 128
+"""More than any tokenizer's average. A longer text can't fit, so it is refused without being encoded."""
+_LONG_TEXT = 20_000
+"""Characters. Encoding a longer text takes more than a few milliseconds, so it is done in a thread."""
 
-DEFAULT_OPTIONS: Mapping[str, Any] = {"add_generation_prompt": True}
-"""A prompt goes up to where the model's turn begins."""
+DEFAULT_TEMPLATE_OPTIONS: Mapping[str, Any] = {"add_generation_prompt": True}
+"""The prompt ends where the model's turn begins."""
 
 
 class Prompts:
@@ -44,42 +43,42 @@ class Prompts:
         self._max_length = max_length
 
     async def of_text(self, text: str) -> tuple[int, ...]:
-        """With the special tokens that the model expects around it. Raises RequestError."""
+        """Encode a text, with the special tokens that the model expects around it. Raises RequestError."""
         return await self._encode(text, add_special_tokens=True)
 
     async def of_chat(
-        self, messages: Sequence[dict[str, str]], options: Mapping[str, Any] = DEFAULT_OPTIONS
+        self, messages: Sequence[dict[str, str]], options: Mapping[str, Any] = DEFAULT_TEMPLATE_OPTIONS
     ) -> tuple[int, ...]:
-        """In the model's chat template, with these arguments of `apply_chat_template`. Raises RequestError."""
+        """Encode a chat with the model's chat template; `options` go to `apply_chat_template`. Raises RequestError."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise RequestError("this model's tokenizer has no chat template: use /v1/completions with a plain prompt")
         self._check_size(sum(len(message["content"]) for message in messages))
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except Exception as error:  # the template is a program of the model's, which raises what it likes
+        except Exception as error:  # the template is the model's own code and may raise anything
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
         return await self._encode(str(text), add_special_tokens=False)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         self._check_size(len(text))
-        if len(text) > _LONG:
+        if len(text) > _LONG_TEXT:
             return await asyncio.to_thread(self._encode_now, text, add_special_tokens)
         return self._encode_now(text, add_special_tokens)
 
     def _encode_now(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         try:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        except Exception as error:  # tokenizers raise plain exceptions for characters they don't have
+        except Exception as error:  # tokenizers raise plain exceptions for characters that they can't encode
             raise RequestError(f"the model's tokenizer can't encode the prompt: {error}") from error
 
     def _check_size(self, characters: int) -> None:
-        if characters > self._max_length * _CHARACTERS_A_TOKEN:
+        if characters > self._max_length * _MAX_CHARACTERS_PER_TOKEN:
             raise PromptTooLongError(f"a prompt of {characters} characters can't fit into {self._max_length} tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model in an engine, whose thread is not started yet. `weights` are the engine's own tensors by name."""
+    """A model in an engine whose thread is not started yet. `weights`: the engine's own tensors by name."""
 
     engine: EngineThread
     tokenizer: Tokenizer
@@ -91,7 +90,7 @@ class Loaded:
 
 
 def load(options: ServeOptions) -> Loaded:
-    """Load the model and make its engine: seconds to minutes. Raises ModelLoadError and UnsupportedModelError."""
+    """Load the model and create its engine; takes seconds to minutes. Raises ModelLoadError and UnsupportedModelError."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(options.model)
@@ -99,7 +98,7 @@ def load(options: ServeOptions) -> Loaded:
 
 
 def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: bool = True) -> Loaded:
-    """As `load` does it, from a model and its tokenizer; `flatten` as in `LocalEngine`."""
+    """The second half of `load`, for a model and tokenizer in memory. `flatten`: see `LocalEngine`."""
     max_length = slot_length(model, options.max_length)
     engine = LocalEngine(
         model,
@@ -131,7 +130,7 @@ def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: b
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """Belongs to the event loop that it was made in."""
+    """All parts of a running server. Used only in the event loop that it was created in."""
 
     name: str
     model: str
@@ -166,7 +165,7 @@ class Service:
 
 
 def make_service(loaded: Loaded, options: ServeOptions) -> Service:
-    """Start the engine's thread; to be called in the event loop that answers requests."""
+    """Start the engine's thread and create the service. Call it in the event loop that answers requests."""
     exchange = Exchange(loaded.engine)
     return Service(
         name=options.name,
@@ -179,8 +178,8 @@ def make_service(loaded: Loaded, options: ServeOptions) -> Service:
     )
 
 
-class Front:
-    """The service, or why there is none yet."""
+class ServiceHolder:
+    """Holds the service once the model is loaded."""
 
     def __init__(self) -> None:
         self._service: Service | None = None
@@ -192,5 +191,5 @@ class Front:
     def service(self) -> Service:
         """Raises RefusedError while the model is being loaded."""
         if self._service is None:
-            raise unavailable("the server starts: it loads the model")
+            raise unavailable("the server is starting: the model is being loaded")
         return self._service

@@ -1,4 +1,4 @@
-"""From tokens to text while they come: pieces that are final, and strings that end the text."""
+"""Incremental detokenization, and stop strings."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from pipelinerl.interfaces import Tokenizer
 
 PART = "\ufffd"
-"""What decoding shows for a part of a character."""
+"""The replacement character: what decoding gives for part of a character."""
 
 
 class TextStream:
-    """The text of a growing row of tokens. The pieces, put together, are the text of the whole row.
+    """Decodes a growing sequence of tokens in pieces. The concatenated pieces are the text of the whole sequence.
 
-    Some tokens are parts of a character, and some read differently behind another token. So the tokens of the last piece
-    are decoded again with the new ones, and a piece waits until its last character is whole.
+    Some tokens are parts of a character, and some decode differently after another token. So the tokens of the last piece
+    are decoded again with the new ones, and a piece is held back until its last character is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = self._read = 0  # tokens decoded again for what they do to the next; tokens whose text was given
+        self._start = self._read = 0  # first token to decode again as context; number of tokens whose text was returned
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """Add tokens; return the text that became final."""
         self._ids += token_ids
         text = self._new_text()
         if text.endswith(PART):
@@ -32,7 +32,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """What is left at the end, whole characters or not."""
+        """The remaining text at the end, including incomplete characters."""
         text = self._new_text()
         self._start = self._read = len(self._ids)
         return text
@@ -46,7 +46,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Cuts a text before the first of `stops` that appears in it; what may become one is held back."""
+    """Cuts a text before the first occurrence of any of `stops`. A possible beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -54,7 +54,7 @@ class StopStrings:
         self.found = False
 
     def feed(self, text: str) -> str:
-        """The text that may be shown now. Nothing more comes once one is `found`."""
+        """Add text; return the text that is final. Returns "" once a stop string was `found`."""
         if self.found:
             return ""
         self._held += text
@@ -69,11 +69,11 @@ class StopStrings:
         return shown
 
     def rest(self) -> str:
-        """What was held back, when no more text comes."""
+        """The text that was held back; call it at the end."""
         shown, self._held = self._held, ""
         return shown
 
     def _overlap(self, stop: str) -> int:
-        """How many characters at the end of the text are the beginning of `stop`."""
+        """Number of characters at the end of the text that are a beginning of `stop`."""
         longest = min(len(stop) - 1, len(self._held))
         return next((size for size in range(longest, 0, -1) if stop.startswith(self._held[-size:])), 0)

@@ -1,4 +1,4 @@
-"""Weight updates, one at a time: read or received and verified beside the engine, taken by it between two tokens."""
+"""Weight updates, one at a time: read or received and verified while the engine runs, then applied between two tokens."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast import CollectiveWeightReceiver
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Reading a whole set of weights from a safetensors file, so that the engine need only copy them.
-#
-# Done beside the engine, in another thread: everything that could be wrong with a file is found before the engine sees it.
+# ---- reading and checking a safetensors file, in a thread beside the engine's
+# Every error of a file is found before the engine is involved; the engine only copies the tensors.
 
 
 _HEADER_BYTES = 64 << 20
 
 
 def allowed_file(path: str, directories: Sequence[Path]) -> Path:
-    """The file that `path` leads to, links followed. Raises RefusedError unless it is a regular one in `directories`."""
+    """Resolve `path`, following links. Raises RefusedError unless it is a regular file in one of `directories`."""
     try:
         found = Path(path).resolve(strict=True)
     except (OSError, ValueError, RuntimeError) as error:
@@ -49,15 +47,15 @@ def allowed_file(path: str, directories: Sequence[Path]) -> Path:
 
 
 def read_update(request: WeightUpdateRequest, directories: Sequence[Path], held: Mapping[str, Tensor]) -> WeightUpdate:
-    """The weights in the file, in memory of their own, proven to be what `request` says and to fit `held`.
+    """Read the file's weights into new memory, and verify that they match `request` and fit `held`.
 
-    `held` are the engine's own tensors, of which only names, types, shapes and ties are looked at. A tied name may be
-    missing in the file. Raises RefusedError for the path, WeightUpdateError for what is in the file.
+    `held`: the engine's own tensors; only their names, types, shapes and ties are used. A tied name may be missing in the
+    file. Raises RefusedError for an invalid path, WeightUpdateError for invalid contents.
     """
     path = allowed_file(request.path or "", directories)
-    most = sum(tensor.nbytes for tensor in held.values()) + _HEADER_BYTES
-    if (size := path.stat().st_size) > most:
-        raise WeightUpdateError(f"{path} has {size} bytes, the engine's weights at most {most}: it is another model's")
+    limit = sum(tensor.nbytes for tensor in held.values()) + _HEADER_BYTES
+    if (size := path.stat().st_size) > limit:
+        raise WeightUpdateError(f"{path} has {size} bytes, the engine's weights at most {limit}: it is of another model")
     try:
         tensors = _read(path, held)
     except (OSError, SafetensorError) as error:
@@ -65,7 +63,7 @@ def read_update(request: WeightUpdateRequest, directories: Sequence[Path], held:
     found = checksum(tensors)
     if found != request.checksum:
         raise WeightUpdateError(
-            f"the weights in {path} have the checksum {found}, not {request.checksum} as was said: nothing was changed"
+            f"the weights in {path} have the checksum {found}, not {request.checksum} as announced: nothing was changed"
         )
     return WeightUpdate(request.version, found, tensors)
 
@@ -84,7 +82,7 @@ def _read(path: Path, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
             known = tensors.get(first)
             if known is not None and not torch.equal(known, tensor):
                 raise WeightUpdateError(f"{first} and {name} are tied in the model but not equal in {path}")
-            # A copy: whatever happens to the file afterwards does not reach the engine.
+            # Copied, so that later changes of the file do not affect the engine.
             tensors[name] = tensors.setdefault(first, tensor.clone() if known is None else known)
     return {name: tensors[first] for name, first in firsts.items()}
 
@@ -110,7 +108,7 @@ def _check_names(names: set[str], firsts: Mapping[str, str]) -> None:
 
 
 def _check_kind(name: str, tensor: Tensor, held: Tensor) -> None:
-    """Raises WeightUpdateError unless the tensor has the type and shape of the engine's, as its checksum does."""
+    """Raises WeightUpdateError unless the tensor has the type and shape of the engine's; both are part of the checksum."""
     if (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
         raise WeightUpdateError(
             f"{name} is {_kind(tensor)}, in the engine it is {_kind(held)}: nothing was changed (types: see --dtype)"
@@ -124,31 +122,31 @@ def _kind(tensor: Tensor) -> str:
 T = TypeVar("T")
 
 TIMEOUT_S = 300.0
-"""For reading, and again for the engine to take it: a step, the copy, and recomputing the KV cache if asked to."""
-LOOK_S = 0.002
+"""For reading or receiving, and again for applying: one step, the copy, and recomputing the KV cache if configured."""
+POLL_S = 0.002
 
 
 class WeightUpdates:
-    """`held` are the engine's own tensors; files are read from `directories` alone.
+    """Applies weight updates from files or the trainer's broadcast. `paused_s`: the sum of all pauses.
 
-    Whatever brings weights (a file, a broadcast) ends in `apply`. `paused_s` adds up the pauses.
+    `held`: the engine's own tensors. Files are read only from `directories`.
     """
 
     def __init__(self, engine: EngineThread, held: Mapping[str, Tensor], directories: Sequence[Path]) -> None:
         self._engine = engine
         self._held = held
         self._directories = directories
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._last: UpdateReceipt | None = None
         self._group: CollectiveWeightReceiver | None = None
         self.paused_s = 0.0
 
     async def join(self, request: ProcessGroupRequest) -> None:
-        """Become one of the receivers of the trainer's broadcasts; a group that was joined before is left.
+        """Join the trainer's broadcast as a receiver; leaves a group that was joined before.
 
         Raises WeightUpdateError if the group is not formed in time.
         """
-        async with self._one_at_a_time:
+        async with self._lock:
             await self._leave()
             group = CollectiveWeightReceiver(
                 request.host,
@@ -168,7 +166,7 @@ class WeightUpdates:
 
     async def close(self) -> None:
         """Leave the process group, if there is one."""
-        async with self._one_at_a_time:
+        async with self._lock:
             await self._leave()
 
     async def _leave(self) -> None:
@@ -177,31 +175,32 @@ class WeightUpdates:
             await asyncio.to_thread(group.close)
 
     async def take(self, request: WeightUpdateRequest) -> UpdateReceipt:
-        """The engine's receipt. What the engine holds already is not read again: an answer that was lost can be asked for.
+        """Read or receive the update and apply it; returns the engine's receipt.
 
-        Raises RefusedError (path, version, no group, no engine, no answer in time) and WeightUpdateError (what came).
+        If the engine already holds these weights, returns their receipt again: a client may repeat a request whose answer
+        was lost. Raises RefusedError (path, version, no group, no engine, timeout) and WeightUpdateError (invalid weights).
         """
-        async with self._one_at_a_time:
+        async with self._lock:
             holding = self._engine.holding
             if (request.version, request.checksum) == holding:
                 receipt = self._receipt_of(holding)
                 if request.path is None:
-                    self._answer_for(receipt)
+                    self._acknowledge_current(receipt)
                 return receipt
             self._check_version(request.version, holding.version)
             if request.path is None:
-                return await self._take_broadcast(request)
+                return await self._apply_broadcast(request)
             reading = asyncio.to_thread(read_update, request, self._directories, self._held)
-            return await self.apply(await _within_bound(reading, "reading the file"))
+            return await self.apply(await _with_timeout(reading, "reading the file"))
 
-    async def _take_broadcast(self, request: WeightUpdateRequest) -> UpdateReceipt:
-        """Wait until the update has come whole, take it, and answer the sender as well."""
+    async def _apply_broadcast(self, request: WeightUpdateRequest) -> UpdateReceipt:
+        """Wait until the broadcast has arrived, apply it, and acknowledge it to the sender."""
         group = self._group
         if group is None:
             raise RefusedError(
                 "bad_request", "no `path`, and no process group to receive from: POST /init_process_group", param="path"
             )
-        update = await _within_bound(_arrival(group), "the broadcast")
+        update = await _with_timeout(_next_broadcast(group), "the broadcast")
         try:
             if (update.version, update.checksum) != (request.version, request.checksum):
                 raise WeightUpdateError(
@@ -217,16 +216,16 @@ class WeightUpdates:
         group.acknowledge(receipt)
         return receipt
 
-    def _answer_for(self, receipt: UpdateReceipt) -> None:
-        """Answer a broadcast of what the engine holds already: the weights that its model was loaded with."""
+    def _acknowledge_current(self, receipt: UpdateReceipt) -> None:
+        """Acknowledge a broadcast of weights that the engine already holds: those that its model was loaded with."""
         group = self._group
-        with contextlib.suppress(WeightUpdateError):  # whatever became of the group, these are the weights
+        with contextlib.suppress(WeightUpdateError):  # the receipt is valid even if the group has failed
             if group is not None and group.offered() == receipt.version and group.poll() is not None:
                 group.acknowledge(receipt)
 
     async def apply(self, update: WeightUpdate) -> UpdateReceipt:
-        """Give the engine an update that was verified."""
-        receipt = await _within_bound(asyncio.wrap_future(self._engine.update(update)), "the engine's next token")
+        """Apply a verified update to the engine."""
+        receipt = await _with_timeout(asyncio.wrap_future(self._engine.update(update)), "the engine's next token")
         self._last = receipt
         self.paused_s += receipt.pause_s
         return receipt
@@ -245,25 +244,25 @@ class WeightUpdates:
         )
 
     def _check_version(self, version: int, newest: int) -> None:
-        """Versions rise; only the first update may have the version that the model was loaded as."""
+        """Raises RefusedError unless the version increases. Only the first update may repeat the loaded model's version."""
         if version < newest or (version == newest and self._engine.progress().weight_updates):
             raise RefusedError(
                 "stale_version",
-                f"version {version} does not follow version {newest}, which this server holds (start servers anew for "
+                f"version {version} is not newer than version {newest}, which this server holds (restart the servers for "
                 "another run)",
                 param="version",
             )
 
 
-async def _arrival(group: CollectiveWeightReceiver) -> WeightUpdate:
-    """The next update that comes. Raises WeightUpdateError if the sender is gone, or it came damaged."""
+async def _next_broadcast(group: CollectiveWeightReceiver) -> WeightUpdate:
+    """Wait for the next update. Raises WeightUpdateError if the sender is gone or the update arrived damaged."""
     while (update := group.poll()) is None:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     return update
 
 
-async def _within_bound(work: Awaitable[T], what: str) -> T:
+async def _with_timeout(work: Awaitable[T], what: str) -> T:
     try:
         return await asyncio.wait_for(work, TIMEOUT_S)
     except TimeoutError as error:
-        raise unavailable(f"the weight update waited {TIMEOUT_S:g} s for {what}, and was given up") from error
+        raise unavailable(f"the weight update timed out: it waited {TIMEOUT_S:g} s for {what}") from error

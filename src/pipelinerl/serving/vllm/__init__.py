@@ -1,1 +1,1 @@
-"""vLLM as an engine: its servers started, driven and given new weights in flight."""
+"""vLLM as an engine: starts its servers, sends them requests, and updates their weights in flight."""

@@ -1,4 +1,4 @@
-"""What vLLM's interfaces take and give: the part of it that is used here."""
+"""Request and answer bodies of vLLM's HTTP API, as far as they are used here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import msgspec
 from pipelinerl.serving.wire import ProcessGroupRequest
 
 BACKEND = "pipelinerl"
-"""Our weight-transfer backend, as vLLM knows it."""
+"""The name of our weight-transfer backend in vLLM."""
 REFUSED = "weights refused:"
-"""How its error begins when the model was not touched."""
+"""The beginning of the backend's errors that leave the model unchanged."""
 UNLABELLED = "default"
-"""vLLM's version of weights that nobody has named: those it was started with."""
+"""vLLM's version label of the weights that it was started with, until they get another label."""
 
 
-class UnfaithfulError(ValueError):
-    """An answer that does not say all that a completion must say, or contradicts itself or the request."""
+class InvalidAnswerError(ValueError):
+    """An answer that is incomplete, or contradicts itself or the request."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """No seed: vLLM draws by one of its own. The model's own end tokens count only if the request names them."""
+    """No seed is sent. The model's end tokens stop a completion only if they are in `stop_token_ids`."""
 
     max_tokens: int
     temperature: float
@@ -43,7 +43,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortBody(msgspec.Struct, frozen=True):
-    """POST /inference/v1/abort_requests: by the names that vLLM makes of our ids."""
+    """POST /inference/v1/abort_requests. vLLM derives its request ids from ours."""
 
     request_ids: tuple[str, ...]
 
@@ -62,7 +62,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """vLLM's `WeightVersionSpan`: its versions are any text. Ours are numbers in decimal."""
+    """vLLM's `WeightVersionSpan`. Its versions are arbitrary text; ours are decimal numbers."""
 
     version: str
     start: int
@@ -70,7 +70,7 @@ class LabelSpan(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion, or what a line of a stream adds to it. Spans come with the end alone, over all of its tokens."""
+    """A completion, or the part of it in one line of a stream. Only the last line has spans; they cover all tokens."""
 
     token_ids: tuple[int, ...] | None = None
     logprobs: Logprobs | None = None
@@ -89,14 +89,14 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def only(self) -> Choice:
-        """The one choice there is. Raises UnfaithfulError."""
+        """The only choice. Raises InvalidAnswerError if there is not exactly one."""
         if len(self.choices) != 1:
-            raise UnfaithfulError(f"it has {len(self.choices)} choices")
+            raise InvalidAnswerError(f"it has {len(self.choices)} choices")
         return self.choices[0]
 
 
 class FilesInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="files"):
-    """Files of weights may come from below `directory` alone."""
+    """Weight files must be below `directory`."""
 
     directory: str
 
@@ -115,7 +115,7 @@ class InitBody(msgspec.Struct, frozen=True):
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The weights of `version` are in the safetensors file at `path`, or were broadcast; under the names of Hugging Face."""
+    """The weights of `version`, in the safetensors file at `path` or broadcast, under Hugging Face names."""
 
     version: int
     checksum: str
@@ -145,13 +145,13 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """The body of an error, and a line of a stream that ends with one."""
+    """The body of an error answer, or an error line that ends a stream."""
 
     error: ErrorDetail
 
 
 def worker_error(text: str) -> str:
-    """What went wrong, out of vLLM's account of it: the JSON of an error, around the message of a worker process."""
+    """Extract the worker's message from vLLM's error text, which is JSON around the message of a worker process."""
     with contextlib.suppress(msgspec.DecodeError):
         text = msgspec.json.decode(text, type=ErrorAnswer).error.message
     _, found, rest = text.partition("Worker failed with error '")

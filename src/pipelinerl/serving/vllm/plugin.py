@@ -1,18 +1,18 @@
-"""Inside vLLM: a weight-transfer backend that takes all weights from a file or the trainer's broadcast, on CPU and GPUs.
+"""A weight-transfer backend that runs inside vLLM: loads all weights from a file or the trainer's broadcast, on CPU and GPU.
 
-vLLM's own backends need CUDA; its registry is open. vLLM finds `register` through the entry point `vllm.general_plugins`
-of this package, in each of its processes. Its API then calls, in this order (vLLM's own RL routes):
+vLLM's own backends need CUDA, but others can be registered. vLLM finds `register` through this package's entry point
+`vllm.general_plugins`, in each of its processes. vLLM's RL routes then call, in this order:
 
-    init_transfer_engine     once: the directory that files may come from, or whose broadcast to join
-    start_weight_update      nothing: the model is not touched before the weights are known to be good
-    update_weights           read the file and verify it, or take what has arrived; load, check that nothing was left out
-    finish_weight_update     nothing
+    init_transfer_engine     once: sets the directory for files, or joins a broadcast
+    start_weight_update      does nothing: the model is not changed before the weights are verified
+    update_weights           reads and verifies the file, or uses the received broadcast; loads it, checks completeness
+    finish_weight_update     does nothing
 
-A broadcast comes bucket by bucket, beside the generation of tokens, into a buffer of the size of the weights, on the GPU
-with nccl; when vLLM is told to update its weights they are there, verified, and only loading them is left to do.
+A broadcast arrives in buckets while tokens are generated, in a buffer of the size of the weights (on the GPU with nccl).
+When vLLM is told to update, the weights have been received and verified and only need to be loaded.
 
-An update that is refused before loading leaves the model as it was, and its error begins with `REFUSED`. Any other error
-may leave it half loaded.
+An update that is refused before loading leaves the model unchanged, and its error begins with `REFUSED`. Any other error
+may leave the model half loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def register() -> None:
-    """Make the backend known to vLLM. vLLM may call this more than once in a process."""
+    """Register the backend with vLLM. vLLM may call this more than once per process."""
     from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
         WeightTransferEngine,
     )
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 class WeightTransfer:
-    """The backend, as a mix-in of vLLM's `WeightTransferEngine`, which sets the first of these and calls the rest."""
+    """The backend, a mix-in for vLLM's `WeightTransferEngine`, which sets `model` to `device` and calls the methods."""
 
     model: nn.Module
     model_config: Any
@@ -76,7 +76,7 @@ class WeightTransfer:
         self._directory = directory.resolve()
 
     def _join(self, info: BroadcastInfo) -> None:
-        """Become one of the receivers of the trainer's broadcasts; a group that was joined before is left."""
+        """Join the trainer's broadcast as a receiver; leaves a group that was joined before."""
         if (workers := self.parallel_config.world_size) > 1:
             raise WeightUpdateError(
                 f"{REFUSED} a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
@@ -104,10 +104,10 @@ class WeightTransfer:
             group.close()
 
     def start_weight_update(self) -> None:
-        """Nothing: see above."""
+        """Does nothing; see the module."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take the weights, all of them. Raises WeightUpdateError; see the module for what then holds."""
+        """Load all weights. Raises WeightUpdateError; the module says which errors leave the model unchanged."""
         try:
             info = msgspec.convert(update_info, UpdateInfo)
         except msgspec.ValidationError as error:
@@ -124,7 +124,7 @@ class WeightTransfer:
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Mapping[str, Tensor]) -> None:
-        """Load the tensors through vLLM's layer-wise reload, which keeps every parameter where its kernels expect it."""
+        """Load the tensors with vLLM's layer-wise reload, which keeps every parameter where its kernels expect it."""
         from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
             finalize_layerwise_reload,
             initialize_layerwise_reload,
@@ -135,11 +135,11 @@ class WeightTransfer:
         loaded: set[str] | None = load(update_info.items())
         finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None and (left := {name for name, _ in self.model.named_parameters()} - loaded):
-            raise WeightUpdateError(f"vLLM left {len(left)} parameters as they were, among them {min(left)}")
+            raise WeightUpdateError(f"vLLM did not load {len(left)} parameters, among them {min(left)}")
         refresh_heads(self.model)
 
     def finish_weight_update(self) -> None:
-        """Nothing: see above."""
+        """Does nothing; see the module."""
 
     def shutdown(self) -> None:
         self._directory = None
@@ -147,7 +147,7 @@ class WeightTransfer:
 
 
 def arrived_weights(info: UpdateInfo, group: CollectiveWeightReceiver | None) -> Mapping[str, Tensor]:
-    """The tensors of the broadcast that came last, which was verified when it came. Raises WeightUpdateError."""
+    """The tensors of the latest broadcast, which were verified on arrival. Raises WeightUpdateError."""
     if group is None:
         raise WeightUpdateError(f"{REFUSED} no broadcast was joined yet; POST /init_weight_transfer_engine first")
     try:
@@ -165,7 +165,7 @@ def arrived_weights(info: UpdateInfo, group: CollectiveWeightReceiver | None) ->
 
 
 def read_weights(path: Path, info: UpdateInfo, directory: Path | None) -> Mapping[str, Tensor]:
-    """The tensors of the file, mapped, once their checksum is verified. Raises WeightUpdateError."""
+    """The file's tensors, memory-mapped, after verifying their checksum. Raises WeightUpdateError."""
     if directory is None:
         raise WeightUpdateError(f"{REFUSED} no directory was named yet; POST /init_weight_transfer_engine first")
     path = path.resolve()
@@ -183,7 +183,7 @@ def read_weights(path: Path, info: UpdateInfo, directory: Path | None) -> Mappin
 
 
 def checkpoint_shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in the model's folder; none if `model` is not a folder with safetensors files."""
+    """Names and shapes of the weights in the model's folder; empty if `model` is not a folder with safetensors files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(model).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -192,25 +192,25 @@ def checkpoint_shapes(model: str) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_layout(expected: Shapes, tensors: Mapping[str, Tensor]) -> None:
-    """Raise WeightUpdateError if something of the checkpoint that vLLM was started with is missing, or has another shape.
+    """Raise WeightUpdateError if a tensor of the checkpoint that vLLM was started with is missing or has another shape.
 
-    Names beyond these are left to vLLM: a tied head has two names in a trainer, and one in a checkpoint.
+    Additional names are left to vLLM: a tied head has two names in the trainer and one in a checkpoint.
     """
     missing = sorted(expected.keys() - tensors.keys())
     differing = sorted(name for name, shape in expected.items() if name in tensors and tensors[name].shape != shape)
     if missing or differing:
         first = (missing + differing)[0]
         raise WeightUpdateError(
-            f"{REFUSED} {len(missing)} weights are missing and {len(differing)} of another shape, among them {first}; "
+            f"{REFUSED} {len(missing)} weights are missing and {len(differing)} have another shape, among them {first}; "
             "start vLLM with the model that is trained"
         )
 
 
 def refresh_heads(model: nn.Module) -> None:
-    """Have tied output heads prepare their weights again.
+    """Make output heads prepare their weights again.
 
-    On CPU a head computes with a packed copy. A head that is tied to the embedding has no weights of its own to load, so
-    the reload passes it by, and it would go on with the old copy while everything reports success.
+    On CPU a head computes with a packed copy of its weights. A head tied to the embedding has no weights of its own to load,
+    so the reload skips it, and it would silently continue with the old copy.
     """
     for name, module in heads(model.named_modules()):
         method = getattr(module, "quant_method", None)
@@ -220,5 +220,5 @@ def refresh_heads(model: nn.Module) -> None:
 
 
 def heads(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """vLLM's output heads among `modules`, recognised by their class, whatever the model calls them."""
+    """vLLM's output heads among `modules`, recognised by class because their names depend on the model."""
     return [(name, module) for name, module in modules if any(c.__name__ == "ParallelLMHead" for c in type(module).__mro__)]

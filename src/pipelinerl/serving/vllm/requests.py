@@ -1,4 +1,4 @@
-"""Requests in progress at a vLLM server: sent, streamed, cancelled, and given up together when the server can't go on."""
+"""Sends, streams and cancels requests at a vLLM server, and fails all of them when the server can't continue."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pipelinerl.serving.vllm.messages import (
     Answer,
     Choice,
     GenerateBody,
+    InvalidAnswerError,
     Sampling,
     TokenLogprob,
-    UnfaithfulError,
     worker_error,
 )
 from pipelinerl.types import (
@@ -32,20 +32,18 @@ from pipelinerl.types import (
     versions_from_spans,
 )
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Requests in vLLM's words, and its answers as completions, exactly. Pure.
-#
-# Nothing is filled in: an answer without a log-probability or without a weight version for each of its tokens is an error.
+# ---- translating requests and answers (pure functions)
+# Nothing is filled in: an answer without a log-probability and a weight version for each token is an error.
 
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises temperatures between 0 and this without saying so in its answer."""
+"""vLLM silently raises temperatures between 0 and this value."""
 MISSING_LOGPROB = -9999.0
-"""What vLLM writes for -inf, NaN, and where it has none."""
+"""vLLM's value for -inf, NaN, and missing log-probabilities."""
 
 
 def generate_body(request: GenerationRequest, max_length: int) -> GenerateBody:
-    """The request in vLLM's words. Raises PromptTooLongError or RequestError for what vLLM would quietly change."""
+    """Translate a request for vLLM. Raises PromptTooLongError or RequestError for what vLLM would silently change."""
     prompt, sampling = request.prompt_ids, request.sampling
     if len(prompt) + sampling.max_tokens > max_length:
         raise PromptTooLongError(
@@ -54,7 +52,7 @@ def generate_body(request: GenerationRequest, max_length: int) -> GenerateBody:
         )
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise RequestError(
-            f"request {request.id!r} has temperature {sampling.temperature}; vLLM samples at 0 or from {LOWEST_TEMPERATURE}"
+            f"request {request.id!r} has temperature {sampling.temperature}; vLLM needs 0 or at least {LOWEST_TEMPERATURE}"
         )
     return GenerateBody(
         request_id=request.id,
@@ -71,32 +69,32 @@ def generate_body(request: GenerationRequest, max_length: int) -> GenerateBody:
 
 
 def tokens_of(choice: Choice) -> list[TokenLogprob]:
-    """The tokens of a choice, each with its log-probability. Raises UnfaithfulError."""
+    """The tokens of a choice, each with its log-probability. Raises InvalidAnswerError."""
     ids = choice.token_ids or ()
     content = (choice.logprobs.content if choice.logprobs else None) or ()
     if [token.token_id for token in content] != list(ids):
-        raise UnfaithfulError(f"{len(content)} log-probs for {len(ids)} tokens, or of other tokens")
+        raise InvalidAnswerError(f"it has {len(content)} log-probs for {len(ids)} tokens, or log-probs of other tokens")
     for token in content:
         if token.logprob <= MISSING_LOGPROB:
-            raise UnfaithfulError(f"token {token.token_id} has no finite log-prob")
+            raise InvalidAnswerError(f"token {token.token_id} has no finite log-prob")
     return list(content)
 
 
 def version_of(label: str) -> int:
-    """The version that a label of vLLM stands for. Raises UnfaithfulError for a label that is not ours."""
+    """Convert vLLM's version label to a version. Raises InvalidAnswerError for a label that is not a decimal number."""
     if not (label.isascii() and label.isdecimal() and len(label) < 19):
-        raise UnfaithfulError(f"weights are labelled {label[:40]!r}, which is not the number of a version")
+        raise InvalidAnswerError(f"weights are labelled {label[:40]!r}, which is not a version number")
     return int(label)
 
 
 def completion_of(request: GenerationRequest, tokens: Sequence[TokenLogprob], end: Choice) -> Completion:
-    """The completion of these tokens. `end`: the last choice. Raises UnfaithfulError."""
+    """Build the completion from its tokens. `end`: the last choice. Raises InvalidAnswerError."""
     ids = tuple(token.token_id for token in tokens)
     spans = tuple(VersionSpan(version_of(span.version), span.start, span.end) for span in end.weight_versions or ())
     try:
         versions_from_spans(spans, len(ids))
     except ValueError as error:
-        raise UnfaithfulError(str(error)) from error
+        raise InvalidAnswerError(str(error)) from error
     return Completion(
         request_id=request.id,
         token_ids=ids,
@@ -107,39 +105,41 @@ def completion_of(request: GenerationRequest, tokens: Sequence[TokenLogprob], en
 
 
 def same_versions(completion: Completion, streamed: Sequence[TokenEvent]) -> None:
-    """Raise RequestError if a token was reported with another version than its completion gives it."""
+    """Raise RequestError if a token was streamed with a different version than its completion has."""
     versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
     for event, version in zip(streamed, versions, strict=bool(streamed)):
         if event.version != version:
             raise RequestError(
-                f"token {event.index} of request {completion.request_id!r} was reported as of version {event.version} and "
-                f"is of {version}: vLLM took longer to report it than to change its weights"
+                f"token {event.index} of request {completion.request_id!r} was streamed as version {event.version}, but is "
+                f"of version {version}: vLLM took longer to report it than to change its weights"
             )
 
 
 def _finish_reason(request: GenerationRequest, ids: Sequence[int], reason: str | None) -> FinishReason:
     stops = set(request.sampling.stop_token_ids)
     if stops.intersection(ids[:-1]):
-        raise UnfaithfulError("it goes on after a stop token")
+        raise InvalidAnswerError("it continues after a stop token")
     if reason == "abort":
         return "cancelled"
     if reason == "stop" and ids and ids[-1] in stops:
         return "stop"
     if reason == "length" and len(ids) == request.sampling.max_tokens and ids[-1] not in stops:
         return "length"
-    raise UnfaithfulError(f"it ended with reason {reason!r} after {len(ids)} of {request.sampling.max_tokens} tokens")
+    raise InvalidAnswerError(f"it ended with reason {reason!r} after {len(ids)} of {request.sampling.max_tokens} tokens")
 
+
+# ---- requests in progress
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 ABORT_TRIES = 3
-PATIENCE_S = 1.0
-"""How long an abort may take before it is sent again."""
+ABORT_TIMEOUT_S = 1.0
+"""How long to wait for an abort to take effect before it is sent again."""
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A request in progress: what came of it so far, and whether it is to end early."""
+class _InFlight:
+    """The state of one request in progress."""
 
     request: GenerationRequest
     on_token: TokenListener | None
@@ -149,9 +149,10 @@ class _Flight:
 
 
 class Requests:
-    """`prepare` gives a request in vLLM's words, once it is known who answers.
+    """The requests in progress at one server.
 
-    `version` says which weights the server holds now, for tokens that are reported as they come.
+    `prepare`: translates a request after checking which server process answers. `version`: returns the version that the
+    server holds now, for streamed tokens.
     """
 
     def __init__(
@@ -160,82 +161,82 @@ class Requests:
         self._http = http
         self._prepare = prepare
         self._version = version
-        self._flights: dict[str, _Flight] = {}
-        self._given_up = ""
+        self._in_flight: dict[str, _InFlight] = {}
+        self._failure = ""
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._in_flight)
 
     async def run(self, request: GenerationRequest, on_token: TokenListener | None) -> Completion:
-        """Send it and wait for its completion; errors as of `EngineServer.generate`."""
-        if request.id in self._flights:
-            raise RequestError(f"request {request.id!r} is already at {self._http.url}; give each request an id of its own")
-        flight = self._flights[request.id] = _Flight(request, on_token)
+        """Send a request and return its completion. Raises as `EngineServer.generate` does."""
+        if request.id in self._in_flight:
+            raise RequestError(f"request {request.id!r} is already at {self._http.url}; give each request a unique id")
+        flight = self._in_flight[request.id] = _InFlight(request, on_token)
         flight.task = asyncio.ensure_future(self._exchange(flight))
         try:
             return await flight.task
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
             if waiting is not None and waiting.cancelling():
-                raise  # we were cancelled, and the connection was closed with us
+                raise  # the caller was cancelled, which has also closed the connection
             if not flight.cancelled:
-                raise ServerError(self._http.url, self._given_up) from None
+                raise ServerError(self._http.url, self._failure) from None
             return Completion(
                 request_id=request.id, token_ids=(), logprobs=(), weight_versions=(), finish_reason="cancelled"
             )
-        except UnfaithfulError as error:
+        except InvalidAnswerError as error:
             raise ServerError(self._http.url, f"gave a completion that can't be used: {error}") from error
         except RefusedError as error:
             if error.status != 400:
                 raise
             raise RequestError(f"vLLM refused request {request.id!r}: {worker_error(error.detail)}") from error
         finally:
-            del self._flights[request.id]
+            del self._in_flight[request.id]
 
     async def cancel(self, request_id: str) -> None:
-        """Have vLLM end the request, which then gives what it has; close its connection if vLLM does not."""
-        flight = self._flights.get(request_id)
+        """Have vLLM end the request, which then completes with its tokens so far. Otherwise close its connection."""
+        flight = self._in_flight.get(request_id)
         if flight is None or flight.task is None:
             return
         flight.cancelled = True
         for _ in range(ABORT_TRIES):  # an abort that overtakes its request is ignored
             with suppress(ServerError):
-                await self._http.post(ABORT, AbortBody.of(request_id), msgspec.Raw, timeout_s=PATIENCE_S)
-            await asyncio.wait([flight.task], timeout=PATIENCE_S)
+                await self._http.post(ABORT, AbortBody.of(request_id), msgspec.Raw, timeout_s=ABORT_TIMEOUT_S)
+            await asyncio.wait([flight.task], timeout=ABORT_TIMEOUT_S)
             if flight.task.done():
                 return
         flight.task.cancel()
 
-    def give_up(self, problem: str) -> None:
-        """End all requests with a ServerError that says why."""
-        self._given_up = problem
-        for flight in self._flights.values():
+    def fail_all(self, problem: str) -> None:
+        """End all requests with a ServerError of this problem."""
+        self._failure = problem
+        for flight in self._in_flight.values():
             if flight.task is not None:
                 flight.cancelled = False
                 flight.task.cancel()
 
-    async def _exchange(self, flight: _Flight) -> Completion:
+    async def _exchange(self, flight: _InFlight) -> Completion:
         body = await self._prepare(flight.request)
         if flight.cancelled:
-            return _nothing(flight.request)
+            return _empty_completion(flight.request)
         if body.stream:
             tokens, end = await self._stream(flight, body)
         else:
             end = (await self._http.post(GENERATE, body, Answer, timeout_s=None)).only
             tokens = tokens_of(end)
         if end.unlabelled:
-            raise ServerUnreachableError(self._http.url, "was restarted: it has forgotten the version of its weights")
+            raise ServerUnreachableError(self._http.url, "was restarted: its weights have no version label")
         if end.finish_reason == "abort" and not flight.cancelled:
-            raise ServerBusyError(self._http.url, f"gave up request {flight.request.id!r} (does it stop?)")
+            raise ServerBusyError(self._http.url, f"aborted request {flight.request.id!r} (is it shutting down?)")
         completion = completion_of(flight.request, tokens, end)
         same_versions(completion, flight.streamed)
         return completion
 
-    async def _stream(self, flight: _Flight, body: GenerateBody) -> tuple[list[TokenLogprob], Choice]:
-        """All tokens, each reported as it comes with the version that vLLM holds then, and the last choice.
+    async def _stream(self, flight: _InFlight, body: GenerateBody) -> tuple[list[TokenLogprob], Choice]:
+        """Return all tokens and the last choice. Each token is reported on arrival, with the version that vLLM then holds.
 
-        vLLM tells versions with the end only. It is paused for far longer at an update than a token takes to get here, so
-        what is reported is right; `same_versions` makes sure of it.
+        vLLM itself reports versions only at the end. An update pauses it for much longer than a token takes to arrive, so
+        the versions reported here are right; `same_versions` verifies that.
         """
         request_id = flight.request.id
         tokens: list[TokenLogprob] = []
@@ -267,6 +268,6 @@ class Requests:
             raise self._http.malformed(str(error), data) from error
 
 
-def _nothing(request: GenerationRequest) -> Completion:
-    """Of a request that was cancelled before anything was heard of it."""
+def _empty_completion(request: GenerationRequest) -> Completion:
+    """The completion of a request that was cancelled before it was sent."""
     return Completion(request_id=request.id, token_ids=(), logprobs=(), weight_versions=(), finish_reason="cancelled")

@@ -1,4 +1,4 @@
-"""What vLLM says of itself, and whether it is set up as an engine has to be. Pure."""
+"""vLLM's configuration as its server reports it, checks of its settings, and facts from the model's folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WeightTransferSection(msgspec.Struct, frozen=True):
 
 
 class ServerConfig(NamedTuple):
-    """The settings that matter here."""
+    """The settings that are used here."""
 
     instance: str
     model: str
@@ -53,7 +53,7 @@ class ServerConfig(NamedTuple):
 
 
 class VllmConfig(msgspec.Struct, frozen=True):
-    """The part of vLLM's configuration that is looked at."""
+    """The part of vLLM's configuration that is used here."""
 
     instance_id: str
     model_config: ModelSection
@@ -82,35 +82,34 @@ class ServerDescription(msgspec.Struct, frozen=True):
 
 
 def problems(config: ServerConfig, backend: str) -> list[str]:
-    """What must be changed before the server can be used, each with the flag that does it."""
+    """Settings that must be changed before the server can be used, each with the flag for it."""
     found = []
     if config.logprobs_mode != "processed_logprobs":
-        found.append("its log-probs are not of the distribution sampled from (--logprobs-mode processed_logprobs)")
+        found.append("its log-probs are not of the sampled distribution (--logprobs-mode processed_logprobs)")
     if config.prefix_caching:
-        found.append("it would give prompts KV entries of older weights (--no-enable-prefix-caching)")
+        found.append("it would reuse KV entries of older weights for prompts (--no-enable-prefix-caching)")
     if config.weight_backend != backend:
-        found.append(f'it takes weights another way (--weight-transfer-config \'{{"backend":"{backend}"}}\')')
+        found.append(f'it uses another weight transfer (--weight-transfer-config \'{{"backend":"{backend}"}}\')')
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What a model's folder says that vLLM does not tell over HTTP.
+# ---- facts from the model's folder, which vLLM does not report over HTTP
 
 
 BLOCK = 128
-"""Tokens in a block of vLLM's KV cache on CPU, the largest there is."""
+"""Tokens per block of vLLM's KV cache on CPU, where blocks are largest."""
 SPARE_BLOCKS = 4
 
 
 class ModelFacts(NamedTuple):
-    """`vocabulary`: how many tokens it has. `stop_token_ids`: those that end a completion, by its own configuration."""
+    """`vocabulary`: its size. `stop_token_ids`: the tokens that end a completion according to the model's configuration."""
 
     vocabulary: int
     stop_token_ids: tuple[int, ...]
 
 
 def model_facts(path: str) -> ModelFacts:
-    """Read them, without the weights. Raises ModelLoadError if there is no model or tokenizer at `path`."""
+    """Read the facts, without loading weights. Raises ModelLoadError if there is no model or tokenizer at `path`."""
     from transformers import AutoConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
 
     from pipelinerl.errors import ModelLoadError  # noqa: PLC0415
@@ -131,7 +130,7 @@ def model_facts(path: str) -> ModelFacts:
 
 
 def kv_cache_bytes(path: str, *, slots: int, max_length: int, item_bytes: int) -> int:
-    """Memory for the keys and values of all slots at full length, so that vLLM never has to drop any and recompute them."""
+    """Memory for the KV cache of all slots at full length, so that vLLM never has to preempt and recompute a request."""
     from transformers import AutoConfig  # noqa: PLC0415 - as above
 
     from pipelinerl.models.loading import resolve_path  # noqa: PLC0415 - as above

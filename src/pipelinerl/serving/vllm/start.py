@@ -1,4 +1,4 @@
-"""vLLM servers that a run starts itself: on a free loopback port, logged, awaited, watched, and ended with the run."""
+"""Starts vLLM servers for a run, on free loopback ports: waits until they are healthy, and ends them with the run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import msgspec
 
 from pipelinerl.errors import StageDiedError, StalledError, UserError
 from pipelinerl.ports import free_port
-from pipelinerl.serving.vllm.guard import SAID
+from pipelinerl.serving.vllm.guard import LOG_PREFIX
 from pipelinerl.serving.vllm.messages import BACKEND
 
 HOST = "127.0.0.1"
-LOOK_EVERY_S = 0.25
-STOP_PATIENCE_S = 30.0
-"""More than the guard needs to end vLLM by force."""
-LAST_LINES = 8
+POLL_EVERY_S = 0.25
+STOP_TIMEOUT_S = 30.0
+"""More than the guard needs to kill vLLM."""
+LOG_LINES = 8
 _HINTS = {
-    "No module named vllm": "that interpreter has no vLLM: scripts/install_vllm_cpu.sh makes one that has",
+    "No module named vllm": "that interpreter has no vLLM: scripts/install_vllm_cpu.sh creates an environment with it",
     "Invalid weight transfer backend": "install pipelinerl beside vLLM: PYTHON -m pip install --no-deps -e PIPELINERL",
-    "Address already in use": "another process took its port: start again",
+    "Address already in use": "another process uses its port: start again",
 }
 
 
@@ -36,9 +36,10 @@ _HINTS = {
 class VllmSettings:
     """How to start a server.
 
-    `python`: the interpreter of the environment that has vLLM. `model`: a folder. `slots` H; `max_length` of prompt +
-    completion. `kv_cache_bytes`: None leaves it to vLLM, which on CPU takes most of the memory (see `kv_cache_bytes`).
-    `device` cpu, cuda or cuda:N; `threads` that compute, on CPU. `arguments` are added to vLLM's command line.
+    `python`: the interpreter of the environment that has vLLM. `model`: a folder. `slots`: H. `max_length`: of prompt +
+    completion, in tokens. `kv_cache_bytes`: None leaves it to vLLM, which on CPU takes most of the memory (see
+    `server_info.kv_cache_bytes`). `device`: cpu, cuda or cuda:N. `threads`: compute threads, on CPU. `arguments`: added to
+    vLLM's command line.
     """
 
     python: str
@@ -53,7 +54,7 @@ class VllmSettings:
 
 
 def command_line(settings: VllmSettings, port: int) -> list[str]:
-    """What makes vLLM an engine for reinforcement learning; each flag is explained in docs/vllm.md."""
+    """The command that starts vLLM as an engine; docs/vllm.md explains each flag."""
     command = [settings.python, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", settings.model, "--served-model-name", "policy", "--host", HOST, "--port", str(port)]
     command += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
@@ -68,13 +69,13 @@ def command_line(settings: VllmSettings, port: int) -> list[str]:
 
 
 def environment(settings: VllmSettings, outer: Mapping[str, str]) -> dict[str, str]:
-    """`outer`, with what vLLM needs to be told that way."""
+    """The environment for vLLM: `outer`, with the variables that vLLM needs."""
     return {
         **outer,
         **_visible(settings.device, outer),
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for weight updates
         "VLLM_PLUGINS": BACKEND,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with the trainer: the scheduler places threads better
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the cores, so the OS scheduler should place threads
         "OMP_NUM_THREADS": str(settings.threads),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -83,7 +84,7 @@ def environment(settings: VllmSettings, outer: Mapping[str, str]) -> dict[str, s
 
 
 def _visible(device: str, outer: Mapping[str, str]) -> dict[str, str]:
-    """vLLM takes the first GPU that it sees: let it see no other than `device`. Raises UserError if `outer` hides it."""
+    """Make `device` the only visible GPU: vLLM uses the first one that it sees. Raises UserError if `outer` hides it."""
     _, _, number = device.partition(":")
     if not number:
         return {}
@@ -95,12 +96,14 @@ def _visible(device: str, outer: Mapping[str, str]) -> dict[str, str]:
 
 
 class VllmProcess:
-    """One server: started at once, healthy later. `url` is known from the start."""
+    """One server process. The constructor starts it and does not wait until it is healthy."""
 
     def __init__(self, settings: VllmSettings, log: Path) -> None:
-        """Start it. Raises UserError if there is no such interpreter."""
+        """Start the server. Raises UserError if the interpreter does not exist."""
         if not os.access(settings.python, os.X_OK):
-            raise UserError(f"{settings.python} is no Python interpreter; scripts/install_vllm_cpu.sh makes one with vLLM")
+            raise UserError(
+                f"{settings.python} is not a Python interpreter; scripts/install_vllm_cpu.sh installs one with vLLM"
+            )
         self.log = log
         self._port = free_port()
         command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, self._port)]
@@ -120,50 +123,55 @@ class VllmProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that leads the group of all its processes."""
+        """The guard's process id, which is also the id of the server's process group."""
         return self._guard.pid
 
     def failure(self) -> str | None:
-        """Why it does not run, in a few lines; None while it does."""
+        """Why the server ended, with the end of its log; None while it runs."""
         if self._guard.poll() is None:
             return None
-        return f"the vLLM server at {self.url} ended{self._last_words()}"
+        return f"the vLLM server at {self.url} ended{self._log_excerpt()}"
 
     def wait_until_healthy(self, timeout_s: float = 180.0) -> None:
-        """Raises StageDiedError if it ends, StalledError if it does not answer in time; both with its last words."""
+        """Wait until the server is healthy.
+
+        Raises StageDiedError if it exits, StalledError if it does not answer in time, both with the end of its log.
+        """
         deadline_s = time.monotonic() + timeout_s
         while not _healthy(self._port):
             if (failure := self.failure()) is not None:
                 raise StageDiedError(failure)
             if time.monotonic() > deadline_s:
-                raise StalledError(f"the vLLM server at {self.url} is not ready after {timeout_s:.0f} s{self._last_words()}")
-            time.sleep(LOOK_EVERY_S)
+                raise StalledError(
+                    f"the vLLM server at {self.url} is not ready after {timeout_s:.0f} s{self._log_excerpt()}"
+                )
+            time.sleep(POLL_EVERY_S)
 
     def ask_to_stop(self) -> None:
         if self._guard.stdin is not None:
             self._guard.stdin.close()
 
-    def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
-        """End all its processes, by force in the end."""
+    def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
+        """End all its processes; kill them if they do not end in time."""
         self.ask_to_stop()
         with suppress(subprocess.TimeoutExpired):
             self._guard.wait(patience_s)
-        with suppress(ProcessLookupError):  # a guard that was killed has left the others
+        with suppress(ProcessLookupError):  # if the guard itself was killed, other processes may remain
             os.killpg(self._guard.pid, signal.SIGKILL)
         self._guard.wait()
 
-    def _last_words(self) -> str:
+    def _log_excerpt(self) -> str:
         lines = _end_of(self.log)
-        tail = "\n".join(lines[-LAST_LINES:])
-        notes = [line.removeprefix(SAID) for line in lines if line.startswith(SAID)][-1:]
+        tail = "\n".join(lines[-LOG_LINES:])
+        notes = [line.removeprefix(LOG_PREFIX) for line in lines if line.startswith(LOG_PREFIX)][-1:]
         notes += [hint for sign, hint in _HINTS.items() if sign in tail]
-        said = f"; its last words:\n{tail}\n" if tail else " without a word "
-        return "".join(f" ({note})" for note in notes) + f"{said}(its log: {self.log})"
+        excerpt = f"; the end of its log:\n{tail}\n" if tail else "; its log is empty "
+        return "".join(f" ({note})" for note in notes) + f"{excerpt}(log: {self.log})"
 
 
 @contextmanager
 def running_vllm(settings: VllmSettings, logs: Sequence[Path], timeout_s: float = 180.0) -> Iterator[list[VllmProcess]]:
-    """A healthy server for each log, while inside."""
+    """Start one server for each log; yields them when all are healthy, and stops them at the end."""
     servers: list[VllmProcess] = []
     try:
         servers += [VllmProcess(settings, log) for log in logs]
@@ -189,7 +197,7 @@ def _healthy(port: int) -> bool:
 
 
 def _end_of(path: Path) -> list[str]:
-    """Some of the last lines of a log."""
+    """The last lines of a log (16 KiB)."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - (16 << 10)))

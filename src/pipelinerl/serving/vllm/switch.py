@@ -1,4 +1,4 @@
-"""New weights for a vLLM server between two tokens, through its RL interface: pause, start, update, finish, resume."""
+"""Updates a vLLM server's weights between two tokens, through its RL API: pause, start, update, finish, resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.serving.client.adapter import SavedWeights, WeightOffer
+from pipelinerl.serving.client.adapter import SavedWeights, WeightSource
 from pipelinerl.serving.client.errors import ServerError
 from pipelinerl.serving.client.http import HttpClient
 from pipelinerl.serving.vllm.messages import (
@@ -31,11 +31,11 @@ RESUME_TRIES = 3
 
 
 class HalfUpdatedError(WeightUpdateError):
-    """The server may hold neither the old weights nor the new: it stays paused, and must not be used."""
+    """The server may hold a mixture of old and new weights. It stays paused and must not be used."""
 
 
 class WeightSwitch:
-    """Bounds: `timeout_s` for each step, `update_timeout_s` for reading the file, if there is one, and loading."""
+    """`timeout_s` limits each step; `update_timeout_s` limits reading the file, if there is one, and loading."""
 
     def __init__(self, http: HttpClient, *, timeout_s: float, update_timeout_s: float) -> None:
         self._http = http
@@ -43,11 +43,14 @@ class WeightSwitch:
         self._update_timeout_s = update_timeout_s
 
     async def name_directory(self, directory: Path) -> None:
-        """Tell the server where files of weights come from. Raises WeightUpdateError."""
-        await self._init(FilesInfo(str(directory)), "did not take the directory of weights", self._timeout_s)
+        """Tell the server which directory has the weight files. Raises WeightUpdateError."""
+        await self._init(FilesInfo(str(directory)), "did not accept the directory of weights", self._timeout_s)
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
-        """Have its worker join the trainer's broadcast; it generates nothing until all have. Raises WeightUpdateError."""
+        """Have vLLM's worker join the trainer's broadcast. It generates nothing until all receivers have joined.
+
+        Raises WeightUpdateError.
+        """
         info = msgspec.convert(msgspec.to_builtins(group) | {"source": "broadcast"}, BroadcastInfo)
         await self._init(info, "did not join the trainer's broadcast", group.timeout_s + self._timeout_s)
 
@@ -57,12 +60,12 @@ class WeightSwitch:
         except ServerError as error:
             raise self._refusal(failed, error) from error
 
-    async def run(self, update: WeightOffer, replaced: Callable[[], None]) -> float:
-        """Replace all weights; returns the seconds from asking for the pause to having resumed.
+    async def run(self, update: WeightSource, replaced: Callable[[], None]) -> float:
+        """Replace all weights. Returns the seconds from the pause request until generation has resumed.
 
-        `replaced` is called once the new ones are in place, before anything is computed with them.
+        `replaced` is called when the new weights are in place, before generation resumes.
 
-        Raises WeightUpdateError, with the old weights in place and generation resumed, or HalfUpdatedError.
+        Raises WeightUpdateError if the old weights are in place and generation has resumed, otherwise HalfUpdatedError.
         """
         started_s = time.perf_counter()
         try:
@@ -75,14 +78,14 @@ class WeightSwitch:
             replaced()
             await self._resume()
         except ServerError as error:
-            raise self._half(update, worker_error(error.problem)) from error
+            raise self._half_updated(update, worker_error(error.problem)) from error
         except asyncio.CancelledError as error:
-            error.add_note(str(self._half(update, "it was cut off")))
+            error.add_note(str(self._half_updated(update, "the update was cancelled")))
             raise
         return time.perf_counter() - started_s
 
     async def _pause(self) -> None:
-        """Stop between two tokens, keeping requests and their KV entries."""
+        """Pause between two tokens, keeping requests and their KV entries."""
         try:
             await self._post("/pause", params={"mode": "keep", "clear_cache": "false"})
         except ServerError as error:
@@ -90,29 +93,29 @@ class WeightSwitch:
                 await self._resume()
             raise self._refusal("did not pause", error) from error
 
-    async def _replace(self, update: WeightOffer) -> None:
-        """Raises WeightUpdateError if nothing was changed, ServerError if that is not known."""
+    async def _replace(self, update: WeightSource) -> None:
+        """Raises WeightUpdateError if nothing was changed, ServerError if the weights may have changed."""
         try:
             await self._post("/start_weight_update")
         except ServerError as error:
-            raise self._refusal("did not begin an update", error) from error
+            raise self._refusal("did not start an update", error) from error
         path = str(update.path) if isinstance(update, SavedWeights) else None
         info = UpdateInfo(version=update.version, checksum=update.checksum, path=path)
         try:
             await self._post("/update_weights", UpdateBody(info), timeout_s=self._update_timeout_s)
         except ServerError as error:
             if worker_error(error.problem).startswith(REFUSED):
-                raise self._refusal("keeps its weights", error) from error
+                raise self._refusal("kept its weights", error) from error
             raise
         await self._post("/finish_weight_update", FinishBody(weight_version=str(update.version)))
 
     async def _resume(self) -> None:
-        for left in reversed(range(RESUME_TRIES)):
+        for retries_left in reversed(range(RESUME_TRIES)):
             try:
                 await self._post("/resume")
                 break
             except ServerError:
-                if not left:
+                if not retries_left:
                     raise
 
     async def _post(
@@ -123,7 +126,7 @@ class WeightSwitch:
     def _refusal(self, what: str, error: ServerError) -> WeightUpdateError:
         return WeightUpdateError(f"engine server {self._http.url} {what}: {worker_error(error.problem)}")
 
-    def _half(self, update: WeightOffer, why: str) -> HalfUpdatedError:
+    def _half_updated(self, update: WeightSource, why: str) -> HalfUpdatedError:
         return HalfUpdatedError(
             f"engine server {self._http.url} may hold half of version {update.version} ({why}); restart it"
         )

@@ -1,13 +1,13 @@
-"""The policy-gradient losses: pure tensor maths. `objectives` has the objectives, `corrections` what stale tokens need.
+"""The policy-gradient losses: pure tensor maths. `objectives` has the objectives, `corrections` the off-policy corrections.
 
-Every loss maps `LossInputs`, the sampled tokens of one micro-batch laid end to end, to one term per token. Nothing is
-averaged here. The caller divides by a number that belongs to the whole optimizer step, not to the micro-batch,
+Every loss maps `LossInputs`, the concatenated sampled tokens of one micro-batch, to one term per token. Nothing is averaged
+here. The caller divides by a number of the whole optimizer step, not of the micro-batch,
 
     step loss = 1/Z * sum over micro-batches, over tokens n, of loss_N[n]
     Z = rollouts of the step (`sequences`)   or   sampled tokens of the step (`tokens`)
 
-so that the gradient of a step does not depend on how its rollouts were packed. A rollout is never split over
-micro-batches: `gspo` and the sequence corrections need all of its tokens at once.
+so that the gradient of a step does not depend on packing. A rollout is never split over micro-batches: `gspo` and the
+sequence corrections need all of its tokens at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_CORRECTION = CorrectionConfig()
 
 
 def make_loss(trainer: TrainerConfig, correction: CorrectionConfig = DEFAULT_CORRECTION) -> Loss:
-    """The loss a run file asks for: the objective, its correction, and the weighted penalties (drift, KL)."""
+    """The loss of a run file: the objective, its correction, and the weighted penalties (drift, KL)."""
     resolved = resolve(trainer, correction)
     return partial(
         _loss, objective=_objective(trainer, resolved), correction=resolved, kl_coefficient=trainer.kl_coefficient

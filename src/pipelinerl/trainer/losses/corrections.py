@@ -1,7 +1,7 @@
-"""Corrections for tokens that another policy than the trained one sampled: importance weights, masks, drift penalty.
+"""Off-policy corrections: importance weights, masks and the drift penalty.
 
 mu sampled a token, pi is trained, r = pi / mu is the token's ratio, A its advantage. No gradient flows through weights and
-masks. Which corrections there are, and their defaults, is in `config/correction.py`; `docs/corrections.md` compares them.
+masks. Settings and defaults are in `config/correction.py`; `docs/corrections.md` compares the corrections.
 
     correction            what it does                                                           source
     token: truncate       weight min(high, r)                                                    TIS; PipelineRL: high = 5
@@ -12,8 +12,8 @@ masks. Which corrections there are, and their defaults, is in `config/correction
     sequence: geo_mask    no gradient from a rollout with exp(mean log r) outside [low, high]    geometric-mean mask
     drift                 + drift * (log r)^2 for every token, masked or not                     prime-rl, Kimi K2.5
 
-A token that a mask keeps has its full weight r: it saturates at e^`MAX_LOG_RATIO` and nowhere below. A masked token still
-counts in the divisor Z of the step. Masks and sequence weights read whole rollouts, which a micro-batch never splits.
+A token that a mask keeps has its full weight r, limited only by e^`MAX_LOG_RATIO`. A masked token still counts in the
+divisor Z of the step. Sequence masks and weights need whole rollouts, which a micro-batch never splits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelinerl.trainer.losses.inputs import MAX_LOG_RATIO, LossInputs, LossOutp
 def importance_weights(
     log_weights_N: torch.Tensor, inputs: LossInputs, correction: Correction
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, whether a limit took the place of the weight): exp(log_weights_N), limited as `correction` says.
+    """(weights, whether a limit replaced the weight): exp(log_weights_N), limited as `correction` says.
 
     `log_weights_N` is log r, or for a decoupled objective log(prox / mu). Both results have shape (N,) and no gradient.
     """
@@ -45,7 +45,7 @@ def importance_weights(
 
 
 def kept_tokens(inputs: LossInputs, correction: Correction) -> torch.Tensor | None:
-    """bool (N,): which tokens the masks of `correction` leave a gradient; None if it has no masks."""
+    """bool (N,): tokens that keep their gradient under the masks of `correction`; None if it has no masks."""
     kept = [
         mask_N
         for mask_N in (_kept_by_token(inputs, correction), _kept_by_sequence(inputs, correction))

@@ -1,4 +1,4 @@
-"""What goes into a loss and what comes out of it."""
+"""Inputs and outputs of a loss."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Ratios saturate at e^20, which no healthy run comes near, so that one token can't overflow the gradient of the step."""
+"""Ratios saturate at e^20, so that one token can't overflow the gradient of the step. Healthy runs stay far below."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The N sampled tokens of one micro-batch, flat. Context tokens are not among them.
+    """The N sampled tokens of one micro-batch, concatenated, without context tokens.
 
     Log-probabilities are natural logarithms, at the temperature the tokens were sampled at. They should be float32 or
     wider: a ratio is the exponential of a difference between them.
@@ -28,7 +28,7 @@ class LossInputs:
     lags_N: torch.Tensor
     """Optimizer steps between the weights that sampled a token and the weights being trained: integers >= 0."""
     sequence_N: torch.Tensor
-    """Which rollout of this micro-batch a token belongs to: int64 in [0, sequence_count)."""
+    """Index of the token's rollout in this micro-batch: int64 in [0, sequence_count)."""
     sequence_count: int
     reference_logprobs_N: torch.Tensor | None = None
     """log-probabilities under the reference model; only the KL penalty reads them."""
@@ -63,18 +63,18 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss, term by term."""
+    """The loss of each token, with what a mask or limit did to it."""
 
     loss_N: torch.Tensor
     """One term per token, to be summed and divided by the caller. Carries the gradient."""
     weight_N: torch.Tensor
-    """What each token's advantage was multiplied with, after every limit; 0 for a masked token. No gradient."""
+    """The factor on each token's advantage, after all limits; 0 for a masked token. No gradient."""
     masked_N: torch.Tensor
-    """bool: a mask, or the objective's own clip, leaves the token without a gradient from its advantage."""
+    """bool: the token has no gradient from its advantage, because of a mask or the objective's clip."""
     truncated_N: torch.Tensor
-    """bool: the token has such a gradient, but a limit took the place of its weight."""
+    """bool: the token has such a gradient, but a limit replaced its weight."""
     kl_N: torch.Tensor | None = None
-    """The KL estimate of each token, before its coefficient, where the loss has a KL penalty. No gradient."""
+    """The KL estimate of each token, without the coefficient, if the loss has a KL penalty. No gradient."""
 
 
 Loss = Callable[[LossInputs], LossOutput]

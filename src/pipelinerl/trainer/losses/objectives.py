@@ -1,4 +1,4 @@
-"""The objectives: pure maths, one term per token.
+"""The objectives, with one term per token.
 
 r = pi / mu is a token's ratio, A its advantage, sg stops the gradient. At pi = mu all of them have the gradient of plain
 REINFORCE, -A * grad log pi for each token.
@@ -16,10 +16,10 @@ from pipelinerl.trainer.losses.inputs import MAX_LOG_RATIO, LossInputs, LossOutp
 
 
 def reinforce(inputs: LossInputs, *, correction: Correction) -> LossOutput:
-    """-sg(w) * A * log pi for each token, with the importance weight w: r, limited as `correction` says.
+    """-sg(w) * A * log pi for each token, where the importance weight w is r, limited as `correction` says.
 
-    With `token: truncate`, token_high 5, w = min(5, r): the method of the PipelineRL paper (arXiv 2509.19128). The weight is
-    a constant: a token whose weight was truncated is still learned from.
+    With `token: truncate` and token_high 5, w = min(5, r): the method of the PipelineRL paper (arXiv 2509.19128). w is a
+    constant, so a token with a truncated weight still has a gradient.
     """
     weight_N, truncated_N = importance_weights(inputs.log_ratio_N, inputs, correction)
     loss_N = -weight_N * inputs.advantages_N * inputs.logprobs_N
@@ -43,10 +43,10 @@ def decoupled(
 
         log prox = log mu / d + (1 - 1 / d) * sg(log pi),    d = max(1, lag of the token)
 
-    The proximal policy prox is the one before the last optimizer step, which would cost a forward pass; A-3PO (arXiv
-    2512.06547) interpolates it from the token's version instead. So w = r^(1 - 1/d), and pi / prox has the value r^(1/d).
-    At lag 1 prox is mu. At lag 0, where mu is pi but for numerics, it is mu too, as in the authors' code. Decoupling the
-    two policies is from AReaL (arXiv 2505.24298).
+    The proximal policy prox is the one before the last optimizer step. Computing it would cost a forward pass; A-3PO (arXiv
+    2512.06547) interpolates it from the token's lag instead. Hence w = r^(1 - 1/d), and pi / prox has the value r^(1/d). At
+    lag 1, prox is mu. At lag 0, where mu equals pi up to numerical error, prox is also mu, as in the authors' code.
+    Decoupling the two policies is from AReaL (arXiv 2505.24298).
     """
     log_ratio_N = inputs.log_ratio_N
     share_N = 1.0 - 1.0 / inputs.lags_N.clamp(min=1).to(log_ratio_N.dtype)
@@ -74,10 +74,10 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput
 
         sum_t l_t = -|y| * min(s * A, clip(s) * A),   with gradient   -s * A * sum_t grad log pi_t   where not clipped,
 
-    that is, |y| times the paper's term for the sequence and its exact gradient. The factor |y| puts the terms on the scale
+    that is, |y| times the paper's term for the sequence, with its exact gradient. The factor |y| puts the terms on the scale
     of the other losses, so that both of the caller's divisors keep their meaning: at pi = mu the gradient is REINFORCE's,
-    a sum over tokens per rollout (`sequences`) or a mean over tokens (`tokens`). Either way a rollout counts in proportion
-    to its length; the paper's own 1 / |y| is left out. There is no dual clip: the paper has none.
+    a sum over tokens per rollout (`sequences`) or a mean over tokens (`tokens`). In both cases a rollout's weight is
+    proportional to its length; the paper's factor 1 / |y| is omitted. As in the paper, there is no dual clip.
     """
     mean_S = inputs.means_by_sequence(inputs.log_ratio_N.detach())
     own_N = inputs.logprobs_N - inputs.logprobs_N.detach()
@@ -87,8 +87,8 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput
 def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
     """-sg(clip(r, 1 - low, 1 + high)) * A * log pi for each token (CISPO: MiniMax-M1, arXiv 2506.13585).
 
-    Unlike in `ppo`, a clipped token keeps a gradient: only the weight of that gradient is bounded. `clip_low` >= 1
-    means no lower bound, which is how the algorithm was first used.
+    Unlike in `ppo`, a clipped token keeps its gradient; only its weight is bounded. `clip_low` >= 1 means no lower bound, as
+    in the first use of the algorithm.
     """
     ratio_N = inputs.log_ratio_N.detach().exp()
     weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
@@ -107,10 +107,10 @@ def clipped_surrogate(
 ) -> LossOutput:
     """-min(r * A, clip(r, 1 - low, 1 + high) * A) for r = exp(log_ratio_N), which carries the gradient.
 
-    The minimum takes the clipped side exactly when going further would still improve the surrogate: above 1 + high for
-    A > 0, below 1 - low for A < 0. That leaves r * A without a bound for A < 0 and large r. `dual_clip` (c > 1; Ye et al.,
-    arXiv 1912.09729) bounds it: for A < 0 the term is at most -c * A. With None, r saturates at e^`MAX_LOG_RATIO`. A token
-    beyond any of these limits has no gradient and counts as masked.
+    The minimum selects the clipped term exactly where moving further would still improve the surrogate: above 1 + high for
+    A > 0, below 1 - low for A < 0. For A < 0 and large r, r * A is unbounded; `dual_clip` (c > 1; Ye et al., arXiv
+    1912.09729) then limits the term to at most -c * A. Without it, r saturates at e^`MAX_LOG_RATIO`. A token beyond any of
+    these limits has no gradient and counts as masked.
     """
     ratio_N = log_ratio_N.clamp(max=MAX_LOG_RATIO).exp()
     limit_N = ratio_N.detach().clamp(1 - clip_low, 1 + clip_high)
@@ -127,8 +127,8 @@ def clipped_surrogate(
 def kl_penalty(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
     """The k3 estimate of KL(pi || reference) at each token: q - 1 - log q with q = reference / pi (Schulman 2020).
 
-    Never negative, and 0 where the two agree. Unbiased when the tokens come from pi. As a loss, its gradient
-    (1 - q) * grad log pi is, over tokens from pi, that of KL(reference || pi): it has the same minimum. No importance
+    It is never negative, 0 where the two agree, and unbiased if the tokens are sampled from pi. As a loss, its gradient
+    (1 - q) * grad log pi is then in expectation that of KL(reference || pi), which has the same minimum. No importance
     weight is applied, as in GRPO (arXiv 2402.03300). q saturates at e^`MAX_LOG_RATIO`; its gradient is then 0.
     """
     log_q_N = (reference_logprobs_N - logprobs_N).clamp(max=MAX_LOG_RATIO)

@@ -1,6 +1,6 @@
-"""What the two ends of a collective weight hand-over say to each other beside it: small JSON messages over TCP. No torch.
+"""Control messages between weight sender and receivers: small JSON messages over TCP. Does not import torch.
 
-A message is its length (4 bytes, big endian) and then a tagged JSON object. `collective` says who says what when.
+A message is its length (4 bytes, big endian) and then a tagged JSON object. The package's docstring gives their order.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ M = TypeVar("M")
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """A receiver's first words. `receivers`: how many it believes there are (None: it does not know).
+    """A receiver's first message. `receivers`: how many receivers it expects (None: unknown).
 
-    `index` None: it receives nothing, but says when the others take what they have, and answers for all (`coordinator`).
-    `gpu`: the GPU that it could receive on, by a name that no other has; "" if there is none.
+    `index` None: the coordinator, which receives no weights; it decides when the others apply theirs and sends one receipt
+    for all. `gpu`: a unique name of the GPU that it could receive on; "" if there is none.
     """
 
     protocol: str
@@ -43,48 +43,48 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Update `number` may come: there is room for it."""
+    """The receiver has memory for update `number` and is ready to receive it."""
 
     number: int
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
-    """Update `number` came, whole, with the right checksum."""
+    """Update `number` was received completely, with the right checksum."""
 
     number: int
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """The engine's receipt for update `number`; the coordinator's is for all engines."""
+    """The engine's receipt for update `number`. The coordinator's receipt is for all engines."""
 
     number: int
     receipt: UpdateReceipt
 
     @staticmethod
     def of(number: int, receipt: UpdateReceipt) -> Answer:
-        """With no more of its error than a message should have."""
+        """The answer, with the receipt's error cut to `LONGEST_ERROR` characters."""
         error = receipt.error[:LONGEST_ERROR] if receipt.error is not None else None
         return Answer(number, msgspec.structs.replace(receipt, error=error))
 
 
 class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
-    """The receiver can't go on."""
+    """The receiver has failed."""
 
     error: str
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """The receiver's process runs."""
+    """Heartbeat: the receiver's process is running."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """The receiver closes in good order."""
+    """The receiver closes normally."""
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
-    """All receivers are there: form the group of `size` ranks. The sender is rank 0, receiver i is rank i + 1.
+    """All receivers have connected: form the group of `size` ranks. The sender is rank 0, receiver i is rank i + 1.
 
-    `backend` nccl is between GPUs, gloo between CPUs.
+    `backend`: nccl between GPUs, gloo between CPUs.
     """
 
     backend: str
@@ -95,7 +95,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
-    """Get ready for update `number` (from 1). `layout` (JSON) comes with the first one, and stays."""
+    """Prepare for update `number` (from 1). Only the first offer has a `layout` (JSON); it is valid for all updates."""
 
     number: int
     version: int
@@ -104,13 +104,13 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """Every receiver is ready: the buckets of update `number` come now."""
+    """Every receiver is ready: the broadcast of update `number` begins."""
 
     number: int
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """For the coordinator: update `number` is with every receiver, whole. The engines may take it."""
+    """To the coordinator: every receiver has the complete update `number`. The engines may apply it."""
 
     number: int
     version: int
@@ -118,7 +118,7 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
-    """Nothing comes any more: the sender is done (None), or something went wrong."""
+    """The last message: the sender is done (`error` None) or the transfer failed."""
 
     error: str | None = None
 
@@ -128,14 +128,14 @@ FromSender = Form | Offer | Go | Arrived | Close
 
 
 class ProtocolError(Exception):
-    """The other side says something that is not of this protocol."""
+    """The other side sent an invalid message."""
 
 
 class Connection(Generic[M]):
     """Messages over a connected socket. One thread receives; any thread may send."""
 
     def __init__(self, connected: socket.socket, incoming: object, *, largest: int) -> None:
-        """`incoming`: the union of messages that may come; `largest`: bytes of the longest one that is read."""
+        """`incoming`: the union of the messages to receive. `largest`: the longest message that is accepted, in bytes."""
         self._socket = connected
         self._decoder = msgspec.json.Decoder(incoming)
         self._largest = largest
@@ -143,13 +143,13 @@ class Connection(Generic[M]):
         self._sending = threading.Lock()
         connected.setblocking(True)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A stopped peer reads nothing: a send that finds its buffer full ends with an error and not never.
+        # A stopped peer reads nothing: when its buffer is full, `send` must fail rather than block forever.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_BOUND_S, 0))
         self.local_host: str = connected.getsockname()[0]
         self.peer_host: str = connected.getpeername()[0]
 
     def send(self, message: FromReceiver | FromSender) -> bool:
-        """False if the connection is broken, or its other side reads nothing; whoever receives learns why."""
+        """False if the connection is broken or the other side does not read. The cause is raised by `receive`."""
         payload = msgspec.json.encode(message)
         try:
             with self._sending:
@@ -161,7 +161,7 @@ class Connection(Generic[M]):
     def receive(self, timeout_s: float | None) -> M | None:
         """The next message, or None after `timeout_s` without one.
 
-        Raises EOFError when the other side closed, OSError when the connection broke, and ProtocolError.
+        Raises EOFError if the other side closed, OSError if the connection broke, ProtocolError for an invalid message.
         """
         deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
         while (message := self._next()) is None:
@@ -175,8 +175,8 @@ class Connection(Generic[M]):
         return message
 
     def close(self) -> None:
-        """Also ends a `receive` of another thread."""
-        with contextlib.suppress(OSError):  # It may not be connected any more.
+        """Close the connection. A `receive` in another thread ends."""
+        with contextlib.suppress(OSError):  # It may be disconnected already.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -199,19 +199,19 @@ class Connection(Generic[M]):
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A listening socket for a sender; port 0 chooses a free one (`getsockname()[1]`). Whoever makes it needs no torch.
+    """A listening socket for a sender. Port 0 chooses a free port (`getsockname()[1]`). Does not need torch.
 
-    Nothing that is said over it is encrypted or authenticated: any other host must be in a network that is trusted.
-    Raises ValueError for an address that means all of the machine's, OSError if the address can't be had.
+    The connections are neither encrypted nor authenticated: use hosts in a trusted network only. Raises ValueError for a
+    wildcard address, OSError if the address is not available.
     """
-    if host in ("", "0.0.0.0", "::"):  # noqa: S104 - it is refused
+    if host in ("", "0.0.0.0", "::"):  # noqa: S104 - refused
         raise ValueError(f"weights are sent from one address of this machine that engines can reach, not from {host!r}")
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, backlog=128)
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Connect, trying again while nobody listens there yet. Raises OSError, the last one, after `timeout_s`."""
+    """Connect, retrying while nothing listens there yet. Raises the last OSError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -225,6 +225,6 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 def _readable(connected: socket.socket, timeout_s: float | None) -> bool:
     if connected.fileno() < 0:
         raise OSError("the connection was closed here")
-    poll = select.poll()  # Unlike `select`, it takes descriptors over 1023.
+    poll = select.poll()  # Unlike `select`, it accepts descriptors over 1023.
     poll.register(connected, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else 1e3 * timeout_s))

@@ -1,8 +1,8 @@
 """A `torch.distributed` group of one weight sender (rank 0) and its receivers, and the broadcast of a buffer in buckets.
 
-The group is nobody's default group: a process may be in several. Gloo can't be interrupted: a broadcast whose other side
-stopped ends when its own bound has passed, and destroying the group waits for that. So a group that was given up is kept
-by a daemon thread (`end`), and the process can end at any time.
+The group is not the default group, so a process may be in several. Gloo can't be interrupted: if the other side stops, a
+broadcast ends only at its timeout, and destroying the group waits for that. So an abandoned group is kept alive by a daemon
+thread (`end`), and the process can exit at any time.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore, Work
 
 Backend = Literal["gloo", "nccl"]
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0002, 0.005
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
 _NCCL_BOUND = timedelta(days=1)
-_distributed: Any = distributed  # Its type declarations lack a part of what it has.
+_distributed: Any = distributed  # Its type declarations are incomplete.
 
 
 class Group:
     def __init__(self, group: Any, store: Store, bound_s: float) -> None:
         self._group = group
-        self._store = store  # The group's members meet in it; the sender's process serves it.
+        self._store = store  # For rendezvous; served by the sender's process.
         self._bound_s = bound_s
         self._works: list[Work] = []
 
     def broadcast(self, flat_U8: Tensor, bucket_bytes: int, check: Callable[[], None]) -> None:
-        """Make `flat_U8` (bytes, [n]) of every member what it is at rank 0.
+        """Copy `flat_U8` (bytes, [n]) from rank 0 to every member.
 
-        `check` is called again and again while that takes; what it raises goes to the caller, with the broadcast given up.
+        `check` is called repeatedly meanwhile. If it raises, the broadcast is abandoned and the caller gets the exception.
         Raises WeightUpdateError if the group breaks, or a bucket takes longer than the bound.
         """
         options = _distributed.BroadcastOptions()
@@ -46,59 +46,59 @@ class Group:
         if isinstance(self._group, _distributed.ProcessGroupGloo):
             options.timeout = timedelta(seconds=self._bound_s)
         try:
-            # All are queued at once; they go one after the other.
+            # All buckets are queued at once and sent one after the other.
             self._works = [
                 self._group.broadcast([flat_U8[start : start + bucket_bytes]], options)
                 for start in range(0, flat_U8.numel(), bucket_bytes)
             ]
             for work in self._works:
-                self._finish(work, check)
+                self._wait_for(work, check)
         except RuntimeError as error:  # PyTorch's, of either backend
-            raise WeightUpdateError(f"the broadcast of weights broke: {_first(error)}") from error
+            raise WeightUpdateError(f"the broadcast of weights failed: {_first_line(error)}") from error
         self._works = []
 
     def end(self) -> None:
-        """Let the group go, so that destroying it takes no time. Nothing can be done with it afterwards."""
+        """Release the group without waiting. It can't be used afterwards."""
         if not isinstance(self._group, _distributed.ProcessGroupGloo):
             self._group.abort()
         elif not all(work.is_completed() for work in self._works):
             kept = (self._group, self._works)
-            threading.Thread(target=_keep, args=kept, name="weights-stuck", daemon=True).start()
+            threading.Thread(target=_hold_forever, args=kept, name="weights-stuck", daemon=True).start()
 
-    def _finish(self, work: Work, check: Callable[[], None]) -> None:
+    def _wait_for(self, work: Work, check: Callable[[], None]) -> None:
         deadline_s = time.monotonic() + self._bound_s
-        look_s = _FIRST_LOOK_S
+        poll_s = _FIRST_POLL_S
         while not work.is_completed():
             check()
             if time.monotonic() > deadline_s:
-                raise WeightUpdateError(f"the broadcast of weights did not go on for {self._bound_s:g} s")
-            time.sleep(look_s)
-            look_s = min(2 * look_s, _LONGEST_LOOK_S)
-        work.wait()  # It is over: this raises what went wrong.
+                raise WeightUpdateError(f"the broadcast of weights made no progress for {self._bound_s:g} s")
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+        work.wait()  # Completed; this raises its error, if any.
 
 
 def gpu_of(device: torch.device) -> str:
-    """The GPU that `device` is, by a name that no other GPU of any machine has; "" if nccl can't be used there."""
+    """The globally unique name of the GPU `device`; "" if nccl can't be used there."""
     if device.type != "cuda" or not distributed.is_available() or not distributed.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def choose_backend(sender: str, receivers: Sequence[str]) -> Backend:
-    """nccl if sender and receivers have a GPU each (`gpu_of`), and no two the same, which nccl does not take; else gloo."""
+    """nccl if sender and receivers each have a GPU (`gpu_of`) of their own, else gloo. nccl does not support shared GPUs."""
     gpus = [sender, *receivers]
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def staging_device(backend: str, device: torch.device) -> torch.device:
-    """Where a member that computes on `device` has the buffer that is broadcast."""
+    """The device of the broadcast buffer, for a member that computes on `device`."""
     return device if backend == "nccl" else torch.device("cpu")
 
 
 def serve_store(host: str) -> tuple[TCPStore, int]:
-    """The place where a group's members find each other, served on this address alone, and its port."""
+    """The group's rendezvous store, served on this address only, and its port."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((host, 0), family=family, backlog=128)  # PyTorch's own listens on all addresses.
+    listener = socket.create_server((host, 0), family=family, backlog=128)  # PyTorch's default listens on all addresses.
     port: int = listener.getsockname()[1]
     store: TCPStore = _distributed.TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=timedelta(seconds=30)
@@ -107,21 +107,23 @@ def serve_store(host: str) -> tuple[TCPStore, int]:
 
 
 def join_store(host: str, port: int, bound_s: float) -> TCPStore:
-    """Raises WeightUpdateError if it is not there."""
+    """Connect to the group's rendezvous store. Raises WeightUpdateError if it can't be reached within `bound_s`."""
     try:
         bound = timedelta(seconds=bound_s)
         store: TCPStore = _distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=bound)
     except RuntimeError as error:
-        raise WeightUpdateError(f"no group of weight receivers can be formed at {host}:{port}: {_first(error)}") from error
+        raise WeightUpdateError(
+            f"no group of weight receivers can be formed at {host}:{port}: {_first_line(error)}"
+        ) from error
     return store
 
 
 def form_group(
     backend: str, store: Store, *, rank: int, size: int, host: str, bound_s: float, device: torch.device
 ) -> Group:
-    """Meet the others. `host` is this member's address that the others reach it at.
+    """Form the group with the other members. `host`: the address at which they reach this member.
 
-    Raises WeightUpdateError if they do not come within `bound_s`, and UserError for a backend that this PyTorch has not.
+    Raises WeightUpdateError if they do not join within `bound_s`, UserError if this PyTorch lacks the backend.
     """
     require_backend(backend, device)
     try:
@@ -131,12 +133,12 @@ def form_group(
         else:
             group = _gloo_group(store, rank, size, host, bound_s)
     except RuntimeError as error:
-        raise WeightUpdateError(f"the group of weight sender and receivers was not formed: {_first(error)}") from error
+        raise WeightUpdateError(f"the group of weight sender and receivers was not formed: {_first_line(error)}") from error
     return Group(group, store, bound_s)
 
 
 def require_backend(backend: str, device: torch.device) -> None:
-    """Raises UserError unless this PyTorch has the backend and it can use the device."""
+    """Raises UserError unless this PyTorch has the backend and the backend can use the device."""
     if backend not in ("gloo", "nccl"):
         raise UserError(f"weights are broadcast with gloo or nccl, not {backend!r}")
     if not distributed.is_available() or not distributed.is_backend_available(backend):
@@ -151,23 +153,23 @@ def _gloo_group(store: Store, rank: int, size: int, host: str, bound_s: float) -
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=bound_s)
-    options._threads = 1  # One broadcast at a time, in order.
+    options._threads = 1  # one broadcast at a time, in order
     return gloo(store, rank, size, options)
 
 
 def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
-    torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())  # This thread's.
+    torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())  # of this thread
     nccl = _distributed.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = _NCCL_BOUND  # NCCL's own watchdog ends the process: the bounds here come long before it.
+    options._timeout = _NCCL_BOUND  # NCCL's watchdog would end the process; our bounds are far shorter.
     return nccl(store, rank, size, options)
 
 
-def _keep(*_: object) -> None:
+def _hold_forever(*_: object) -> None:
     """Hold the arguments until the process ends."""
     threading.Event().wait()
 
 
-def _first(error: Exception) -> str:
-    """PyTorch's messages end in pages of C++ frames."""
+def _first_line(error: Exception) -> str:
+    """The message without the C++ stack trace that PyTorch appends."""
     return str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The connection of a receiver, or of the coordinator, to the weight sender: first words, beats, orders, and its end."""
+"""The control connection of a receiver, or of the coordinator, to the weight sender."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _ENDING_S = 5.0
 
 
 class SenderLink:
-    """A thread that connects, says hello, and then regularly that this process runs, until the sender closes.
+    """A thread that connects, sends Hello and then heartbeats, until the sender closes.
 
-    `on_order` is called in that thread with everything the sender says but its Close, and with None when nothing more comes.
-    What goes wrong, a wrong address or number included, is raised by `raise_problem` from then on.
+    `on_message` is called in that thread with every message of the sender except Close, and with None after the last one.
+    After a failure, including a wrong address or index, `raise_problem` raises.
     """
 
     def __init__(
-        self, host: str, port: int, hello: Hello, *, join_timeout_s: float, on_order: Callable[[FromSender | None], None]
+        self, host: str, port: int, hello: Hello, *, join_timeout_s: float, on_message: Callable[[FromSender | None], None]
     ) -> None:
-        """`join_timeout_s`: how long to wait for the sender, and then for all others that it waits for."""
+        """`join_timeout_s`: how long to wait for the sender, and then for the other receivers."""
         self._host, self._port = host, port
         self._hello = hello
         self._join_timeout_s = join_timeout_s
-        self._on_order = on_order
+        self._on_message = on_message
         self._problem: str | None = None
         self.connection: Connection[FromSender] | None = None
         self.closed = threading.Event()
         self.ended = threading.Event()
-        self._thread = threading.Thread(target=self._converse, name="weights-control", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weights-control", daemon=True)
 
     @property
     def where(self) -> str:
@@ -58,49 +58,49 @@ class SenderLink:
     def start(self) -> None:
         self._thread.start()
 
-    def say(self, message: FromReceiver) -> None:
-        """To a sender that has closed it means nothing any more."""
+    def send(self, message: FromReceiver) -> None:
+        """Send a message. Without effect before the connection exists or after the sender has closed."""
         if self.connection is not None:
             self.connection.send(message)
 
     def fail(self, error: str) -> None:
-        """The first problem is the one that counts."""
+        """Record a problem. Only the first one is kept."""
         if not self.closed.is_set():
             self._problem = self._problem or error
 
     def raise_problem(self) -> None:
-        """Raises WeightUpdateError if something went wrong."""
+        """Raises WeightUpdateError if a problem was recorded."""
         if self._problem is not None:
             raise WeightUpdateError(self._problem)
 
     def close(self) -> None:
-        """Leave in good order."""
-        self.say(Leave())
+        """Leave the group and close the connection."""
+        self.send(Leave())
         self.closed.set()
         if self.connection is not None:
             self.connection.close()
         self._thread.join(_ENDING_S)
 
-    def _converse(self) -> None:
+    def _run(self) -> None:
         try:
             connected = connect(self._host, self._port, self._join_timeout_s)
             connection = Connection[FromSender](connected, FromSender, largest=_LARGEST_BYTES)
             self.connection = connection
-            self.say(self._hello)
-            self._follow(connection)
+            self.send(self._hello)
+            self._receive_messages(connection)
         except (EOFError, ConnectionResetError):
-            self.fail(f"{self.where} is gone: its process ended without a word")
+            self.fail(f"{self.where} is gone: its process exited unexpectedly")
         except ProtocolError as error:
-            self.fail(f"{self.where} is not one: it says something else ({error})")
+            self.fail(f"{self.where} sent an invalid message: {error}")
         except OSError as error:
             what = "is lost" if self.connection is not None else f"can't be reached within {self._join_timeout_s:g} s"
             self.fail(f"{self.where} {what}: {error}")
         self.ended.set()
-        self._on_order(None)
+        self._on_message(None)
 
-    def _follow(self, connection: Connection[FromSender]) -> None:
+    def _receive_messages(self, connection: Connection[FromSender]) -> None:
         beat_s = _FIRST_BEAT_S
-        next_s = begun_s = time.monotonic()
+        next_s = started_s = time.monotonic()
         formed = False
         while not self.closed.is_set():
             message = connection.receive(max(0.0, next_s - time.monotonic()))
@@ -112,10 +112,10 @@ class SenderLink:
                 case Form():
                     formed, beat_s = True, message.stall_s / BEATS_PER_BOUND
             if message is not None:
-                self._on_order(message)
+                self._on_message(message)
             now_s = time.monotonic()
-            if not formed and now_s - begun_s > self._join_timeout_s:
-                raise TimeoutError(f"it gathered no group in {self._join_timeout_s:g} s; other receivers have not come")
+            if not formed and now_s - started_s > self._join_timeout_s:
+                raise TimeoutError(f"no group was formed within {self._join_timeout_s:g} s; other receivers are missing")
             if now_s >= next_s:
                 connection.send(Beat())
                 next_s = now_s + beat_s

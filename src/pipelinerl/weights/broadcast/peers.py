@@ -1,6 +1,6 @@
-"""The sender's view of its receivers, and of who coordinates them: who has come, who is ready, who answered, who is gone.
+"""The sender's state of each receiver and of the coordinator: connected, ready, acknowledged, gone.
 
-A thread reads each of them.
+One thread per connection reads its messages.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from pipelinerl.weights.broadcast.control import (
 CLOSED = "the weight sender has closed"
 _LARGEST_BYTES = 1 << 16
 _HELLO_BOUND_S = 10.0
-_LOOK_S = 0.02
-# Whoever is cut off by a death may say so before the death itself is seen.
+_POLL_S = 0.02
+# When a receiver dies, others may report broken connections before its death is noticed.
 _GRACE_S = 1.0
 
 
 @dataclass(eq=False)
 class Peer:
-    """What is known of one receiver, or of the coordinator (`index` None), for whom `staged` is what it was told of.
+    """State of one receiver, or of the coordinator (`index` None).
 
-    `ready`, `staged` and `answered` are numbers of updates.
+    `ready`, `staged` and `answered` are update numbers. For the coordinator, `staged` is the last update announced to it.
     """
 
     index: int | None
@@ -53,14 +53,14 @@ class Peer:
     staged: int = 0
     answered: int = 0
     receipts: list[UpdateReceipt] = field(default_factory=list)
-    heard_s: float = 0.0  # time.monotonic
+    last_message_s: float = 0.0  # time.monotonic
     gone: str | None = None
     trouble: str | None = None
     trouble_s: float = 0.0
 
     @property
-    def here(self) -> bool:
-        """Has come, though it may be gone by now."""
+    def joined(self) -> bool:
+        """True once it has connected, even if it is gone by now."""
         return self.connection is not None
 
     @property
@@ -70,12 +70,12 @@ class Peer:
 
 
 class Peers:
-    """All of a sender's receivers. Nothing goes on after the first failure, and every receiver is told of it."""
+    """All receivers of a sender. The first failure ends the transfer and is reported to every receiver."""
 
     def __init__(self, listener: socket.socket, receivers: int, stall_s: float, *, coordinated: bool = False) -> None:
-        """`stall_s`: a receiver that is waited for, and was not heard of for so long, is given up.
+        """`stall_s`: a receiver that the sender waits for counts as failed after this long without a message.
 
-        `coordinated`: one more comes, which answers for all of them.
+        `coordinated`: a coordinator connects as well and answers for all receivers.
         """
         self._listener = listener
         self._stall_s = stall_s
@@ -87,23 +87,23 @@ class Peers:
         self.all = [*self.receivers, *([self.coordinator] if self.coordinator else [])]
         threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
 
-    def tell(self, message: FromSender, peers: Sequence[Peer] | None = None) -> None:
-        """Say it to these (all)."""
+    def send(self, message: FromSender, peers: Sequence[Peer] | None = None) -> None:
+        """Send the message to `peers` (default: all)."""
         for peer in self.all if peers is None else peers:
             if peer.connection is not None:
                 peer.connection.send(message)
 
-    def announce(self, update: Arrived) -> None:
+    def notify_coordinator(self, update: Arrived) -> None:
         """Tell the coordinator, if there is one, that every receiver has the update."""
         if self.coordinator is not None:
-            self.tell(update, [self.coordinator])
+            self.send(update, [self.coordinator])
             with self._changed:
                 self.coordinator.staged = update.number
                 self._changed.notify_all()
 
-    def all_here(self) -> bool:
+    def all_joined(self) -> bool:
         with self._changed:
-            return all(peer.here for peer in self.all)
+            return all(peer.joined for peer in self.all)
 
     def wait(
         self,
@@ -114,36 +114,36 @@ class Peers:
         peers: Sequence[Peer] | None = None,
         give_up: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Wait until `done` for each of these (all); False if it was given up.
+        """Wait until `done(peer)` for each of `peers` (default: all). False if `give_up` returned True meanwhile.
 
-        Raises WeightUpdateError, with its name, if one that is missing is gone, stalls or has trouble (that ends the
-        transfer), or did not `verb` in time.
+        Raises WeightUpdateError, with the peer's name, if one that is not done is gone, stalls or has failed (which ends the
+        transfer), or did not `verb` within `bound_s`.
         """
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         with self._changed:
             while missing := [peer for peer in (self.all if peers is None else peers) if not done(peer)]:
                 if give_up() or self._closed:
                     return False
                 self.require_alive(missing)
-                if (waited_s := time.monotonic() - begun_s) > bound_s:
+                if (waited_s := time.monotonic() - started_s) > bound_s:
                     raise WeightUpdateError(
                         f"engine {labels(missing)} did not {verb} in {waited_s:.1f} s (bound: {bound_s:g} s)"
                     )
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
         return True
 
     def require_alive(self, peers: Sequence[Peer] | None = None) -> None:
-        """Raises WeightUpdateError, and ends the transfer, if one of these (all) is gone, stalls or has trouble."""
+        """Raises WeightUpdateError, and ends the transfer, if one of `peers` (default: all) is gone, stalls or failed."""
         with self._changed:
             self.require_no_failure()
             if self._closed:
                 raise WeightUpdateError(CLOSED)
-            if (cause := self._cause(self.all if peers is None else peers)) is not None:
+            if (cause := self._failure_cause(self.all if peers is None else peers)) is not None:
                 self.fail(cause)
                 raise WeightUpdateError(cause)
 
-    def require_on_its_way(self, number: int) -> None:
-        """The same of those who do not have update `number` yet; the others may go."""
+    def require_receiving_alive(self, number: int) -> None:
+        """`require_alive` for the receivers that do not have update `number` yet. The others may leave."""
         with self._changed:
             self.require_alive([peer for peer in self.receivers if peer.staged < number])
 
@@ -153,30 +153,30 @@ class Peers:
             raise WeightUpdateError(self._failure)
 
     def fail(self, error: str) -> None:
-        """End the transfer for all. The first failure is the one that counts."""
+        """End the transfer for all. Only the first failure is kept."""
         with self._changed:
             if self._failure is not None or self._closed:
                 return
             self._failure = error
             self._changed.notify_all()
-        self.tell(Close(error))
+        self.send(Close(error))
 
     def has_answer(self, peer: Peer, number: int) -> bool:
-        """Whether there is an answer to update `number` from this one, or from the coordinator for it."""
+        """Whether `peer`, or the coordinator on its behalf, has answered update `number`."""
         return (self.coordinator or peer).answered >= number
 
     @property
     def answering(self) -> Sequence[Peer]:
-        """Those whose answers count. What servers say for themselves may come after the coordinator's word for all."""
+        """The peers whose answers count: the coordinator if there is one, since servers may answer later than it does."""
         return self.receivers if self.coordinator is None else [self.coordinator]
 
     def missing(self, number: int) -> Sequence[Peer]:
-        """Those who are to answer update `number`, and have not."""
+        """The peers that have yet to answer update `number`."""
         with self._changed:
             return [peer for peer in self.answering if peer.answered < number]
 
     def take_receipts(self) -> Sequence[UpdateReceipt]:
-        """All that came since the last call."""
+        """All receipts since the last call."""
         with self._changed:
             receipts = [receipt for peer in self.all for receipt in peer.receipts]
             for peer in self.all:
@@ -189,7 +189,7 @@ class Peers:
                 return
             self._closed = True
             self._changed.notify_all()
-        self.tell(Close())
+        self.send(Close())
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # Ends the accepting thread.
         self._listener.close()
@@ -197,19 +197,19 @@ class Peers:
             if peer.connection is not None:
                 peer.connection.close()
 
-    def _cause(self, peers: Iterable[Peer]) -> str | None:
-        """What keeps one of these from going on. A death explains the trouble of those it cuts off, so it comes first."""
-        here = [peer for peer in peers if peer.here]
-        for peer in here:
+    def _failure_cause(self, peers: Iterable[Peer]) -> str | None:
+        """Why one of `peers` can't continue, or None. One death causes errors at other peers, so it is checked first."""
+        joined = [peer for peer in peers if peer.joined]
+        for peer in joined:
             if peer.gone is not None:
                 return f"engine {peer.label} {peer.gone}"
         now_s = time.monotonic()
-        if silent := [peer for peer in here if now_s - peer.heard_s > self._stall_s]:
+        if silent := [peer for peer in joined if now_s - peer.last_message_s > self._stall_s]:
             return (
-                f"engine {labels(silent)} was not heard of for {self._stall_s:g} s: its process is stopped, or its machine "
+                f"engine {labels(silent)} sent nothing for {self._stall_s:g} s: its process is stopped, or its machine "
                 "can't be reached"
             )
-        for peer in here:
+        for peer in joined:
             if peer.trouble is not None and now_s - peer.trouble_s > _GRACE_S:
                 return f"engine {peer.label} can't receive weights: {peer.trouble}"
         return None
@@ -221,12 +221,12 @@ class Peers:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(_LOOK_S)  # No descriptor is free, say.
+                time.sleep(_POLL_S)  # For example, no descriptor is free.
                 continue
-            threading.Thread(target=self._read, args=(connected,), name="weights-peer", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connected,), name="weights-peer", daemon=True).start()
 
-    def _read(self, connected: socket.socket) -> None:
-        """Everything that one connection says, until it ends."""
+    def _serve(self, connected: socket.socket) -> None:
+        """Process the messages of one connection until it ends."""
         try:
             connection = Connection[FromReceiver](connected, FromReceiver, largest=_LARGEST_BYTES)
         except OSError:
@@ -238,10 +238,10 @@ class Peers:
             return
         try:
             while not isinstance(message := connection.receive(None), Leave):
-                self._note(peer, message)
+                self._record(peer, message)
             gone = "has left"
         except (EOFError, ConnectionResetError):
-            gone = "is gone: its process ended without a word"
+            gone = "is gone: its process exited unexpectedly"
         except (OSError, ProtocolError) as error:
             gone = f"is lost: {error}"
         with self._changed:
@@ -250,7 +250,7 @@ class Peers:
         connection.close()
 
     def _admit(self, connection: Connection[FromReceiver]) -> Peer | None:
-        """The peer whose connection this is from now on. None, and it is told why, if it is not one that is waited for."""
+        """Assign the connection to its peer. None if it is refused; the other side is told why."""
         try:
             hello = connection.receive(_HELLO_BOUND_S)
         except (OSError, EOFError, ProtocolError):
@@ -261,7 +261,7 @@ class Peers:
             if (refusal := self._refusal(hello)) is None:
                 peer = self._peer_of(hello)
                 peer.engine, peer.gpu = hello.engine[:100], hello.gpu
-                peer.heard_s, peer.connection = time.monotonic(), connection
+                peer.last_message_s, peer.connection = time.monotonic(), connection
                 self._changed.notify_all()
                 return peer
         connection.send(Close(refusal))
@@ -270,26 +270,26 @@ class Peers:
     def _refusal(self, hello: Hello) -> str | None:
         count = len(self.receivers)
         if hello.protocol != PROTOCOL:
-            return f"the weight sender speaks {PROTOCOL}, the receiver {hello.protocol[:100]!r}: install the same version"
+            return f"the weight sender uses {PROTOCOL}, the receiver {hello.protocol[:100]!r}: install the same version"
         if hello.receivers is not None and hello.receivers != count:
-            return f"the weight sender has {count} receivers, not {hello.receivers} as {Peer(hello.index).label} believes"
+            return f"the weight sender has {count} receivers, but {Peer(hello.index).label} expects {hello.receivers}"
         if hello.index is None and self.coordinator is None:
-            return "the weight sender's receivers answer for themselves: nobody coordinates them"
+            return "the weight sender's receivers send their own receipts: it expects no coordinator"
         if hello.index is not None and not 0 <= hello.index < count:
             return f"the weight sender has receivers number 0 to {count - 1}, not {hello.index}"
-        if self._peer_of(hello).here:
+        if self._peer_of(hello).joined:
             return f"there is a receiver {Peer(hello.index).label} already: each needs its own number"
         return self._failure or (CLOSED if self._closed else None)
 
     def _peer_of(self, hello: Hello) -> Peer:
         if hello.index is not None:
             return self.receivers[hello.index]
-        assert self.coordinator is not None  # noqa: S101 - `_refusal` was asked first
+        assert self.coordinator is not None  # noqa: S101 - `_refusal` checked this
         return self.coordinator
 
-    def _note(self, peer: Peer, message: FromReceiver | None) -> None:
+    def _record(self, peer: Peer, message: FromReceiver | None) -> None:
         with self._changed:
-            peer.heard_s = time.monotonic()
+            peer.last_message_s = time.monotonic()
             match message:
                 case Ready(number):
                     peer.ready = number

@@ -1,4 +1,4 @@
-"""An engine's end of a collective weight hand-over (see `collective`)."""
+"""An engine's end of a weight broadcast."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ from pipelinerl.weights.broadcast.group import Group, form_group, gpu_of, join_s
 from pipelinerl.weights.broadcast.link import SenderLink
 from pipelinerl.weights.layout import Layout
 
-# ------------------------------------------------------------------------------------------------------------------------
-# Where a receiver keeps the update that is coming in, until it is whole and verified.
+# ---- Buffer of the incoming update
 
 
 class Received(NamedTuple):
-    """Update `number`, whole. `error`: its bytes are not those that were sent."""
+    """The complete update `number`. `error`: set if its checksum is wrong."""
 
     number: int
     update: WeightUpdate
@@ -46,12 +45,12 @@ class Received(NamedTuple):
 
 
 class Staging:
-    """One buffer, reused by every update: the sender sends none before the one before was answered."""
+    """One buffer, reused for every update: the sender sends the next update only after this one is acknowledged."""
 
     def __init__(self, form: Form, *, index: int, sender_host: str, host: str, device: torch.device) -> None:
-        """Joins the group, within a bound. `device` is the engine's: a GPU is where nccl receives.
+        """Join the group. `device`: where the engine computes; with nccl the buffer is on it, else on the CPU.
 
-        Raises WeightUpdateError if that fails, and UserError for a wrong backend.
+        Raises WeightUpdateError if joining fails or takes longer than twice `stall_s`, UserError for a wrong backend.
         """
         device = staging_device(form.backend, device)
         self._bucket_bytes = form.bucket_bytes
@@ -66,15 +65,15 @@ class Staging:
         )
 
     def prepare(self, offer: Offer) -> None:
-        """Make room. Raises WeightUpdateError for a layout that makes no sense, or if there is no room."""
+        """Allocate the buffer for the first update. Raises WeightUpdateError if the layout is invalid or memory is short."""
         if self._tensors is None:
-            layout = decoded(offer.layout)
+            layout = decode_layout(offer.layout)
             self._buffer_U8 = staging_buffer(layout, self._device)
             self._tensors = layout.views(self._buffer_U8)
         self._offer = offer
 
     def receive(self, number: int, check: Callable[[], None]) -> Received:
-        """Take part in the broadcast of the update that was offered, and verify it. `check` may end it by an error."""
+        """Receive the broadcast of the offered update and verify it. `check` may end it by raising."""
         offer, tensors = self._offer, self._tensors
         if offer is None or tensors is None or offer.number != number:
             raise WeightUpdateError(f"the weight sender broadcasts update {number}, which it has not offered")
@@ -87,9 +86,9 @@ class Staging:
 
 
 def staging_buffer(layout: Layout, device: torch.device) -> Tensor:
-    """Bytes, [buffer_bytes], for all of the tensors. Raises WeightUpdateError if there is no room."""
+    """Bytes, [buffer_bytes], for all tensors. Raises WeightUpdateError if memory is short."""
     try:
-        # Zeros: what lies between two tensors is sent too, and should be nobody's memory.
+        # Zeros: the gaps between tensors are sent too and must not leak old memory.
         return torch.zeros(layout.buffer_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise WeightUpdateError(
@@ -98,8 +97,8 @@ def staging_buffer(layout: Layout, device: torch.device) -> Tensor:
         ) from error
 
 
-def decoded(text: str) -> Layout:
-    """The layout, if every tensor of it lies within the buffer. Raises WeightUpdateError."""
+def decode_layout(text: str) -> Layout:
+    """Decode the layout. Raises WeightUpdateError if it is invalid or a tensor is not within the buffer."""
     try:
         layout = msgspec.json.decode(text, type=Layout)
     except msgspec.DecodeError as error:
@@ -111,18 +110,18 @@ def decoded(text: str) -> Layout:
     return layout
 
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _ENDING_S = 5.0
-# A sender that has failed says why; that explains more than a broken broadcast.
-_EXPLAINED_S = 3.0
+# How long to wait for the sender's own error message, which explains more than a broken broadcast.
+_EXPLANATION_S = 3.0
 _CPU = torch.device("cpu")
 
 
 class CollectiveWeightReceiver:
-    """Receiver number `index` of those that the sender at `host`:`port` waits for.
+    """Receiver number `index` of the sender at `host`:`port`.
 
-    Everything is received by threads of its own, while the engine decodes. What goes wrong there, a wrong address or number
-    included, is raised by `offered` and `poll` from then on, after any whole update has been taken.
+    Its threads receive while the engine decodes. After a failure, including a wrong address or index, `offered` and `poll`
+    raise, but a complete update can still be taken first.
     """
 
     def __init__(
@@ -136,42 +135,42 @@ class CollectiveWeightReceiver:
         join_timeout_s: float = 120.0,
         device: torch.device = _CPU,
     ) -> None:
-        """`engine`: its name, for messages. `receivers`: how many there are, if the sender should check that.
+        """`engine`: its name, for messages. `receivers`: their number, if the sender should check it.
 
         `join_timeout_s`: how long to wait for the sender, and then for the other receivers. `device`: where the engine
-        computes. Updates are received there if it is a GPU and everybody has one of its own, else on the CPU.
+        computes. Updates are received there if the sender and every receiver have a GPU of their own, else on the CPU.
         """
         self._index, self._device = index, device
         self._formed = threading.Event()
         self._received: Received | None = None
         self._taken: Received | None = None
-        self._orders: queue.SimpleQueue[FromSender | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[FromSender | None] = queue.SimpleQueue()
         hello = Hello(protocol=PROTOCOL, index=index, engine=engine, receivers=receivers, gpu=gpu_of(device))
-        self._link = SenderLink(host, port, hello, join_timeout_s=join_timeout_s, on_order=self._orders.put)
-        self._thread = threading.Thread(target=self._work, name="weights-receive", daemon=True)
+        self._link = SenderLink(host, port, hello, join_timeout_s=join_timeout_s, on_message=self._messages.put)
+        self._thread = threading.Thread(target=self._run, name="weights-receive", daemon=True)
         self._link.start()
         self._thread.start()
 
     def wait_joined(self, timeout_s: float) -> None:
-        """Wait until the sender and all receivers are a group. Raises WeightUpdateError if that fails, or takes longer."""
+        """Wait until the group is formed. Raises WeightUpdateError if that fails or takes longer than `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        while not self._formed.wait(_LOOK_S):
+        while not self._formed.wait(_POLL_S):
             self._link.raise_problem()
             if time.monotonic() > deadline_s:
                 raise WeightUpdateError(f"{self._link.where} and its receivers formed no group in {timeout_s:g} s")
 
     def offered(self) -> int | None:
-        """The version of the update that came, if it was not taken yet. Less than a microsecond."""
+        """The version of the received update if it was not taken yet, or None. Costs under a microsecond."""
         if (received := self._received) is not None:
             return received.update.version
         self._link.raise_problem()
         return None
 
     def poll(self) -> WeightUpdate | None:
-        """The update that came, if it was not taken yet.
+        """The received update if it was not taken yet, or None.
 
-        The tensors are views of the buffer that it was received in: read them, do not write. They stay as they are until
-        the update is acknowledged. Raises WeightUpdateError if the bytes are not those the sender took the checksum of.
+        The tensors are views of the receive buffer: do not write to them. They do not change until the update is
+        acknowledged. Raises WeightUpdateError if the bytes do not match the sender's checksum.
         """
         received = self._received
         if received is None:
@@ -183,58 +182,58 @@ class CollectiveWeightReceiver:
         return received.update
 
     def acknowledge(self, receipt: UpdateReceipt) -> None:
-        """Answer for the update that was taken last. Raises ValueError if there is none to answer for."""
+        """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
         if self._taken is None:
             raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
-        self._link.say(Answer.of(self._taken.number, receipt))
+        self._link.send(Answer.of(self._taken.number, receipt))
         self._taken = None
 
     def close(self) -> None:
-        """Leave. Views that were handed out stay valid."""
+        """Leave the group. Views returned by `poll` stay valid."""
         self._link.close()
-        self._orders.put(None)
+        self._messages.put(None)
         self._thread.join(_ENDING_S)
 
-    # The receiving thread
+    # ---- The receiving thread
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         staging: Staging | None = None
         try:
-            while (order := self._orders.get()) is not None:
-                staging = self._obey(order, staging)
+            while (message := self._messages.get()) is not None:
+                staging = self._handle(message, staging)
         except PipelineRLError as error:
-            self._explain(str(error))
+            self._report(str(error))
         except Exception as error:
-            self._explain(f"{type(error).__name__}: {error}")
+            self._report(f"{type(error).__name__}: {error}")
             raise
-        # PyTorch destroys a group safely only while the interpreter is whole: `close` waits for this.
+        # PyTorch can't destroy a group safely during interpreter shutdown, so `close` waits for this.
         self._link.closed.wait()
         if staging is not None:
             staging.group.end()
 
-    def _obey(self, order: FromSender, staging: Staging | None) -> Staging:
+    def _handle(self, message: FromSender, staging: Staging | None) -> Staging:
         connection = self._link.connection
-        match order, staging:
+        match message, staging:
             case Form(), None if connection is not None:
                 sender, host = connection.peer_host, connection.local_host
-                staging = Staging(order, index=self._index, sender_host=sender, host=host, device=self._device)
+                staging = Staging(message, index=self._index, sender_host=sender, host=host, device=self._device)
                 self._formed.set()
             case Offer(), Staging():
-                staging.prepare(order)
-                self._link.say(Ready(order.number))
+                staging.prepare(message)
+                self._link.send(Ready(message.number))
             case Go(number), Staging():
                 received = staging.receive(number, self._require_sender)
                 self._received = received
-                self._link.say(Staged(number) if received.error is None else Trouble(received.error))
+                self._link.send(Staged(number) if received.error is None else Trouble(received.error))
             case _:
-                raise WeightUpdateError(f"the weight sender said {type(order).__name__} out of turn")
+                raise WeightUpdateError(f"the weight sender sent {type(message).__name__} out of order")
         return staging
 
     def _require_sender(self) -> None:
         if self._link.ended.is_set() or self._link.closed.is_set():
             raise WeightUpdateError(self._link.problem or "the weight sender closed in the middle of an update")
 
-    def _explain(self, error: str) -> None:
-        self._link.say(Trouble(error[:LONGEST_ERROR]))
-        self._link.ended.wait(_EXPLAINED_S)
+    def _report(self, error: str) -> None:
+        self._link.send(Trouble(error[:LONGEST_ERROR]))
+        self._link.ended.wait(_EXPLANATION_S)
         self._link.fail(error)

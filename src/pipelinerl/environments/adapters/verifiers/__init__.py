@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, unmodified: their prompts, turns, tools and rubrics, over exact token ids.
+"""Environments of the package `verifiers`, unmodified: their prompts, turns, tools and rubrics, with exact token ids.
 
-All modules but `environment` import verifiers, which takes seconds: it does so when an environment is made.
+All modules except `environment` import verifiers, which takes seconds, so they are imported when an environment is built.
 """

@@ -1,4 +1,4 @@
-"""A client of verifiers that asks our model: messages become exact ids, and nothing that was sampled is encoded again."""
+"""A verifiers client for the policy model: messages become exact ids, and sampled tokens are never encoded again."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MODEL = "policy"
 
 
 class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for mypy
-    """The calls of the model in one rollout. They are sampled as the run says, whatever an environment's `sampling_args`.
+    """The model calls of one rollout. Sampling follows the run's settings; `sampling_args` of an environment are ignored.
 
-    `failure` is what the latest call raised. `too_long` is set when a prompt did not fit: verifiers ends the rollout there,
-    and scores what it has.
+    `failure` is the exception of the latest call. `too_long` is set when a prompt did not fit: verifiers then ends the
+    rollout and scores it as it is.
     """
 
     def __init__(self, client: GenerationClient, template_options: Mapping[str, Any]) -> None:
@@ -35,10 +35,10 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
         raise TypeError(f"a client of the policy can't be made from a {type(config).__name__}")
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
     async def to_native_tool(self, tool: Any) -> dict[str, Any]:
-        """Without `strict`, which is about how an API decodes: a template would show it to the model."""
+        """The tool without `strict`: it is a decoding option of APIs, and a template would show it to the model."""
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
         return {"type": "function", "function": function}
 
@@ -48,8 +48,8 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
     async def get_native_response(
         self,
         prompt: list[dict[str, Any]],
-        model: str,  # noqa: ARG002 - there is one
-        sampling_args: Mapping[str, Any],  # noqa: ARG002 - the run's count
+        model: str,  # noqa: ARG002 - there is only one
+        sampling_args: Mapping[str, Any],  # noqa: ARG002 - the run's settings apply
         tools: list[dict[str, Any]] | None = None,
         **_: Any,
     ) -> Answer:
@@ -64,7 +64,7 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
             raise
 
     async def raise_from_native_response(self, response: Answer) -> None:
-        """Any answer will do: an empty one, too, is something that the model did, and that a reward should see."""
+        """Accepts every answer, even an empty one: it is the model's behaviour, and the reward should see it."""
 
     async def from_native_response(self, response: Answer) -> Any:
         prompt_ids, sampled = list(response.prompt.ids), list(response.completion.token_ids)
@@ -107,7 +107,7 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
 
 def _openai_message(message: Any) -> dict[str, Any]:
     plain: dict[str, Any] = message.model_dump(exclude_none=True)
-    if plain["role"] == "text":  # a prompt that is a plain text; the user's message, as for verifiers' own clients for chats
+    if plain["role"] == "text":  # a plain-text prompt becomes the user's message, as in verifiers' own chat clients
         plain["role"] = "user"
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [

@@ -1,4 +1,4 @@
-"""An environment of the package `verifiers` (https://github.com/PrimeIntellect-ai/verifiers) as one of ours."""
+"""Adapter for environments of the package `verifiers` (https://github.com/PrimeIntellect-ai/verifiers)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.environments.data import Split, split, without
+from pipelinerl.environments.data import Split, hold_out, split
 from pipelinerl.environments.prompts import has_chat_template
 from pipelinerl.environments.registry import checked
 from pipelinerl.environments.single_turn import Epochs
@@ -17,22 +17,22 @@ from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 
 SAME_PROBLEM = ("prompt", "answer", "info")
-"""Rows that have these in common are the same problem: they are what verifiers makes a rollout from."""
+"""Rows with equal values in these fields are the same problem: verifiers builds a rollout from them."""
 
 
 class Verifiers:
-    """Problems, turns, tools and rewards are those of a `verifiers.Environment`; how the model is sampled is the run's.
+    """Problems, turns, tools and rewards come from a `verifiers.Environment`; sampling settings come from the run.
 
-    environment   name of an installed one, as for `verifiers.load_environment`
-    load          instead of that: `path/to/file.py:load_environment`, a function that returns one
-    args          that function's arguments
-    held_out      share of the rows that evaluations use and training never sees (by a hash of the row), for environments
-                  that have no `eval_dataset`
-    template      options of the model's chat template, like `{enable_thinking: false}`
-    threads       reward functions that aren't `async` run in threads, while generation goes on. false: in the main thread,
-                  which the engine waits for
-    drop_raised   a rollout is dropped if one of its reward functions raises. false: that function is worth 0, as verifiers
-                  has it
+    environment   name of an installed environment, as for `verifiers.load_environment`
+    load          instead of `environment`: `path/to/file.py:load_environment`, a function that returns an environment
+    args          arguments of the function that loads the environment
+    held_out      share of the rows (by a hash of the row) for evaluation, never used in training; only for environments
+                  without an `eval_dataset`
+    template      options of the model's chat template, such as `{enable_thinking: false}`
+    threads       run reward functions that aren't `async` in threads, while generation continues. false: in the main thread,
+                  which blocks the engine
+    drop_raised   drop a rollout if one of its reward functions raises an error. false: that function counts as 0, as in
+                  verifiers
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Verifiers:
         threads: bool = True,
         drop_raised: bool = False,
     ) -> None:
-        """Raises MissingDependencyError, and EnvironmentSetupError for what can't be loaded, or not be trained on."""
+        """Raises MissingDependencyError, and EnvironmentSetupError if the environment can't be loaded or trained on."""
         types = checked(
             _Types,
             environment=environment,
@@ -62,7 +62,7 @@ class Verifiers:
         _check(types)
         if importlib.util.find_spec("verifiers") is None:
             raise MissingDependencyError("verifiers is not installed: pip install 'pipelinerl[verifiers]'")
-        # Here, because verifiers takes seconds to import, and is an extra.
+        # Imported here because verifiers takes seconds to import and is an optional dependency.
         from pipelinerl.environments.adapters.verifiers.loading import load_environment  # noqa: PLC0415
         from pipelinerl.environments.adapters.verifiers.playing import Player  # noqa: PLC0415
 
@@ -76,7 +76,7 @@ class Verifiers:
             )
 
     def problem(self, index: int) -> Problem:
-        """Every row once an epoch, in an order that depends on the seed and the epoch."""
+        """Each row once per epoch, in an order that depends on the seed and the epoch."""
         return self._training[self._epochs.place(index)]
 
     def held_out(self, count: int) -> Sequence[Problem]:
@@ -87,13 +87,13 @@ class Verifiers:
 
 
 def _split(name: str, training: list[Problem], evaluation: list[Problem] | None, share: float) -> Split:
-    """No problem is on both sides. Raises EnvironmentSetupError if nothing is left to train on."""
+    """Split without overlap. Raises EnvironmentSetupError if nothing is left to train on."""
     if evaluation is None:
         return split(training, share, _key)
-    unseen = without(training, {_key(problem) for problem in evaluation}, _key).training
-    if not unseen:
-        raise EnvironmentSetupError(f"all {len(training)} rows of the dataset of {name} are in its eval_dataset, too")
-    return Split(unseen, evaluation)
+    remaining = hold_out(training, {_key(problem) for problem in evaluation}, _key).training
+    if not remaining:
+        raise EnvironmentSetupError(f"all {len(training)} rows of the dataset of {name} are also in its eval_dataset")
+    return Split(remaining, evaluation)
 
 
 def _key(problem: Problem) -> str:
@@ -102,7 +102,7 @@ def _key(problem: Problem) -> str:
 
 
 class _Types(msgspec.Struct, kw_only=True):
-    """What a run file's values for these arguments must be."""
+    """Types of these arguments in a run file."""
 
     environment: str
     load: str
@@ -117,7 +117,7 @@ def _check(types: _Types) -> None:
     if bool(types.environment) == bool(types.load):
         raise EnvironmentSetupError(
             "environment.args needs either `environment`, the name of an installed environment of verifiers, or `load`, "
-            "like path/to/file.py:load_environment"
+            "such as path/to/file.py:load_environment"
         )
     if not 0 <= types.held_out < 1:
         raise EnvironmentSetupError(f"environment.args.held_out is {types.held_out}; it must be a share below 1")

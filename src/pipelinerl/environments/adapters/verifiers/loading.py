@@ -1,4 +1,4 @@
-"""From a name, or a function in a user's file, to an environment of verifiers and its rows."""
+"""Loads an environment of verifiers, by name or by a function in a user's file, and its rows."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Loaded(NamedTuple):
 
 
 def load_environment(installed: str, load: str, arguments: Mapping[str, Any]) -> Loaded:
-    """The installed environment of that name, or the one that the function `load` returns; the other one is "".
+    """The environment named `installed`, or the one that the function `load` returns. The other argument is "".
 
-    Raises EnvironmentSetupError, with one line, if there is none, or no data in it to train on.
+    Raises EnvironmentSetupError, with one line, if it can't be loaded or has no data to train on.
     """
     spec = load or f"{_module_of(installed)}:load_environment"
     name = installed or _name_of(load)
@@ -48,7 +48,9 @@ def load_environment(installed: str, load: str, arguments: Mapping[str, Any]) ->
         try:
             dataset, eval_dataset = environment.build_dataset(), environment.build_eval_dataset()
         except Exception as error:
-            raise EnvironmentSetupError(f"the data of environment {name} can't be had: {describe(error, spec)}") from error
+            raise EnvironmentSetupError(
+                f"the data of environment {name} can't be loaded: {describe(error, spec)}"
+            ) from error
     training = _problems(name, dataset)
     if not training:
         raise EnvironmentSetupError(f"environment {name} has no dataset to train on")
@@ -68,13 +70,13 @@ def _module_of(installed: str) -> str:
 
 
 def _name_of(load: str) -> str:
-    """What an environment of a user's own is called in ids: the file or module that it is in."""
+    """The name of a user's environment in problem ids: the stem of its file, or its module."""
     module = load.rpartition(":")[0]
     return Path(module).stem if module.endswith(".py") else module
 
 
 def _check_arguments(name: str, function: UserFunction, arguments: Mapping[str, Any]) -> None:
-    """Tell wrong `args` from a TypeError inside the function."""
+    """Raises EnvironmentSetupError for arguments that don't fit, so that a TypeError inside the function is told apart."""
     signature = inspect.signature(function)
     try:
         signature.bind(**arguments)
@@ -87,7 +89,7 @@ def _check_arguments(name: str, function: UserFunction, arguments: Mapping[str, 
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Each environment of verifiers takes over Ctrl-C and the request to end; how a run ends is not for it to say."""
+    """Restore the handlers of SIGINT and SIGTERM, which every environment of verifiers replaces."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -98,7 +100,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def _problems(name: str, dataset: Any) -> list[Problem]:
-    """Each row, as it is, is a payload. Raises EnvironmentSetupError for rows that can't be recorded as JSON."""
+    """Each row is a payload, unchanged. Raises EnvironmentSetupError if the first row can't be encoded as JSON."""
     problems = [Problem(id=f"{name}/{number}", payload=dict(row)) for number, row in enumerate(dataset or ())]
     try:
         msgspec.json.encode(problems[:1])

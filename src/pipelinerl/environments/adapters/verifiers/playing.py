@@ -21,35 +21,31 @@ from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.types import Rollout
 
-# ------------------------------------------------------------------------------------------------------------------------
-# The reward functions of an environment of verifiers: which will do, where they run, and what they raise.
-#
-# verifiers takes 0 for a function that raises, and writes a line to its log. Here it is noted as well: a mistake in a
-# reward,
-# or a judge that is away, should show in the metrics.
+# ---- reward functions: check them, run them in threads, record their errors
+# verifiers logs a function that raises and counts it as 0. Recording the error as well makes it visible in the metrics.
 
 
 class RewardError(NamedTuple):
-    """What a reward function raised, in a line. `of_thread`: probably only because it ran in a thread."""
+    """The error of a reward function in one line. `of_thread`: probably caused by running in a thread."""
 
     line: str
     of_thread: bool
 
 
-_noted: ContextVar[list[RewardError] | None] = ContextVar("_noted", default=None)
+_errors: ContextVar[list[RewardError] | None] = ContextVar("_errors", default=None)
 
 
-def note_errors() -> list[RewardError]:
-    """From now on, what reward functions raise in this task, or in tasks that it starts, is put on the list returned."""
+def collect_errors() -> list[RewardError]:
+    """A list that from now on receives the errors of reward functions in this task and in tasks that it starts."""
     errors: list[RewardError] = []
-    _noted.set(errors)
+    _errors.set(errors)
     return errors
 
 
 def prepare_rubrics(environment: Environment, name: str, *, threads: bool) -> None:
-    """Have the environment's reward functions watched; with `threads`, those that aren't `async` run in threads.
+    """Record the errors of the environment's reward functions; with `threads`, run those that aren't `async` in threads.
 
-    Raises EnvironmentSetupError if its rollouts can't be scored one by one, or are all worth nothing.
+    Raises EnvironmentSetupError if rollouts can't be scored one by one, or if every reward would be 0.
     """
     rubrics = list({id(rubric): rubric for rubric in _rubrics(environment)}.values())
     if any(rubric.has_group_rewards or rubric.has_advantages for rubric in rubrics):
@@ -57,12 +53,12 @@ def prepare_rubrics(environment: Environment, name: str, *, threads: bool) -> No
             f"environment {name} has reward functions of whole groups (of states, completions, ...); here each rollout is "
             "scored by itself, so it can't be trained on"
         )
-    if all(_standard(rubric) and not any(rubric.weights) for rubric in rubrics):
+    if all(_is_standard(rubric) and not any(rubric.weights) for rubric in rubrics):
         raise EnvironmentSetupError(f"environment {name} has no reward function with a weight: every rollout is worth 0")
-    for rubric in filter(_standard, rubrics):
-        if not rubric.funcs:  # verifiers refuses to score a rollout by nothing, though not a group
+    for rubric in filter(_is_standard, rubrics):
+        if not rubric.funcs:  # verifiers can't score a single rollout without functions, only a group
             rubric.score_rollout = rubric.dummy_score_rollout
-        rubric.funcs = [_watched(function, threads) for function in rubric.funcs]
+        rubric.funcs = [_recording_errors(function, threads) for function in rubric.funcs]
 
 
 def _rubrics(environment: Environment) -> Iterator[Rubric]:
@@ -81,36 +77,36 @@ def _parts(rubric: Rubric) -> Iterator[Rubric]:
         yield rubric
 
 
-def _standard(rubric: Rubric) -> bool:
-    """Whether it scores by its functions and nothing else."""
+def _is_standard(rubric: Rubric) -> bool:
+    """Whether the rubric uses the scoring method of its base class, which only calls its functions."""
     return type(rubric).score_rollout is Rubric.score_rollout
 
 
-def _watched(function: Callable[..., Any], threads: bool) -> Callable[..., Any]:
-    """The same function to verifiers, which looks at its name and signature and awaits what it returns."""
+def _recording_errors(function: Callable[..., Any], threads: bool) -> Callable[..., Any]:
+    """The function with its errors recorded. Keeps name and signature, which verifiers inspects; verifiers awaits it."""
     in_thread = threads and not inspect.iscoroutinefunction(function)
 
     @wraps(function)
-    async def watched(*arguments: Any, **named: Any) -> float:
+    async def wrapper(*arguments: Any, **named: Any) -> float:
         call = partial(function, *arguments, **named)
         try:
             value = await asyncio.wrap_future(in_daemon_thread(partial(copy_context().run, call))) if in_thread else call()
             return float(await value if inspect.isawaitable(value) else value)
         except Exception as error:
-            if (errors := _noted.get()) is not None:
-                line = f"{watched.__name__} raised {type(error).__name__}: {' '.join(str(error).split())}"
-                # So say signals, SQLite and math-verify; that is not worth 0, but our mistake.
+            if (errors := _errors.get()) is not None:
+                line = f"{wrapper.__name__} raised {type(error).__name__}: {' '.join(str(error).split())}"
+                # Signals, SQLite and math-verify raise such errors in threads. The thread is at fault, not the answer.
                 errors.append(RewardError(line, of_thread=in_thread and "thread" in str(error)))
             raise
 
-    return watched
+    return wrapper
 
 
 class Player:
-    """Plays rows of one environment, any number at a time."""
+    """Runs rollouts of one environment, any number at a time."""
 
     def __init__(self, loaded: Loaded, *, template: Mapping[str, Any], threads: bool, drop_raised: bool) -> None:
-        """Raises EnvironmentSetupError for rubrics that can't score a rollout by itself."""
+        """Raises EnvironmentSetupError for rubrics that can't score single rollouts."""
         prepare_rubrics(loaded.environment, loaded.name, threads=threads)
         self._name = loaded.name
         self._environment = loaded.environment
@@ -118,13 +114,13 @@ class Player:
         self._drop_raised = drop_raised
 
     async def play(self, row: Mapping[str, Any], client: GenerationClient) -> Rollout:
-        """Metrics are the rubric's, the conversation's, `reward_errors` (functions that raised) and `prompt_too_long` (1: so
-        the rollout ended).
+        """Run one rollout.
 
-        Raises what a call of the model raised, if the rollout ended with that, and RolloutError for other errors in it.
+        Metrics are the rubric's, the conversation's, `reward_errors` (number of functions that raised) and `prompt_too_long`
+        (1 if that ended the rollout). If an error ended the rollout, raises the error of the model call, else RolloutError.
         """
         policy = PolicyClient(client, self._template)
-        raised = note_errors()
+        raised = collect_errors()
         output = await self._environment.run_rollout(dict(row), policy, MODEL, sampling_args={})
         turns = policy.conversation.turns
         if (error := output["error"]) is not None:

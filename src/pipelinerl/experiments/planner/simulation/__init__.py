@@ -1,9 +1,10 @@
-"""A run as a discrete-event simulation: the same schedule as the real actor and trainer, machines that only take time.
+"""A discrete-event simulation of a run: the real schedule, with costs in time instead of computation.
 
-scenario.py   what it is given            run.py      events in order of time
-workload.py   lengths, drawn or replayed  engine.py   an engine's decode steps, many at once
-result.py     what it predicts            trainer.py  stream, batches, optimizer steps
-measured.py   the same of a real run      lag.py      lag of every token
+scenario.py    inputs                                     run.py      the event loop
+calibrated.py  a scenario from a run file and calibration engine.py   decode steps of an engine, many at once
+workload.py    lengths, drawn or replayed                 trainer.py  stream, batches, optimizer steps
+result.py      the prediction                             lag.py      lag of every token
+recorded.py    workload and measurements of a real run    table.py    a prediction as text
 """
 
 from pipelinerl.experiments.planner.simulation.result import Prediction

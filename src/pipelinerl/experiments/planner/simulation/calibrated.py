@@ -1,4 +1,4 @@
-"""A run file and a machine's calibration as a scenario."""
+"""Builds a scenario from a run file and a machine's calibration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pipelinerl.schedule import make_schedule
 def calibrated_costs(calibration: Calibration, *, slots: int, group_size: int, trainers: int = 1) -> Costs:
     """Costs in seconds of engines with up to `slots` sequences, and of a trainer spread over `trainers` such machines.
 
-    A rollout's measured overhead includes its share of its group's prefill; the part that is the prompt's tokens is charged
-    to the step that takes the prompt in, the rest (whatever a step with a prompt costs more, admission, the environment,
-    records) when the rollout ends. With more trainers, each does its share of tokens and the fixed part stays.
+    A rollout's measured overhead includes its share of its group's prefill. The part for the prompt's tokens is charged to
+    the step that prefills the prompt. The rest (the fixed cost of a step with prefill, admission, environment, records) is
+    charged when the rollout ends. With more trainers the costs per token and per rollout are divided by `trainers`; the
+    fixed cost of a step stays.
     """
     generation, training = calibration.generation, calibration.training
     prompt_s = generation.prefill_s_per_token * generation.prompt_tokens_mean
@@ -35,7 +36,7 @@ def calibrated_costs(calibration: Calibration, *, slots: int, group_size: int, t
 def calibrated_workload(
     calibration: Calibration, config: RunConfig, *, seed: int, lengths: Lengths | None = None
 ) -> DrawnWorkload:
-    """Completions as long as the model wrote them when it was calibrated (or `lengths`), as many with a gradient as then."""
+    """Lengths (unless `lengths` is given) and the share of groups with a gradient as they were in the calibration."""
     return DrawnWorkload(
         lengths or calibration.length_distribution(),
         config.actor.group_size,
@@ -54,7 +55,7 @@ def run_scenario(
     engines: int | None = None,
     steps: int | None = None,
 ) -> Scenario:
-    """The run that `config` describes; `engines` and `steps` are its own if they are not given."""
+    """The run that `config` describes. `engines` and `steps` override the run file's."""
     return Scenario(
         schedule=make_schedule(config),
         engines=engines or config.engine.processes,
@@ -71,7 +72,7 @@ def run_scenario(
 
 
 def doubts(config: RunConfig, calibration: Calibration) -> list[str]:
-    """Why this calibration may not be right for this run, a sentence each."""
+    """Reasons why this calibration may not fit this run, one sentence each."""
     found = []
     if calibration.model != config.model.path:
         found.append(f"the calibration is of model {calibration.model}, the run's is {config.model.path}")
@@ -80,7 +81,7 @@ def doubts(config: RunConfig, calibration: Calibration) -> list[str]:
     together = side_by_side(config, make_schedule(config))
     if calibration.side_by_side != together:
         made, is_now = ("at the same time", "in turn") if calibration.side_by_side else ("in turn", "at the same time")
-        found.append(f"it was made with generation and training working {made}; here they work {is_now}")
+        found.append(f"it was made with generation and training running {made}; here they run {is_now}")
     load, cores = calibration.machine.load_average, calibration.machine.cores
     if load is not None and load > cores / 2:
         found.append(f"the machine was busy when it was made (load average {load:g}, {cores} cores)")

@@ -1,8 +1,8 @@
-"""One simulated generation process. Nothing is done token by token: it moves from one event to the next.
+"""One simulated generation process, which advances from event to event instead of token by token.
 
-Between two events the same h sequences advance by a token every `decode_step_s[h]` seconds, so a *segment* of n steps is
-one subtraction. Events are: a sequence ends; or the engine, short of work, is told that the trainer has moved. Weights
-that come in the midst of a segment cut it in two, which is done when the segment's end is looked at, not before.
+Between two events the same h sequences advance by a token every `decode_step_s[h]` seconds, so a *segment* of n steps takes
+one computation. Events are: a sequence ends, a reward arrives, or the engine is woken because something it was waiting for
+has changed. Weights that arrive during a segment split it in two, but only when the end of the segment is processed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import NamedTuple
 from pipelinerl.actor.actor import OPEN_ROLLOUTS_PER_SLOT
 from pipelinerl.experiments.planner.simulation.scenario import GroupWork, Scenario
 
-# ------------------------------------------------------------------------------------------------------------------------
-# What moves through the simulated pipeline: plain mutable records, made by the million.
+# ---- records of the simulated pipeline, with `__slots__` because there may be millions
 
 
 class SimulatedGroup:
-    """K attempts that run in one engine. `open` of them are being generated, or wait for their reward."""
+    """K attempts that run in one engine. `open` of them are queued, in progress or waiting for their reward."""
 
     __slots__ = ("index", "open", "rollouts", "started_version", "work")
 
@@ -34,9 +33,9 @@ class SimulatedGroup:
 
 
 class SimulatedRollout:
-    """One attempt. Its tokens are made by `engine` in its decode steps `start_step` .. `start_step + length - 1`.
+    """One attempt. `engine` samples its tokens in decode steps `start_step` .. `start_step + length - 1`.
 
-    The weights that made the first and the last of them are the engine's updates number `first_update`, `last_update`.
+    `first_update` and `last_update` index the engine's `update_versions`: the weights of its first and last token.
     """
 
     __slots__ = ("engine", "first_update", "group", "last_update", "length", "start_step", "used", "wait_s")
@@ -51,19 +50,19 @@ class SimulatedRollout:
 
     @property
     def oldest_version(self) -> int:
-        """The version of its first token."""
+        """The version of the first token."""
         return self.engine.update_versions[self.first_update]
 
 
 class Publication(NamedTuple):
-    """Weights that the trainer offers from `time_s` on."""
+    """Weights that are available from `time_s` on."""
 
     time_s: float
     version: int
 
 
 class Segment(NamedTuple):
-    """`steps` decode steps of `step_s` from the boundary at `begin_s` on, after a pause and the prefill."""
+    """`steps` decode steps of `step_s` each, after a pause and the prefill from the token boundary at `begin_s` on."""
 
     begin_s: float
     pause_s: float
@@ -76,19 +75,19 @@ class Segment(NamedTuple):
         return self.pause_s + self.prefill_s
 
     def boundary_s(self, steps: int) -> float:
-        """When so many of the steps are done."""
+        """The time at which this many of the steps are done."""
         return self.begin_s + self.first_s + steps * self.step_s
 
     def steps_until(self, time_s: float, *, later: bool = False) -> int:
-        """After how many steps, at least one, is the first token boundary at `time_s` or, if `later`, after it?"""
+        """Steps (at least one) to the first token boundary at or after `time_s`; strictly after it if `later`."""
         steps = (time_s - self.begin_s - self.first_s) / self.step_s
         return max(1, math.floor(steps) + 1 if later else math.ceil(steps))
 
 
 class SimulatedEngine:
-    """H slots and the queue before them. `segment` is what it is doing now; None: nothing, it has no open rollout.
+    """H slots and the queue of rollouts for them. `segment` is the current segment; None: there is no open rollout.
 
-    With no sequence in progress and rollouts that wait for their rewards, the segment is the time until the next reward.
+    If no sequence is in progress but rollouts wait for rewards, the segment is the time until the next reward.
     """
 
     def __init__(self, index: int, scenario: Scenario, publications: list[Publication]) -> None:
@@ -101,32 +100,32 @@ class SimulatedEngine:
         self.busy_s = self.decode_s = self.slot_s = 0.0
         self.starved_s = 0.0
         self.in_progress = 0
-        """Rollouts of groups that are not in the stream yet."""
+        """Rollouts of started groups that are not in the stream yet."""
         self.finished: deque[SimulatedGroup] = deque()
         self.segment: Segment | None = None
         self.denied_since_s: float | None = None
-        """Since when it has had room and not been allowed to start more; None: it has no room."""
-        self.turn = 0
-        """Counts what it was told to do next: an event of an earlier turn is void."""
+        """The time since which the engine has room but may not start more groups; None: it has no room."""
+        self.event_number = 0
+        """Number of the engine's latest event. Events in the queue with an older number are stale."""
         self.update_steps = [0]
         self.update_versions = [self.version]
         self._costs = scenario.costs
         self._schedule = scenario.schedule
         in_rounds = scenario.schedule.trains_in_rounds()
-        self._most_open = None if in_rounds else scenario.max_open_rollouts or OPEN_ROLLOUTS_PER_SLOT * self.slots
+        self._max_open = None if in_rounds else scenario.max_open_rollouts or OPEN_ROLLOUTS_PER_SLOT * self.slots
         self._publications = publications
         self._seen = 1
         self._waiting: deque[SimulatedRollout] = deque()
         self._ends: list[int] = []
         self._ending: dict[int, list[SimulatedRollout]] = {}
         self._rewards: list[tuple[float, int, int, SimulatedRollout]] = []
-        """A heap of when the rollouts that wait get their rewards, each with what orders those of equal time."""
+        """A heap of (time of the reward, tie-breakers, rollout)."""
         self._pause_s = 0.0
 
     @property
     def room(self) -> int:
-        """Free slots; none while as many rollouts are open as the actor allows."""
-        if self._most_open is not None and self.running + len(self._rewards) >= self._most_open:
+        """Free slots; 0 while the actor's limit on open rollouts is reached."""
+        if self._max_open is not None and self.running + len(self._rewards) >= self._max_open:
             return 0
         return self.slots - self.running
 
@@ -134,15 +133,15 @@ class SimulatedEngine:
     def running(self) -> int:
         return self.active + len(self._waiting)
 
-    # ---------------------------------------------------------------------------------------- at a token boundary
+    # ---- at a token boundary
 
     def offered(self, now_s: float) -> int | None:
-        """The version of the newest weights there are at `now_s`, if it has not got them."""
+        """The version of the newest weights at `now_s`; None if the engine already has them."""
         newest = self._newest(now_s)
         return self._publications[newest - 1].version if newest > self._seen else None
 
     def take_weights(self, now_s: float) -> None:
-        """Take what was offered."""
+        """Take the newest weights at `now_s`."""
         self._take(self._newest(now_s))
 
     def submit(self, group: SimulatedGroup) -> None:
@@ -153,7 +152,7 @@ class SimulatedEngine:
         self.in_progress += len(group.rollouts)
 
     def begin(self, now_s: float) -> None:
-        """Fill the slots and set off, until the next sequence ends or the next reward is there."""
+        """Fill the slots and begin a segment, until the next sequence ends or the next reward arrives."""
         prompts: set[int] = set()
         entering = min(self.slots - self.active, len(self._waiting))
         for _ in range(entering):
@@ -179,28 +178,28 @@ class SimulatedEngine:
             self.segment = None
         self._pause_s = 0.0
 
-    # ------------------------------------------------------------------------------------------- between boundaries
+    # ---- within a segment
 
     def end_s(self) -> float:
-        """When the segment will be over, should nothing come in between; the actor's work on what ends then included."""
+        """The end of the segment if it is not split, including the actor's work on the rollouts that end then."""
         segment = self.segment
-        assert segment is not None  # noqa: S101 - asked only of an engine at work
+        assert segment is not None  # noqa: S101 - called only with a segment
         ending = len(self._ending[self._ends[0]]) if self._ends and self.steps_done + segment.steps == self._ends[0] else 0
         return segment.boundary_s(segment.steps) + ending * self._costs.rollout_s
 
     def catch_up(self, now_s: float) -> bool:
-        """Take the weights that came, at those boundaries within the segment and before `now_s` where it was allowed.
+        """Take the weights that arrived, at boundaries within the segment and before `now_s`, where the schedule allows it.
 
-        True if there were any.
+        True if any were taken.
         """
         took = False
         while self.segment is not None and self.active and self._seen < len(self._publications):
             steps = self.segment.steps_until(self._publications[self._seen].time_s)
             boundary_s = self.segment.boundary_s(steps)
-            # From `now_s` on, newer weights may come before the boundary.
+            # From `now_s` on, newer weights may still arrive before the boundary.
             if steps >= self.segment.steps or boundary_s >= now_s:
                 break
-            # Of all that others have in progress, nothing is known here; its own alone can forbid it.
+            # Rollouts of other engines are not known here, so only the engine's own rollouts can deny the update.
             if not self._schedule.may_take_weights(self.running).allowed:
                 break
             took = True
@@ -212,10 +211,10 @@ class SimulatedEngine:
         return took
 
     def stop_at_boundary(self, now_s: float, *, later: bool) -> bool:
-        """Cut the segment at the first boundary at `now_s` or, if `later`, after it. False if it ends there anyway."""
+        """End the segment at the first boundary at or after `now_s` (`later`: after). False if it ends there anyway."""
         segment = self.segment
-        assert segment is not None  # noqa: S101 - asked only of an engine at work
-        if not self.active:  # it decodes nothing: it can stop now
+        assert segment is not None  # noqa: S101 - called only with a segment
+        if not self.active:  # nothing decodes, so the segment can end now
             self.segment = Segment(now_s, 0.0, 0.0, 0.0, 1)
             return True
         steps = segment.steps_until(now_s, later=later)
@@ -225,7 +224,7 @@ class SimulatedEngine:
         return True
 
     def finish_segment(self) -> None:
-        """The segment is over: what ended with it leaves its slot. Whole groups go to `finished`, oldest first."""
+        """Free the slots of sequences that ended with the segment. Complete groups go to `finished`, oldest first."""
         if self.segment is None:
             return
         now_s = self.end_s()
@@ -250,17 +249,17 @@ class SimulatedEngine:
         self.finished.extend(sorted(complete, key=lambda group: group.index))
 
     def interrupt(self, now_s: float) -> None:
-        """The run is over at `now_s`: count what was done by then."""
+        """Account for the part of the segment before `now_s`, the end of the run."""
         if self.segment is not None and self.active:
             done_s = now_s - self.segment.begin_s - self.segment.first_s
             steps = min(self.segment.steps, max(0, math.floor(done_s / self.segment.step_s)))
             self._account(self.segment, steps)
         self.segment = None
 
-    # ----------------------------------------------------------------------------------------------------------
+    # ---- helpers
 
     def _account(self, segment: Segment, steps: int) -> None:
-        """So many of the segment's steps are done. Without a sequence in progress they are no decode steps."""
+        """Count `steps` of the segment as done. Without a sequence in progress they are not decode steps."""
         if not self.active:
             return
         decode_s = steps * segment.step_s
@@ -271,13 +270,13 @@ class SimulatedEngine:
         self.slot_s += decode_s * self.active
 
     def _newest(self, time_s: float) -> int:
-        """How many publications there are at `time_s`."""
+        """The number of publications at `time_s`."""
         if self._seen == len(self._publications):
             return self._seen
         return bisect_right(self._publications, time_s, lo=self._seen, key=lambda publication: publication.time_s)
 
     def _take(self, newest: int) -> None:
-        """Hold publication number `newest - 1` from the next decode step on."""
+        """Use publication number `newest - 1` from the next decode step on."""
         self._seen, step = newest, self.steps_done
         self.version = self._publications[newest - 1].version
         self._pause_s = self._costs.update_pause_s

@@ -1,4 +1,4 @@
-"""Lag of every token that was trained on, exactly, without ever looking at a token: it is constant along a span."""
+"""Exact lag of every token that was trained on. Lag is constant along a version span, so tokens are not visited."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Spans(NamedTuple):
-    """Tokens at positions `start <= p < end` of a completion were made by the weights of `version`. Arrays of shape (S,)."""
+    """Tokens at positions `start <= p < end` of a completion were sampled by weights `version`. Arrays of shape (S,)."""
 
     start_S: Ints
     end_S: Ints
@@ -22,7 +22,7 @@ class Spans(NamedTuple):
 
 
 def spans_of(rollouts: Sequence[SimulatedRollout]) -> Spans:
-    """The version spans of all tokens of these rollouts, which have ended."""
+    """The version spans of all tokens of these rollouts, all of which have ended."""
     counts = [rollout.last_update - rollout.first_update + 1 for rollout in rollouts]
     steps: list[int] = []
     versions: list[int] = []
@@ -41,18 +41,18 @@ def spans_of(rollouts: Sequence[SimulatedRollout]) -> Spans:
 
 
 class LagStatistics:
-    """Lag by itself, by position in the completion and by optimizer step, over all tokens that were added."""
+    """Histogram of lag over all added tokens, mean lag by position in the completion, and lag by optimizer step."""
 
     def __init__(self) -> None:
         self.step_mean: list[float | None] = []
         self.step_max: list[int | None] = []
         self._tokens_by_lag = np.zeros(1, dtype=np.int64)
-        # Differences from one position to the next, of the number of tokens there and the sum of their lags.
+        # Differences between consecutive positions: of the number of tokens there, and of the sum of their lags.
         self._tokens_change = np.zeros(1, dtype=np.int64)
         self._lag_change = np.zeros(1, dtype=np.int64)
 
     def add(self, rollouts: Sequence[SimulatedRollout], version: int) -> None:
-        """These rollouts are trained on by the weights of `version`."""
+        """Add rollouts that weights `version` are trained on."""
         if not rollouts:
             self.step_mean.append(None)
             self.step_max.append(None)
@@ -68,7 +68,7 @@ class LagStatistics:
             self._lag_change = _added(self._lag_change, at_S, sign * lag_S)
 
     def tokens_by_lag(self) -> Ints:
-        """Number of tokens of each lag 0, 1, ... up to the largest there was."""
+        """Number of tokens of each lag 0, 1, ... up to the largest."""
         return np.trim_zeros(self._tokens_by_lag, "b")
 
     def by_position(self) -> tuple[Ints, npt.NDArray[np.float64]]:
@@ -79,7 +79,7 @@ class LagStatistics:
 
 
 def _added(totals: Ints, at_S: Ints, amounts_S: Ints) -> Ints:
-    """`totals`, longer if need be, with each amount added to its entry. Sums are exact up to 2**53."""
+    """`totals` with each amount added at its index, extended if necessary. Sums are exact up to 2**53."""
     size = max(len(totals), int(at_S.max()) + 1)
     grown = np.bincount(at_S, weights=amounts_S, minlength=size).astype(np.int64)
     grown[: len(totals)] += totals

@@ -1,4 +1,4 @@
-"""A run directory as the simulation sees it: the work that was done there, and what it measured."""
+"""Reads a run directory for the simulation: its workload, and what it measured."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pipelinerl.schedule import make_schedule
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run measured of itself, each figure defined like the one of the same name in `Prediction`.
+    """The measurements of a run, defined like the fields of the same name in `Prediction`.
 
-    Time counts from when the trainer was ready and the evaluation before training, if there was one, was over. Busy
-    fractions of an engine are over its session, evaluations included. None: not recorded.
+    Time starts when the trainer was ready and any evaluation before training had ended. The engine's busy fraction is over
+    its session, evaluations included. None: not recorded.
     """
 
     steps: int
@@ -66,19 +66,19 @@ class _Rollout(msgspec.Struct, frozen=True):
 
     @property
     def context_tokens(self) -> int:
-        """Of the last turn's prompt, what the model had not said itself."""
+        """Tokens of the last turn's prompt that were not sampled."""
         return len(self.turns[-1].prompt_ids) - sum(turn.completion.tokens for turn in self.turns[:-1])
 
 
 class _Group(msgspec.Struct, frozen=True):
-    """What is needed here of `types.Group`."""
+    """The fields of `types.Group` that the simulation needs."""
 
     index: int
     rollouts: tuple[_Rollout, ...]
 
 
 def read_workload(run_dir: Path, config: RunConfig) -> ReplayedWorkload:
-    """The groups that a run finished; those of which an attempt failed are left out. Raises RunDirectoryError."""
+    """The groups that a run finished, except those with a failed attempt. Raises RunDirectoryError."""
     path = run_dir / ROLLOUTS
     try:
         groups = read_json_lines(path, _Group)
@@ -116,7 +116,7 @@ def _work(group: _Group, config: PreprocessConfig, *, all_used: bool) -> GroupWo
 
 
 def read_measured(run_dir: Path, config: RunConfig) -> Measured:
-    """Raises RunDirectoryError for a run without optimizer steps, or whose records can't be read."""
+    """Read what a run measured. Raises RunDirectoryError without optimizer steps, or if records can't be read."""
     steps = read_records(run_dir / METRICS_FILE, StepRecord)
     if not steps:
         raise RunDirectoryError(f"{run_dir} has no record of an optimizer step to compare with")
@@ -144,7 +144,7 @@ def read_measured(run_dir: Path, config: RunConfig) -> Measured:
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
-    """`summary.json`, which is written at the end of a session: nothing before that."""
+    """`summary.json`, which is written at the end of a session; empty before that."""
     try:
         return msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a simulation predicts. Plain numbers, ready for JSON."""
+"""The prediction of a simulation: plain numbers that can be encoded as JSON."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class PositionLag(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulated run. Times are in the unit of the costs, from when engines and trainer are ready to the last step's end.
+    """A simulated run. Times are in the unit of the costs and start when engines and trainer are ready.
 
     *_later               rates after the first fifth of the steps, when the pipeline has filled (see `first_fifth`)
-    tokens_per_s          tokens generated, trained on or not; `trained_tokens` are those of rollouts in optimizer steps
-    lag_*                 over all tokens with a gradient, each counting once; `lag_tokens[k]` of them had lag k
-    engine_busy_fraction  share of time in decode steps, prefill included: the actor's own work and pauses are not
-    slots_used            sequences in progress over H, mean over the decode steps' time
-    starved_fraction      share of time in which an engine had room and was not allowed to start more: draining, or idle
-    wait_s_*              what the trainer waited for data before a step
+    tokens_per_s          all generated tokens, trained on or not; `trained_tokens` are of rollouts in optimizer steps
+    lag_*                 over all tokens with a gradient, equally weighted; `lag_tokens[k]` of them had lag k
+    engine_busy_fraction  share of time in decode steps, prefill included; the actor's own work and pauses are excluded
+    slots_used            sequences in progress over H, averaged over the time of decode steps
+    starved_fraction      share of time in which an engine had room but was not allowed to start more: draining or idle
+    wait_s_*              time the trainer waited for data before a step
     in_progress           (time, sequences in progress per engine): generation batch size over time
-    step_*                one entry an optimizer step; a lag is None if nothing in it had a gradient
-    rollouts_*            every started one is trained, dropped, queued or in progress
+    step_*                one entry per optimizer step; a lag is None if no token in the step had a gradient
+    rollouts_*            every started rollout is trained, dropped, queued or in progress
     """
 
     schedule: str
@@ -79,7 +79,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline:
-    """A step function of time in bounded space: samples at even times, twice as far apart whenever there are too many."""
+    """A step function of time in bounded memory: evenly spaced samples; the spacing doubles when there are too many."""
 
     def __init__(self, points: int = TIMELINE_POINTS) -> None:
         self.samples: list[tuple[float, float]] = []
@@ -88,9 +88,9 @@ class Timeline:
         self._value = 0.0
 
     def add(self, time_s: float, value: float) -> None:
-        """From `time_s` on, it is `value`. Times do not descend."""
+        """Set the value from `time_s` on. Times must not decrease."""
         while time_s > self._next_s:
-            # The first interval is far too short, which soon mends itself.
+            # The first spacing is far too short, but soon grows by doubling.
             self._every_s = self._every_s or time_s / self._points
             self.samples.append((self._next_s, self._value))
             if len(self.samples) >= self._points:
@@ -110,7 +110,7 @@ def prediction(
     started: int,
     outstanding: int,
 ) -> Prediction:
-    """Sum up a simulation that ended at `time_s`."""
+    """The prediction of a simulation that ended at `time_s`."""
     steps = trainer.steps
     later = first_fifth(len(steps.end_s), scenario.schedule)
     later_s = time_s - (steps.end_s[later - 1] if later else 0.0)
@@ -157,12 +157,12 @@ def prediction(
 
 
 def first_fifth(steps: int, schedule: Schedule) -> int:
-    """How many steps to leave out of a steady rate: a fifth, or fewer so that whole rounds are left."""
+    """How many initial steps a steady rate excludes: a fifth, rounded down to whole rounds."""
     return max((version for version in range(1, steps // 5 + 1) if schedule.publishes(version)), default=0)
 
 
 def _by_position(lag: LagStatistics) -> list[PositionLag]:
-    """Mean lag in up to 32 bins of positions of equal width."""
+    """Mean lag in up to POSITION_BINS bins of equal width."""
     tokens_L, mean_L = lag.by_position()
     edges = np.unique(np.linspace(0, len(tokens_L), POSITION_BINS + 1).round().astype(int)).tolist()
     bins = []
@@ -174,6 +174,6 @@ def _by_position(lag: LagStatistics) -> list[PositionLag]:
 
 
 def _nearest_rank(counts: np.typing.NDArray[np.int64], fraction: float) -> int | None:
-    """The smallest value that at least `fraction` of the values do not exceed; `counts[k]` of them are k."""
+    """The smallest value k such that at least `fraction` of the values are <= k; `counts[k]` values equal k."""
     total = counts.sum()
     return int(np.searchsorted(np.cumsum(counts), fraction * total)) if total else None

@@ -1,4 +1,4 @@
-"""The simulation: events in order of time, each one a token boundary of an engine or the end of an optimizer step."""
+"""The event loop of the simulation. An event is a token boundary of an engine or the end of an optimizer step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pipelinerl.experiments.planner.simulation.trainer import SimulatedTrainer
 from pipelinerl.interfaces import PipelineState
 
 TRAINER, ENGINE = 0, 1
-"""At the same time the trainer comes first, then the engines in order."""
-PATIENCE = 1000
-"""How many times a step's rollouts may be started, beyond one for each slot, without a step."""
+"""Order of events at the same time: the trainer first, then the engines by index."""
+MAX_STEPS_OF_ROLLOUTS = 1000
+"""Limit on rollouts started without an optimizer step, beyond one per slot, in multiples of a step's rollouts."""
 
 
 def simulate(scenario: Scenario) -> Prediction:
-    """Run `scenario` to its last optimizer step. The same scenario gives the same prediction, to the last bit.
+    """Run `scenario` to its last optimizer step. The result is deterministic, bit for bit.
 
-    Raises ValueError if it would never come to that: nobody may go on any more, or all that is generated is dropped.
+    Raises ValueError if the run would never end: the schedule deadlocks, or all generated rollouts are dropped.
     """
     return _Run(scenario).to_the_end()
 
@@ -36,13 +36,13 @@ class _Run:
         self._active = 0
         self._groups_at_step = 0
         self._timeline = Timeline()
-        # Engines that look again when something changes that they wait for.
+        # Engines to wake when the condition that they wait for may have changed.
         self._denied: set[int] = set()
-        """They have room and may not start more groups."""
+        """Engines that have room and may not start more groups."""
         self._blocked: set[int] = set()
-        """They hold groups for which the stream has no room."""
+        """Engines with finished groups for which the stream has no room."""
         self._held: set[int] = set()
-        """They may not take the weights that are offered."""
+        """Engines that may not take the available weights."""
 
     def to_the_end(self) -> Prediction:
         for engine in self._engines:
@@ -50,11 +50,11 @@ class _Run:
         now_s = 0.0
         while not self._trainer.goal_reached:
             if not self._events:
-                raise ValueError(f"nothing moves any more at version {self._trainer.version}: the schedule allows nothing")
-            now_s, kind, index, turn = heapq.heappop(self._events)
+                raise ValueError(f"deadlock at version {self._trainer.version}: the schedule allows no further work")
+            now_s, kind, index, number = heapq.heappop(self._events)
             if kind == TRAINER:
                 self._step_ends(now_s)
-            elif turn == self._engines[index].turn:
+            elif number == self._engines[index].event_number:
                 self._segment_ends(self._engines[index], now_s)
         for engine in self._engines:
             engine.interrupt(now_s)
@@ -69,7 +69,7 @@ class _Run:
             outstanding=self._outstanding.rollouts,
         )
 
-    # ---------------------------------------------------------------------------------------------- events
+    # ---- events
 
     def _step_ends(self, now_s: float) -> None:
         self._trainer.finish()
@@ -80,13 +80,13 @@ class _Run:
 
     def _segment_ends(self, engine: SimulatedEngine, now_s: float) -> None:
         took = engine.catch_up(now_s)
-        if took and engine.end_s() > now_s:  # each update took its pause
+        if took and engine.end_s() > now_s:  # the pauses of the updates delay the end
             self._schedule_end(engine)
         else:
             self._boundary(engine, now_s)
 
     def _boundary(self, engine: SimulatedEngine, now_s: float) -> None:
-        """What the actor does between two decode steps, in its order."""
+        """The actor's actions between two decode steps, in the real actor's order."""
         active = engine.active
         engine.finish_segment()
         self._hand_over(engine, now_s)
@@ -116,7 +116,7 @@ class _Run:
             waiting |= self._held
         for index in sorted(waiting - {engine.index}):
             self._wake(self._engines[index], now_s, later=index < engine.index)
-        _put(self._blocked, engine.index, bool(engine.finished))
+        _set_membership(self._blocked, engine.index, bool(engine.finished))
 
     def _take_weights(self, engine: SimulatedEngine, now_s: float) -> None:
         version = engine.offered(now_s)
@@ -126,7 +126,7 @@ class _Run:
         if allowed:
             self._outstanding.newest_version = max(self._outstanding.newest_version, version)
             engine.take_weights(now_s)
-        _put(self._held, engine.index, not allowed)
+        _set_membership(self._held, engine.index, not allowed)
 
     def _may_take(self, version: int) -> bool:
         return self._scenario.schedule.may_take_weights(self._outstanding.in_progress_before(version)).allowed
@@ -140,18 +140,18 @@ class _Run:
                 engine.denied_since_s = now_s
                 break
             index = self._outstanding.next_index
-            self._check_patience(index)
+            self._check_progress(index)
             group = SimulatedGroup(index, self._scenario.workload.group(index), engine.version)
             self._outstanding.start(index, engine.version, self._scenario.group_size)
             engine.submit(group)
-        _put(self._denied, engine.index, engine.denied_since_s is not None)
+        _set_membership(self._denied, engine.index, engine.denied_since_s is not None)
 
-    def _check_patience(self, index: int) -> None:
+    def _check_progress(self, index: int) -> None:
         scenario = self._scenario
         rollouts = (index - self._groups_at_step) * scenario.group_size
-        if rollouts > PATIENCE * scenario.batch_size + scenario.slots * scenario.engines:
+        if rollouts > MAX_STEPS_OF_ROLLOUTS * scenario.batch_size + scenario.slots * scenario.engines:
             raise ValueError(
-                f"no optimizer step after version {self._trainer.version} came of {rollouts} rollouts; dropped so far: "
+                f"no optimizer step after version {self._trainer.version} in {rollouts} rollouts; dropped so far: "
                 f"{self._trainer.dropped}"
             )
 
@@ -163,13 +163,14 @@ class _Run:
             oldest_in_progress=engine.version if oldest is None else oldest,
             outstanding=self._outstanding.rollouts,
             handed_over=self._outstanding.handed_over,
+            latency=self._outstanding.latency,
             newest_version=max(self._outstanding.newest_version, engine.version),
             own=engine.in_progress,
             processes=self._scenario.engines,
         )
         return self._scenario.schedule.may_start(state, self._scenario.group_size).allowed
 
-    # ---------------------------------------------------------------------------------------------- helpers
+    # ---- helpers
 
     def _pump(self, now_s: float) -> bool:
         idle = self._trainer.finish_s is None
@@ -179,18 +180,18 @@ class _Run:
         return took
 
     def _wake(self, engine: SimulatedEngine, now_s: float, *, later: bool) -> None:
-        """Something changed at `now_s`: let the engine look at its next token boundary, or now if it does nothing."""
+        """Something changed at `now_s`: process the engine at its next token boundary, or now if it is idle."""
         if engine.segment is None:
-            engine.turn += 1
-            heapq.heappush(self._events, (now_s, ENGINE, engine.index, engine.turn))
+            engine.event_number += 1
+            heapq.heappush(self._events, (now_s, ENGINE, engine.index, engine.event_number))
             return
         took = engine.catch_up(now_s)
         if engine.stop_at_boundary(now_s, later=later) or took:
             self._schedule_end(engine)
 
     def _schedule_end(self, engine: SimulatedEngine) -> None:
-        engine.turn += 1
-        heapq.heappush(self._events, (engine.end_s(), ENGINE, engine.index, engine.turn))
+        engine.event_number += 1
+        heapq.heappush(self._events, (engine.end_s(), ENGINE, engine.index, engine.event_number))
 
     def _count_starved(self, engine: SimulatedEngine, now_s: float) -> None:
         if engine.denied_since_s is not None:
@@ -198,7 +199,7 @@ class _Run:
             engine.denied_since_s = None
 
 
-def _put(members: set[int], member: int, belongs: bool) -> None:
+def _set_membership(members: set[int], member: int, belongs: bool) -> None:
     if belongs:
         members.add(member)
     else:

@@ -1,4 +1,4 @@
-"""What a simulation is given: machines and their speeds, the work, and the schedule under which they do it."""
+"""The inputs of a simulation: machines and their costs, the workload, and the schedule."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pipelinerl.interfaces import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """How long everything takes, in seconds (or flashes, or any one unit of time).
+    """Durations in seconds (or flashes, or any other unit of time, used throughout).
 
-    decode_step_s   of one decode step with h sequences in progress, at index h: entries 0 .. H
-    prompt_s        added to a step for each prompt that is prefilled in it (a group's attempts share one)
-    rollout_s       the actor's own time for each rollout that ended, after the step in which it did
-    update_pause_s  of an engine that takes new weights
-    train_step_s    of an optimizer step, whatever is in it; publishing the weights included
-    train_token_s   of the trainer, for each token that goes through the model, prompts included
-    prepare_s       of the trainer, for each rollout that it takes from the stream
+    decode_step_s   a decode step with h sequences in progress, at index h: entries 0 .. H
+    prompt_s        added to a step for each prompt prefilled in it (a group's attempts share one prompt)
+    rollout_s       the actor's time for each rollout that ended, after the step in which it ended
+    update_pause_s  an engine's pause to take new weights
+    train_step_s    fixed part of an optimizer step, publishing the weights included
+    train_token_s   the trainer's time for each token that goes through the model, prompts included
+    prepare_s       the trainer's time for each rollout that it takes from the stream
     """
 
     decode_step_s: tuple[float, ...]
@@ -31,10 +31,11 @@ class Costs:
 
 
 class GroupWork(NamedTuple):
-    """One group's attempts: sampled tokens of each (at least 1), and which of them have a gradient.
+    """One group's attempts: the sampled tokens of each (at least 1), and whether it has a gradient (`used`).
 
-    `dropped` are left out when the trainer prepares them, and count for nothing; empty: none are. `waits_s` is the time from
-    an attempt's last token to its reward, for a tool or a judge; it takes no slot. Empty: no attempt waits.
+    `dropped` attempts are dropped when the trainer prepares them and are not trained on. Empty: none are dropped.
+    `waits_s` is the time from an attempt's last token to its reward (a tool or a judge), during which it uses no slot.
+    Empty: no attempt waits.
     """
 
     lengths: tuple[int, ...]
@@ -44,7 +45,7 @@ class GroupWork(NamedTuple):
 
 
 class Workload(Protocol):
-    """The work: a pure function of a group's index, whoever starts it and whenever."""
+    """The work, as a pure function of a group's index: it does not depend on the engine or the time of the start."""
 
     @property
     def prompt_tokens(self) -> float:
@@ -56,9 +57,10 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A run to be simulated, in the paper's letters: I engines of H slots, K attempts a problem, B rollouts a step.
+    """A run to simulate. In the paper's notation: I engines of H slots, K attempts per problem, B rollouts per step.
 
-    `capacity` groups fit into the stream. `max_open_rollouts` is the actor's. The run is over after `steps` optimizer steps.
+    The stream holds up to `capacity` groups. `max_open_rollouts` is the actor's setting. The run ends after `steps`
+    optimizer steps.
     """
 
     schedule: Schedule
@@ -76,10 +78,10 @@ class Scenario:
     def __post_init__(self) -> None:
         for name in ("engines", "slots", "group_size", "batch_size", "steps", "capacity"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if len(self.costs.decode_step_s) <= self.slots:
             raise ValueError(
                 f"decode_step_s has {len(self.costs.decode_step_s)} entries; {self.slots} slots need {self.slots + 1}"
             )
         if min(self.costs.decode_step_s[1:]) <= 0:
-            raise ValueError("every decode step takes time")
+            raise ValueError("decode step times must be above 0")

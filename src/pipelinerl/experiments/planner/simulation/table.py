@@ -1,4 +1,4 @@
-"""A prediction as people read it, alone or beside what a run measured."""
+"""Text tables of a prediction, alone or next to what a run measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.experiments.planner.simulation.result import Prediction
 _ROWS = (
     ("samples/s", "samples_per_s", "{:.4g}"),
     ("samples/s, after a fifth of the steps", "samples_per_s_later", "{:.4g}"),
-    ("tokens trained on/s, likewise", "trained_tokens_per_s_later", "{:.4g}"),
+    ("trained tokens/s, after a fifth", "trained_tokens_per_s_later", "{:.4g}"),
     ("lag, mean over tokens", "lag_mean", "{:.3g}"),
     ("lag, largest", "lag_max", "{:d}"),
     ("engine busy", "engine_busy_fraction", "{:.1%}"),
@@ -31,7 +31,7 @@ def comparison_text(prediction: Prediction, measured: Measured, run_dir: str) ->
 
 
 def prediction_text(prediction: Prediction) -> str:
-    """What a run would come to."""
+    """The prediction of a run as a table."""
     title = f"{prediction.schedule}, {prediction.engines} engines of {prediction.slots} slots, {prediction.steps} steps"
     table = _table(title, "", "predicted")
     for name, field, pattern in _ROWS:
@@ -51,7 +51,7 @@ def prediction_text(prediction: Prediction) -> str:
 
 
 def _by_position(prediction: Prediction) -> str:
-    """The first, middle and last of the bins."""
+    """Mean lag in the first, middle and last bin."""
     bins = prediction.lag_by_position
     chosen = [bins[i] for i in sorted({0, len(bins) // 2, len(bins) - 1})] if bins else []
     return ", ".join(f"{bin_.lag_mean:.3g} at {bin_.start} to {bin_.end - 1}" for bin_ in chosen) or "-"

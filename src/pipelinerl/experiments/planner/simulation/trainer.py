@@ -13,7 +13,7 @@ from pipelinerl.experiments.planner.simulation.scenario import Scenario
 
 @dataclass
 class Steps:
-    """What there is to say of each optimizer step, one entry a step."""
+    """Records of the optimizer steps, one entry per step."""
 
     end_s: list[float] = field(default_factory=list)
     wait_s: list[float] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Steps:
 
 
 class SimulatedTrainer:
-    """Takes groups from the stream only as it needs them, like the real one, and publishes what the schedule says."""
+    """Takes groups from the stream only when it needs them, like the real trainer, and publishes as the schedule says."""
 
     def __init__(self, scenario: Scenario, outstanding: Outstanding, publications: list[Publication]) -> None:
         self.version = 0
@@ -32,7 +32,7 @@ class SimulatedTrainer:
         self.steps = Steps()
         self.lag = LagStatistics()
         self.finish_s: float | None = None
-        """When the step that is being computed will be done; None: there is none."""
+        """When the step in progress will be done; None: no step is in progress."""
         self._scenario = scenario
         self._outstanding = outstanding
         self._publications = publications
@@ -44,7 +44,7 @@ class SimulatedTrainer:
 
     @property
     def queued(self) -> int:
-        """Rollouts that wait in the stream or at the trainer."""
+        """Rollouts waiting in the stream or in the trainer's queue."""
         return sum(len(group.rollouts) for group in self._stream) + len(self._queue)
 
     @property
@@ -60,7 +60,7 @@ class SimulatedTrainer:
         return self.version >= self._scenario.steps
 
     def try_write(self, group: SimulatedGroup) -> bool:
-        """Put a group, all of which has ended, into the stream. False if it is full and set to block."""
+        """Write a finished group to the stream. False if the stream is full and set to block."""
         if len(self._stream) >= self._scenario.capacity:
             if self._scenario.when_full == "block":
                 return False
@@ -73,7 +73,7 @@ class SimulatedTrainer:
         return True
 
     def pump(self, now_s: float) -> bool:
-        """Begin the next step if there is none and the schedule allows it. Were groups taken from the stream for it?"""
+        """Begin the next step if there is none and the schedule allows it. True if groups were taken from the stream."""
         took = False
         while self.finish_s is None and not self.goal_reached:
             pulled = False
@@ -90,13 +90,13 @@ class SimulatedTrainer:
         return took
 
     def finish(self) -> None:
-        """The step is done: its weights are version + 1."""
-        assert self.finish_s is not None  # noqa: S101 - called at that time
+        """Complete the step in progress, which increments the version."""
+        assert self.finish_s is not None  # noqa: S101 - called only when a step ends
         now_s = self.finish_s
         self.lag.add([rollout for rollout in self._batch if rollout.used], self.version)
         self.version += 1
         self.trained += len(self._batch)
-        self._settle(len(self._batch))
+        self._acknowledge(len(self._batch))
         self._drop_too_old()
         if self._scenario.schedule.publishes(self.version) or self.goal_reached:
             self._publications.append(Publication(now_s, self.version))
@@ -112,10 +112,10 @@ class SimulatedTrainer:
         )
         if len(kept) < len(group.rollouts):
             self._count_dropped(len(group.rollouts) - len(kept), "preprocess")
-            self._settle(len(group.rollouts) - len(kept))
+            self._acknowledge(len(group.rollouts) - len(kept))
         self._queue.extend(kept)
         self._drop_too_old()
-        group.rollouts = []  # a circle of references would keep all groups there ever were
+        group.rollouts = []  # break the reference cycle, which would keep every group in memory
         prepare_s = len(group.work.lengths) * self._scenario.costs.prepare_s
         self._free_s = max(self._free_s, now_s) + prepare_s
         self.busy_s += prepare_s
@@ -128,10 +128,10 @@ class SimulatedTrainer:
         if too_old:
             self._queue = deque(kept)
             self._count_dropped(too_old, schedule.too_old_reason)
-            self._settle(too_old)
+            self._acknowledge(too_old)
 
     def _take_batch(self) -> None:
-        """B rollouts of the queue, in the real one's order."""
+        """Take B rollouts from the queue, in the order of the real trainer."""
         if self._scenario.schedule.trains_in_rounds():
             self._queue = deque(sorted(self._queue, key=lambda rollout: rollout.group.index))
         self._batch = [self._queue.popleft() for _ in range(self._scenario.batch_size)]
@@ -155,6 +155,6 @@ class SimulatedTrainer:
     def _count_dropped(self, rollouts: int, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + rollouts
 
-    def _settle(self, rollouts: int) -> None:
-        """So many more are trained, or dropped here."""
+    def _acknowledge(self, rollouts: int) -> None:
+        """Record that the trainer has trained or dropped this many more rollouts."""
         self._outstanding.settle(self._outstanding.settled + rollouts)

@@ -1,4 +1,4 @@
-"""Where the simulated work comes from: drawn from a distribution of lengths, or as a run recorded it."""
+"""Simulated workloads: drawn from a distribution of lengths, or replayed from a run's records."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy.typing as npt
 from pipelinerl.experiments.planner.simulation.scenario import GroupWork
 
 BLOCK = 1024
-"""Groups whose work is drawn together."""
+"""Number of groups that are drawn together."""
 RECENT = 64
-"""Groups that stand in for those a run has no record of."""
+"""Number of a run's last groups that replace groups without a record."""
 
 
 class Lengths(Protocol):
@@ -24,10 +24,10 @@ class Lengths(Protocol):
 
 
 class DrawnWorkload:
-    """K lengths a group, independent of one another; `used_share` of the groups have a gradient, all attempts or none.
+    """K independent lengths per group. All attempts of a share `used_share` of the groups have a gradient, and no others.
 
-    Each attempt waits lognormal time for its reward: the median is `wait_median_s`, `wait_sigma` is that of the logarithm.
-    With a median of 0 no attempt waits, and none waits longer than `wait_most_s`. A pure function of (seed, index).
+    Each attempt waits a lognormal time for its reward, with median `wait_median_s` and standard deviation `wait_sigma` of
+    the logarithm, cut at `wait_most_s`. With a median of 0 no attempt waits. A pure function of (seed, index).
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class DrawnWorkload:
 
 
 class ReplayedWorkload:
-    """The groups of a run, each under its own index: what is predicted is then the machine, not what the model writes.
+    """The groups of a run, under their own indices. The prediction is then of the machine, not of the model's lengths.
 
-    An index without a record (a group that was in progress when the run ended, or a later one) is given the work of one of
-    the run's last groups. Raises ValueError without any group.
+    An index without a record (a group that was in progress when the run ended, or a later one) gets the work of one of the
+    run's last groups. Raises ValueError if there are no groups.
     """
 
     def __init__(self, groups: Mapping[int, GroupWork], prompt_tokens: float) -> None:

@@ -1,4 +1,4 @@
-"""What OpenAI's API answers, and how it is put together from a generation."""
+"""Answers of OpenAI's API, and how they are built from a generation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """What a choice says beyond OpenAI's API, where it was asked for.
+    """Fields of a choice beyond OpenAI's API, included on request.
 
-    `weight_versions` are spans over the completion's tokens, with `start` and `end` counted from its first token in every
-    chunk of a stream; the last chunk has them all.
+    `weight_versions`: spans over the completion's tokens. In every chunk of a stream, `start` and `end` count from the
+    completion's first token; the last chunk has all spans.
     """
 
     token_ids: tuple[int, ...] | UnsetType = UNSET
@@ -35,7 +35,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChosenToken(msgspec.Struct, frozen=True, kw_only=True):
-    """`bytes` is None for a token that is a part of a character."""
+    """`bytes` is None for a token that is part of a character."""
 
     token: str
     logprob: float
@@ -88,7 +88,7 @@ class TextChoice(Provenance, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer, or a chunk of one that is streamed."""
+    """A complete answer, or a chunk of a stream."""
 
     id: str
     object: str
@@ -99,9 +99,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(NamedTuple):
-    """An answer or a part of it. `tokens` are those whose log-probabilities are wanted, `offsets` how many characters of
-    text were certain before each; None: they are not. `end` is why nothing follows, or None. `provenance` are
-    fields of `Provenance`.
+    """A complete choice, or the content of one chunk.
+
+    `tokens`: the tokens to report with log-probabilities; None: log-probabilities were not requested. `offsets`: for each
+    token, the number of characters that were final before it. `end`: the finish reason, or None if more follows.
+    `provenance`: fields of `Provenance`.
     """
 
     text: str
@@ -112,14 +114,14 @@ class Part(NamedTuple):
 
 
 class Format(Protocol):
-    """How an endpoint writes its choices."""
+    """How an endpoint formats its choices."""
 
     id_prefix: str
     kind: str
     chunk_kind: str
 
     def opening(self) -> Provenance | None:
-        """What a stream begins with."""
+        """The first choice of a stream, before any token."""
         ...
 
     def whole(self, part: Part) -> Provenance: ...
@@ -183,12 +185,11 @@ def _token_text(tokenizer: Tokenizer, event: TokenEvent) -> str:
     return tokenizer.decode([event.token_id], skip_special_tokens=False)
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# A generation as pieces of text: tokens, the text that is certain with them, and where it ends.
+# ---- a generation as pieces of text
 
 
 class Piece(NamedTuple):
-    """Tokens, and the text that became certain with them. `end` is why it is the last, or None."""
+    """Tokens, and the text that became final with them. `end`: the finish reason of the last piece, else None."""
 
     tokens: list[TokenEvent]
     text: str
@@ -199,9 +200,10 @@ class Piece(NamedTuple):
 async def pieces(
     exchange: Exchange, generation: Generation, tokenizer: Tokenizer, stops: Sequence[str], *, singly: bool
 ) -> AsyncGenerator[Piece]:
-    """The text of a generation; the last piece has no tokens. `singly`: a piece for each token, else for each batch.
+    """Yield the text of a generation in pieces; the last piece has no tokens.
 
-    Raises why there is no completion: it was refused, or ended by a server that stops.
+    `singly`: one piece per token; otherwise one per batch. With stop strings, always one per token. Raises the request's
+    error if it was refused, or was cancelled because the server stops.
     """
     text, stop = TextStream(tokenizer), StopStrings(stops)
     async for batch in generation.batches():

@@ -1,6 +1,7 @@
-"""What OpenAI's API is asked with: the part that is honoured, and the part that is refused by name.
+"""Request bodies of OpenAI's API: the supported fields, and the known fields that are refused.
 
-Unknown keys are ignored, as clients send many; a known key whose meaning would silently be lost is an error.
+Unknown keys are ignored, because clients send many. A known key that would change the result is refused if it is not
+supported.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
 }
-"""Keys that are not honoured, and the values that ask for nothing (beside null)."""
+"""Known keys that are not supported, and the values without effect that are accepted (besides null)."""
 
 NOT_VARIABLES = frozenset(
     {
@@ -79,13 +80,13 @@ NOT_VARIABLES = frozenset(
         "truncation",
     }
 )
-"""Arguments of `apply_chat_template` that are no variables of the template."""
+"""Arguments of `apply_chat_template` that are not variables of the template."""
 
 BodyT = TypeVar("BodyT", bound="Body")
 
 
 def read_body(data: bytes, body_type: type[BodyT]) -> BodyT:
-    """Raises RequestError for what is malformed, and for what is not honoured."""
+    """Decode a body. Raises RequestError if it is malformed, or uses a key that is not supported."""
     try:
         body = msgspec.json.decode(data, type=body_type)
         for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
@@ -94,7 +95,7 @@ def read_body(data: bytes, body_type: type[BodyT]) -> BodyT:
             if (value := msgspec.json.decode(raw)) is not None and value not in _HARMLESS[name]:
                 raise RequestError(f"{name}: this server does not support it; leave it out")
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not as it should be: {error}") from error
+        raise RequestError(f"the body is invalid: {error}") from error
     return body
 
 
@@ -103,7 +104,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints take. Beside OpenAI's: `top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids`,
+    """Fields of both endpoints. Beyond OpenAI's: `top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids`,
     `return_weight_versions`.
     """
 
@@ -134,9 +135,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_tokens
 
     def sampling(self, *, default: int, end_ids: tuple[int, ...]) -> SamplingParams:
-        """`default`: the most tokens, if the body gives no number; `end_ids` end a text.
+        """The sampling parameters. `default`: the token limit if the body has none. `end_ids`: the model's end tokens.
 
-        Raises RequestError for what is out of range.
+        Raises RequestError for values out of range.
         """
         if len(self.stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_STRING for stop in self.stops):
             raise RequestError(f"stop: give at most {MAX_STOPS} strings of 1 to {MAX_STOP_STRING} characters")
@@ -145,7 +146,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
             max_tokens=max(1, default) if most is None else most,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=0 if self.top_k in (None, -1) else self.top_k,  # -1 is a common way to say: off
+            top_k=0 if self.top_k in (None, -1) else self.top_k,  # many clients send -1 for "off"
             stop_token_ids=(*(() if self.ignore_eos else end_ids), *(self.stop_token_ids or ())),
             seed=self.seed,
         )
@@ -154,7 +155,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """`prompt`: a text or token ids (or a list of one of these). `logprobs`: 0, for those of the tokens chosen."""
+    """`prompt`: a text or token ids (or a list of one of these). `logprobs`: only 0, for the chosen tokens."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
@@ -163,7 +164,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     def wants_logprobs(self) -> bool:
         if self.logprobs:
             raise RequestError(
-                f"logprobs {self.logprobs}: this server returns the log-probability of the chosen token alone; give 0"
+                f"logprobs {self.logprobs}: this server returns only the log-probability of the chosen token; give 0"
             )
         return self.logprobs is not None
 
@@ -193,22 +194,22 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[Any] | None = None
 
     def for_template(self) -> dict[str, str]:
-        """Raises RequestError for tool calls, and for parts that are not text."""
+        """The message for the chat template. Raises RequestError for tool calls, and for parts that are not text."""
         if self.tool_calls:
             raise RequestError("tool_calls: this server does not support tools")
         parts = self.content
         for part in parts if isinstance(parts, list) else ():
             if part.type != "text":
-                raise RequestError(f"messages: a part of type {part.type!r}: this server takes text only")
+                raise RequestError(f"messages: a part of type {part.type!r}: this server accepts only text")
         content = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
-    """`chat_template_kwargs` are variables of the model's chat template, such as Qwen3's `enable_thinking`.
+    """`chat_template_kwargs`: variables of the model's chat template, such as Qwen3's `enable_thinking`.
 
-    `add_generation_prompt` false: the prompt ends with the last message. With `continue_final_message` too, it ends within
-    that message, for the model to go on with.
+    If `add_generation_prompt` is false, the prompt ends with the last message. With `continue_final_message` too, that
+    message is left open, and the model continues it.
     """
 
     messages: list[Message]
@@ -224,12 +225,12 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Arguments for the chat template. Raises RequestError for those that are not variables of it."""
+        """Arguments for the chat template. Raises RequestError for those that are not variables of the template."""
         options = self.chat_template_kwargs or {}
         if taken := sorted(NOT_VARIABLES & options.keys()):
             raise RequestError(f"chat_template_kwargs: {taken[0]} is not a variable of the chat template; leave it out")
         if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError("continue_final_message: it goes with add_generation_prompt false; set that too")
+            raise RequestError("continue_final_message: it requires add_generation_prompt false; set that too")
         return {
             **options,
             "add_generation_prompt": self.add_generation_prompt,

@@ -27,27 +27,27 @@ from pipelinerl.serving.server.openai.answers import (
     pieces,
 )
 from pipelinerl.serving.server.openai.bodies import Body, ChatBody, CompletionBody, read_body
-from pipelinerl.serving.server.service import Front, Service
+from pipelinerl.serving.server.service import Service, ServiceHolder
 from pipelinerl.types import GenerationRequest, TokenEvent, spans_from_versions
 
 _COMPLETION_TOKENS = 16
-"""What OpenAI's API means for a plain text by no `max_tokens`; in a chat it is as many as fit."""
+"""OpenAI's default `max_tokens` for a text completion. The default for a chat is as many as fit."""
 _DONE = b"data: [DONE]\n\n"
 
 
 class OpenAI:
-    """The endpoints, over the service behind `front`."""
+    """Handlers of the endpoints. They raise RefusedError (503) until `holder` has a service."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, holder: ServiceHolder) -> None:
+        self._holder = holder
 
     async def models(self, _: Request) -> Response:
-        service = self._front.service
+        service = self._holder.service
         model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "pipelinerl"}
         return answer({"object": "list", "data": [model | {"max_model_len": service.loaded.max_length}]})
 
     async def chat(self, request: Request) -> Response:
-        service = self._front.service
+        service = self._holder.service
         body = read_body(await body_of(request), ChatBody)
         messages = [message.for_template() for message in body.messages]
         prompt_ids = await service.prompts.of_chat(messages, body.template_options)
@@ -55,7 +55,7 @@ class OpenAI:
         return await _respond(request, _Call(service, body, form, prompt_ids, body.wants_logprobs, None))
 
     async def completions(self, request: Request) -> Response:
-        service = self._front.service
+        service = self._holder.service
         body = read_body(await body_of(request), CompletionBody)
         prompt = body.one_prompt
         prompt_ids = await service.prompts.of_text(prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -65,7 +65,7 @@ class OpenAI:
 
 @dataclass(frozen=True)
 class _Call:
-    """One request to either endpoint, read. `default_tokens`: the most of them if it says nothing; None: what fits."""
+    """A decoded request to either endpoint. `default_tokens`: the default token limit; None: as many as fit."""
 
     service: Service
     body: Body
@@ -75,17 +75,19 @@ class _Call:
     default_tokens: int | None
 
     def request(self) -> GenerationRequest:
-        """Raises RefusedError for another model's name, RequestError for parameters."""
+        """The engine's request. Raises RefusedError for another model's name, RequestError for invalid parameters."""
         service, body = self.service, self.body
         if body.model is not None and body.model != service.name:
-            raise RefusedError("not_found", f"there is no model {body.model!r} here, but {service.name!r}", param="model")
+            raise RefusedError(
+                "not_found", f"there is no model {body.model!r}; this server has {service.name!r}", param="model"
+            )
         room = service.loaded.max_length - len(self.prompt_ids)
         sampling = body.sampling(
             default=room if self.default_tokens is None else min(room, self.default_tokens),
             end_ids=service.loaded.stop_token_ids,
         )
         request_id = self.form.id_prefix + secrets.token_hex(12)
-        streams = bool(body.stream or body.stops)  # a stop string is looked for while tokens come
+        streams = bool(body.stream or body.stops)  # stop strings are matched as tokens arrive
         return GenerationRequest(id=request_id, prompt_ids=self.prompt_ids, sampling=sampling, stream=streams)
 
     def pieces(self, generation: Generation) -> AsyncGenerator[Piece]:
@@ -93,7 +95,7 @@ class _Call:
         return pieces(service.exchange, generation, service.loaded.tokenizer, self.body.stops, singly=self.logprobs)
 
     def provenance(self, tokens: Sequence[TokenEvent], whole: Piece | None) -> dict[str, Any]:
-        """The fields of `Provenance` for some tokens; with `whole`, the last piece, they are all there are."""
+        """The fields of `Provenance` for some tokens. With `whole`, the last piece, `tokens` are all tokens."""
         fields: dict[str, Any] = {}
         if self.body.return_token_ids:
             fields["token_ids"] = tuple(event.token_id for event in tokens)
@@ -117,7 +119,7 @@ async def _respond(request: Request, call: _Call) -> Response:
         stack.enter_context(exchange.following(generation))
         if not call.body.stream:
             return answer(await unless_gone(request, _whole(call, generation)))
-        await unless_gone(request, generation.begun())  # what is refused has a status of its own
+        await unless_gone(request, generation.begun())  # refused requests get an error status, not a stream
         return Stream(_chunks(call, generation), stack.pop_all(), server_sent_event, "text/event-stream")
 
 
@@ -142,7 +144,7 @@ async def _chunks(call: _Call, generation: Generation) -> AsyncGenerator[bytes]:
         tokens += piece.tokens
         more = call.provenance(tokens, piece) if piece.end else call.provenance(piece.tokens, None)
         if piece.end:
-            more.pop("token_ids", None)  # each came with its chunk
+            more.pop("token_ids", None)  # already sent with the earlier chunks
         if piece.text or piece.end or more or call.logprobs:
             wanted = piece.tokens if call.logprobs and piece.tokens else None
             yield write([call.form.chunk(Part(piece.text, wanted, [shown] * len(piece.tokens), piece.end, more))])
@@ -160,7 +162,7 @@ def _usage(call: _Call, completion_tokens: int) -> Usage:
 
 
 class _Writer:
-    """Puts choices into the answers of one request."""
+    """Builds the answers of one request from choices."""
 
     def __init__(self, call: _Call, generation: Generation) -> None:
         self._call = call
@@ -172,7 +174,7 @@ class _Writer:
         return Answer(id=self._id, object=kind, model=name, created=self._created, choices=choices)
 
     def chunk(self, choices: Sequence[Provenance], usage: Usage | None = None) -> bytes:
-        """As a server-sent event. Chunks of a stream that ends with its usage say null until then."""
+        """A chunk as a server-sent event. If the stream ends with a usage chunk, all other chunks have usage null."""
         message = self.answer(self._call.form.chunk_kind, choices)
         if self._call.body.include_usage:
             message = msgspec.structs.replace(message, usage=usage)

@@ -36,9 +36,11 @@ def rate(number, passes, attempts=8):
     return {"id": f"p/{number}", "attempts": attempts, "passes": passes, "more": "fields"}
 
 
-def curriculum(rates, seed=0, **arguments):
+def filtered(rates, seed=0, **arguments):
     write("rates.jsonl", rates)
-    return make_environment("curriculum", {"environment": INNER, "pass_rates": "rates.jsonl", **arguments}, TOKENIZER, seed)
+    return make_environment(
+        "difficulty_filter", {"environment": INNER, "pass_rates": "rates.jsonl", **arguments}, TOKENIZER, seed
+    )
 
 
 def ids(environment, count):
@@ -46,22 +48,22 @@ def ids(environment, count):
 
 
 def test_only_what_is_sometimes_solved_is_trained_on():
-    environment = curriculum([rate(1, 0), rate(2, 1), rate(3, 4), rate(4, 8), rate(5, 7)])
+    environment = filtered([rate(1, 0), rate(2, 1), rate(3, 4), rate(4, 8), rate(5, 7)])
     assert sorted(ids(environment, 3)) == ["p/2", "p/3", "p/5"]
     assert sorted(ids(environment, 30)) == sorted(["p/2", "p/3", "p/5"] * 10)
-    assert set(ids(curriculum([rate(1, 0), rate(2, 4), rate(3, 8)], pass_rate_between=[0.5, 1]), 9)) == {"p/2", "p/3"}
+    assert set(ids(filtered([rate(1, 0), rate(2, 4), rate(3, 8)], pass_rate_between=[0.5, 1]), 9)) == {"p/2", "p/3"}
 
 
 def test_a_problem_depends_on_index_and_seed_only():
     rates = [rate(n, 4) for n in range(1, 21)]
-    one, again, other = curriculum(rates, 1), curriculum(rates[::-1], 1), curriculum(rates, 2)
+    one, again, other = filtered(rates, 1), filtered(rates[::-1], 1), filtered(rates, 2)
     assert [again.problem(index).id for index in reversed(range(60))] == ids(one, 60)[::-1]
     assert ids(one, 60) != ids(other, 60)
     assert len({tuple(ids(one, 60)[start : start + 20]) for start in (0, 20, 40)}) == 3
 
 
 def test_evaluation_and_rollouts_are_those_of_the_environment():
-    environment = curriculum([rate(3, 4)])
+    environment = filtered([rate(3, 4)])
     assert [problem.id for problem in environment.held_out(9)] == ["h/1", "h/2", "h/3"]
     assert rollout(environment, environment.problem(0), "#### 3").reward == 1
 
@@ -70,7 +72,7 @@ def test_rates_of_one_problem_add_up_over_files():
     write("more.jsonl", [rate(1, 1, 4), rate(2, 1, 4)])
     write("rates.jsonl", [rate(1, 1, 4), rate(2, 4, 4)])
     arguments = {"environment": INNER, "pass_rates": ["rates.jsonl", "more.jsonl"], "pass_rate_between": [0.2, 0.3]}
-    assert ids(make_environment("curriculum", arguments, TOKENIZER, 0), 2) == ["p/1", "p/1"]
+    assert ids(make_environment("difficulty_filter", arguments, TOKENIZER, 0), 2) == ["p/1", "p/1"]
 
 
 class Counting:
@@ -92,7 +94,7 @@ def test_looking_through_an_environment_ends():
     assert small.asked < 2000
     assert len(list(distinct_problems(Counting(3000), 10**9))) == 3000
     assert len(list(distinct_problems(endless, 500))) == endless.asked == 500
-    with pytest.raises(EnvironmentSetupError, match="two different problems are called 'c/0'"):
+    with pytest.raises(EnvironmentSetupError, match="two different problems have the id 'c/0'"):
         list(distinct_problems(Counting(10, lambda index: {"n": index}), 100))
 
 
@@ -101,11 +103,11 @@ def test_looking_through_an_environment_ends():
     [
         ([], r"rates\.jsonl has no pass rates"),
         (["{oops"], r"rates\.jsonl:1 is not JSON"),
-        ([rate(1, 1), [1]], r"rates\.jsonl:2 is no pass rate"),
+        ([rate(1, 1), [1]], r"rates\.jsonl:2 is not a pass rate"),
         ([{"id": "p/1", "attempts": 8}], "missing required field `passes`"),
         ([{"id": 1, "attempts": 8, "passes": 2}], r"got `int` - at `\$\.id`"),
         ([{"id": "p/1", "attempts": 8, "passes": 0.5}], r"got `float` - at `\$\.passes`"),
-        ([rate(1, 1), rate(2, 9)], r"rates\.jsonl:2: 9 passes in 8 attempts can't be"),
+        ([rate(1, 1), rate(2, 9)], r"rates\.jsonl:2: 9 passes in 8 attempts is impossible"),
         ([rate(1, 0, 0)], "0 passes in 0 attempts"),
         ([rate(1, -1)], "-1 passes"),
         (
@@ -117,7 +119,7 @@ def test_looking_through_an_environment_ends():
 )
 def test_pass_rates_that_can_not_be_used(rates, complaint):
     with pytest.raises(EnvironmentSetupError, match=complaint) as caught:
-        curriculum(rates)
+        filtered(rates)
     assert "\n" not in str(caught.value)
 
 
@@ -136,7 +138,7 @@ def test_pass_rates_that_can_not_be_used(rates, complaint):
 )
 def test_arguments_that_can_not_be_used(arguments, complaint):
     with pytest.raises(EnvironmentSetupError, match=complaint):
-        curriculum([rate(1, 4)], **arguments)
+        filtered([rate(1, 4)], **arguments)
 
 
 def test_what_eval_writes_is_what_is_read(tmp_path):
