@@ -75,15 +75,21 @@ def medians(records: Iterable[Record], quantity: str, **scenario: Any) -> dict[s
 
 
 def write_results(
-    name: str, *, settings: Record, begun: Record, records: Sequence[Record], table: Sequence[Record], directory: Path
+    name: str,
+    *,
+    settings: Record,
+    machine_before: Record,
+    records: Sequence[Record],
+    table: Sequence[Record],
+    directory: Path,
 ) -> None:
-    """Write `directory/name.json`: settings, the machine before and after, every repetition, and the table. Prints the table."""
+    """Write `directory/name.json`: settings, the machine before and after, all repetitions, table. Prints it."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
     result = {
         "name": name,
         "settings": settings,
-        "machine": begun,
+        "machine": machine_before,
         "ended": {key: machine()[key] for key in ("date", "load_average")},
         "table": list(table),
         "repetitions": list(records),
@@ -141,7 +147,8 @@ def equal_lengths(count: int, longest: int) -> list[int]:
 def long_tailed_lengths(count: int, longest: int, seed: int) -> list[int]:
     """Lengths of full answers to the demo's problems, scaled to at most `longest` tokens.
 
-    An answer has s = min(36, 1 + floor(Exp(mean 5))) steps of six tokens and three tokens for the result: the median is an eighth of the maximum.
+    An answer has s = min(36, 1 + floor(Exp(mean 5))) steps of six tokens and three tokens for the result: the median is
+    an eighth of the maximum.
     """
     rng = random.Random(f"lengths/{seed}")
     steps = [min(36, 1 + int(rng.expovariate(1 / 5))) for _ in range(count)]

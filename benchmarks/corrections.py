@@ -5,10 +5,11 @@ python -m benchmarks.corrections --out FILE --part 1/2      # half of them; run 
 python -m benchmarks.corrections --out FILE --table         # the results in FILE as Markdown
 
 A run trains the demo's model with the real pipeline in one process and one thread (`launch.kind: embedded`), which is
-deterministic. Lag is produced as in the paper: with H sequences in progress and B rollouts per step, a rollout is in progress
-over about H / B steps, and its tokens come from as many versions. H is 64, 256 or 1024, and B is 64. Every record contains the
-measured lag. All runs have the same problems, number of steps and learning rate. The learning rate is high, so that
-lag does harm. Two tasks: `gcd`, one long answer, and `gcd_turns`, one subtraction per turn (`benchmarks/gcd_turns.py`).
+deterministic. Lag is produced as in the paper: with H sequences in progress and B rollouts per step, a rollout is in
+progress over about H / B steps, and its tokens come from as many versions. H is 64, 256 or 1024, and B is 64. Every
+record contains the measured lag. All runs have the same problems, number of steps and learning rate. The learning rate is
+high, so that lag does harm. Two tasks: `gcd`, one long answer, and `gcd_turns`, one subtraction per turn
+(`benchmarks/gcd_turns.py`).
 
 `collapsed`: the run ended with an error of divergence, or its training reward over the last `WINDOW` steps is below half of
 its best over `WINDOW` steps, or its held-out reward is lower than before training.

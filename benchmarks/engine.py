@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.engine --model demo --slots 8 32 64 128
 
-Every request asks for a given number of tokens; all systems ignore end-of-text tokens. Only requested tokens count: a static
-batch of `generate` runs until its longest sequence is done, and the extra tokens of the others are useless.
-Times are from the first request submitted to the last one finished, including the drain.
+Every request asks for a given number of tokens; all systems ignore end-of-text tokens. Only requested tokens count: a
+static batch of `generate` runs until its longest sequence is done, and the extra tokens of the others are useless. Times
+are from the first request submitted to the last one finished, including the drain.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    begun = common.machine()
+    machine_before = common.machine()
     records: list[Record] = []
     for slots in options.slots:
         for lengths in options.lengths:
@@ -143,7 +143,7 @@ def main() -> None:
     common.write_results(
         options.name or f"engine-{common.model_label(options.model)}",
         settings=common.settings_of(options),
-        begun=begun,
+        machine_before=machine_before,
         records=records,
         table=table_of(records),
         directory=options.results,

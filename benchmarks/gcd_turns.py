@@ -21,7 +21,7 @@ MAX_STEPS = 12
 
 
 class GcdTurns:
-    """Reward 1 if every turn is one right subtraction until both numbers are equal, or if a guess (`>NN`) is right; else 0."""
+    """Reward 1 if every turn is one right subtraction until both numbers are equal, or a guess (`>NN`) is right; else 0."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed

@@ -76,11 +76,16 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    begun = common.machine()
+    machine_before = common.machine()
     records = [record for shape in SHAPES for record in measure(options, *shape)]
     settings = common.settings_of(options)
     common.write_results(
-        options.name, settings=settings, begun=begun, records=records, table=table_of(records), directory=options.results
+        options.name,
+        settings=settings,
+        machine_before=machine_before,
+        records=records,
+        table=table_of(records),
+        directory=options.results,
     )
 
 

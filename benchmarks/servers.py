@@ -3,10 +3,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.servers --model demo --slots 1 8 32 64 --vllm-python VLLM_ENV/bin/python
 
-Each system computes on one thread and gets at most H requests at a time. Servers are separate processes, so their HTTP, JSON
-and scheduling run on the other core; the systems in this process have one core for everything. Servers
-that are not being measured are idle. With `taskset -c 0`, all share one core. End-of-text tokens are ignored. Times
-are from the first request to the last completion.
+Each system computes on one thread and gets at most H requests at a time. Servers are separate processes, so their HTTP,
+JSON and scheduling run on the other core; the systems in this process have one core for everything. Servers that are not
+being measured are idle. With `taskset -c 0`, all share one core. End-of-text tokens are ignored. Times are from the first
+request to the last completion.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ["OMP_NUM_THREADS"] = "1"
-    begun = common.machine()
+    machine_before = common.machine()
     room = options.prompt_tokens + options.longest
     records: list[Record] = []
     with ExitStack() as stack:
@@ -156,7 +156,7 @@ def main() -> None:
     common.write_results(
         options.name or f"servers-{common.model_label(options.model)}",
         settings=settings,
-        begun=begun,
+        machine_before=machine_before,
         records=records,
         table=table_of(records),
         directory=options.results,

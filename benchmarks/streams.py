@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.streams
 
-Two kinds of group: `short` is the demo's (K = 16 attempts of some 36 tokens), `long` has K = 8 of 2000 tokens. `write` and
-`read` are the time per group at each end, including JSON (memory has none). `groups/s` and `MB/s` (of JSON) are the throughput
-of one process that does both. `commit` happens every 64 groups here, and with each checkpoint in a run; only files are synced
-to disk. `latency` is from the call that writes a group to the return of the call that reads it, in another process that polls
-every 0.2 ms; in memory it is the same process. Redis is started for the benchmark, on a socket file, without persistence.
-Files are in the temporary directory.
+Two kinds of group: `short` is the demo's (K = 16 attempts of some 36 tokens), `long` has K = 8 of 2000 tokens. `write`
+and `read` are the time per group at each end, including JSON (memory has none). `groups/s` and `MB/s` (of JSON) are the
+throughput of one process that does both. `commit` happens every 64 groups here, and with each checkpoint in a run; only
+files are synced to disk. `latency` is from the call that writes a group to the return of the call that reads it, in
+another process that polls every 0.2 ms; in memory it is the same process. Redis is started for the benchmark, on a socket
+file, without persistence. Files are in the temporary directory.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def main() -> None:
         kind, place, count = options.receive
         receive(kind, place, int(count))
         return
-    begun = common.machine()
+    machine_before = common.machine()
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as directory, start_server(Path(directory)) as server:
         for shape in options.shapes:
@@ -208,7 +208,7 @@ def main() -> None:
     common.write_results(
         "streams",
         settings=common.settings_of(options),
-        begun=begun,
+        machine_before=machine_before,
         records=records,
         table=table_of(records),
         directory=options.results,

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    begun = common.machine()
+    machine_before = common.machine()
     config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens)
     models = [common.fresh_model(options.model) for _ in range(3)]
     samples = make_samples(options.samples, options.longest, options.prompt_tokens, models[0].config.vocab_size)
@@ -189,7 +189,7 @@ def main() -> None:
     common.write_results(
         options.name or f"trainer-{common.model_label(options.model)}",
         settings=common.settings_of(options),
-        begun=begun,
+        machine_before=machine_before,
         records=records,
         table=table,
         directory=options.results,

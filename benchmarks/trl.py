@@ -4,15 +4,15 @@ python3 -m venv .venv-trl
 .venv-trl/bin/pip install -c constraints.txt torch trl==1.16.0 msgspec xxhash pyyaml rich matplotlib
 .venv/bin/python -m benchmarks.trl            # about 50 minutes; writes results/trl/
 
-Both start from the same weights and get the same problems in the same order: 16 attempts at each of 16 problems per step, all
-tokens at temperature 1, at most 240 per answer, scored by the same function; the demo's settings of AdamW, 140 steps, float32.
-They run alternately, each in its own process with the whole machine. Time is measured from the end of loading.
+Both start from the same weights and get the same problems in the same order: 16 attempts at each of 16 problems per step,
+all tokens at temperature 1, at most 240 per answer, scored by the same function; the demo's settings of AdamW, 140 steps,
+float32. They run alternately, each in its own process with the whole machine. Time is measured from the end of loading.
 
-TRL's settings: it trains on samples of the current weights, so that its loss and ours have the same gradient
-(`dapo`, a mean over tokens; advantages not divided by their deviation; no KL). Defaults that cost time on a CPU are off:
-bf16, gradient checkpointing. It has two threads. Short runs choose the size of its forward passes, and between `generate` and
-transformers' continuous batching for sampling; the results contain all trials. vLLM is not tried: its CPU build needs another
-torch. This package uses the demo's run file unchanged, with one thread for each of its two processes.
+TRL's settings: it trains on samples of the current weights, so that its loss and ours have the same gradient (`dapo`, a
+mean over tokens; advantages not divided by their deviation; no KL). Defaults that cost time on a CPU are off: bf16,
+gradient checkpointing. It has two threads. Short runs choose the size of its forward passes, and between `generate` and
+transformers' continuous batching for sampling; the results contain all trials. vLLM is not tried: its CPU build needs
+another torch. This package uses the demo's run file unchanged, with one thread for each of its two processes.
 
 Held-out rewards are those of checkpoints that both write every 20 steps, measured after the runs by the same code.
 """
@@ -238,7 +238,7 @@ def main() -> None:
         settings = json.loads(options.worker)
         run_trl(Path(settings.pop("folder")), **settings)
         return
-    begun, threads = common.machine(), len(os.sched_getaffinity(0))
+    machine_before, threads = common.machine(), len(os.sched_getaffinity(0))
     python, steps, every = options.trl_python, options.steps, options.every
     runs = Path(tempfile.mkdtemp(prefix="trl-"))
     trials = []
@@ -283,7 +283,9 @@ def main() -> None:
         "trl_transformers": version_of(python, "transformers"),
         "pipelinerl": importlib.metadata.version("pipelinerl"),
     }
-    common.write_results("trl-demo", settings=settings, begun=begun, records=records, table=table, directory=options.out)
+    common.write_results(
+        "trl-demo", settings=settings, machine_before=machine_before, records=records, table=table, directory=options.out
+    )
     (options.out / "trl-demo.png").write_bytes(png_of(draw(records)))
     shutil.rmtree(runs)
 

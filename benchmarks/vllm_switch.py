@@ -196,9 +196,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=384)
-    parser.add_argument(
-        "--change", type=float, default=0.4, help="relative change of all weights at each update; use less for large models"
-    )
+    parser.add_argument("--change", type=float, default=0.4, help="relative change of all weights at each update")
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = resolve_path(options.model)

@@ -188,7 +188,7 @@ def main() -> None:
         name, system, *numbers = options.receive
         receive(name, system, *map(int, numbers))
         return
-    begun = common.machine()
+    machine_before = common.machine()
     records = [
         record
         for name in options.models
@@ -198,7 +198,7 @@ def main() -> None:
     common.write_results(
         "weights",
         settings=common.settings_of(options),
-        begun=begun,
+        machine_before=machine_before,
         records=records,
         table=table_of(records),
         directory=options.results,

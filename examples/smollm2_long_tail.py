@@ -1,8 +1,8 @@
 """Counting down, for `smollm2_long_tail.yaml`: answers that differ in length by a factor of a hundred.
 
 The prompt is `Countdown from 7 to 1: 7, 6,` and the answer ` 5, 4, 3, 2, 1`. The count of missing numbers is lognormal:
-half of the time at most 5, one time in a hundred 160 or more. An answer may be only a little longer than the right one, so that
-lengths are long-tailed from the first step on, regardless of what the model writes.
+half of the time at most 5, one time in a hundred 160 or more. An answer may be only a little longer than the right one,
+so that lengths are long-tailed from the first step on, regardless of what the model writes.
 """
 
 from __future__ import annotations
