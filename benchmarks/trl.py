@@ -12,7 +12,8 @@ TRL's settings: it trains on samples of the current weights, so that its loss an
 mean over tokens; advantages not divided by their deviation; no KL). Defaults that cost time on a CPU are off: bf16,
 gradient checkpointing. It has two threads. Short runs choose the size of its forward passes, and between `generate` and
 transformers' continuous batching for sampling; the results contain all trials. vLLM is not tried: its CPU build needs
-another torch. This package uses the demo's run file unchanged, with one thread for each of its two processes.
+another torch. This package uses the demo's run file, with one thread for each process; short runs choose between one
+generation process and two, which is what `pipelinerl compare` tries too.
 
 Held-out rewards are those of checkpoints that both write every 20 steps, measured after the runs by the same code.
 """
@@ -51,8 +52,11 @@ BATCH, ATTEMPTS, LONGEST = DEMO.trainer.batch_size, DEMO.actor.group_size, DEMO.
 CANDIDATES = (
     {"rows": 256, "continuous_batching": False},
     {"rows": 64, "continuous_batching": False},
+    {"rows": 32, "continuous_batching": False},
     {"rows": 256, "continuous_batching": True},
 )
+OUR_CANDIDATES = ({"engine.processes": 1}, {"engine.processes": 2})
+OUR_TRIAL_STEPS = 36
 Curve = list[tuple[float, float]]
 
 
@@ -149,24 +153,54 @@ def start_trl(python: Path, folder: Path, **settings: object) -> dict[str, Any]:
 # ---- this package
 
 
-def start_ours(folder: Path, *, seed: int, steps: int, every: int) -> dict[str, Any]:
-    """The demo's run file, in separate processes. Writes checkpoints instead of evaluating, as for TRL."""
+def start_ours(folder: Path, *, seed: int, steps: int, every: int, settings: Mapping[str, object]) -> dict[str, Any]:
+    """The demo's run file with `settings`, in separate processes. Writes checkpoints instead of evaluating, as for TRL."""
     flags = {"seed": seed, "trainer.steps": steps, "trainer.checkpoint_every": every, "trainer.keep_checkpoints": 10_000}
-    flags |= {"evaluation.problems": 0, "run_dir": folder, "metrics.view": "none"}
+    flags |= {"evaluation.problems": 0, "run_dir": folder, "metrics.view": "none", **settings}
     code = "import sys; from pipelinerl.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "train", *(str(part) for key in flags for part in (f"--{key}", flags[key]))]
     subprocess.run(command, check=True, cwd=ROOT)
     records = read_run(folder)
     begin_s, steps_done = records.begin_s, records.steps
     times = {step.version: step.time_s - begin_s for step in steps_done}
+    fill, last = steps_done[len(steps_done) // 3 - 1].version, steps_done[-1].version
     return {
-        "samples_per_s": sum(step.samples for step in steps_done) / times[steps_done[-1].version],
+        "samples_per_s": sum(step.samples for step in steps_done) / times[last],
+        "samples_per_s_later": sum(step.samples for step in steps_done if step.version > fill) / (times[last] - times[fill]),
         "training": [(step.time_s - begin_s, step.reward_mean) for step in steps_done],
         "length_mean": sum(step.completion_length_mean for step in steps_done) / len(steps_done),
         "checkpoints": {
             step: (times[step], folder / "checkpoints" / f"step_{step:08d}") for step in range(every, steps + 1, every)
         },
     }
+
+
+def try_trl(python: Path, runs: Path, *, steps: int, threads: int) -> list[dict[str, Any]]:
+    """Samples/s of TRL with each of its candidate settings, after two steps."""
+    trials = []
+    for number, candidate in enumerate(CANDIDATES):
+        folder = runs / f"trial-{number}"
+        found = start_trl(python, folder, seed=0, steps=steps, threads=threads, every=10**6, **candidate)
+        trials.append({**candidate, "samples_per_s": found["samples_per_s_later"]})
+        print(trials[-1], flush=True)
+    return trials
+
+
+def try_ours(runs: Path) -> list[dict[str, Any]]:
+    """Samples/s of this package with each of its candidate settings, after a third of the steps."""
+    trials = []
+    for number, candidate in enumerate(OUR_CANDIDATES):
+        folder = runs / f"our-trial-{number}"
+        found = start_ours(folder, seed=0, steps=OUR_TRIAL_STEPS, every=OUR_TRIAL_STEPS, settings=candidate)
+        trials.append({**candidate, "samples_per_s": found["samples_per_s_later"]})
+        print(trials[-1], flush=True)
+    return trials
+
+
+def fastest(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings with the most samples/s."""
+    best = max(trials, key=lambda trial: trial["samples_per_s"])
+    return {key: value for key, value in best.items() if key != "samples_per_s"}
 
 
 # ---- results of both
@@ -241,15 +275,9 @@ def main() -> None:
     machine_before, threads = common.machine(), len(os.sched_getaffinity(0))
     python, steps, every = options.trl_python, options.steps, options.every
     runs = Path(tempfile.mkdtemp(prefix="trl-"))
-    trials = []
-    for number, candidate in enumerate(CANDIDATES):
-        found = start_trl(
-            python, runs / f"trial-{number}", seed=0, steps=options.trial_steps, threads=threads, every=10**6, **candidate
-        )
-        trials.append({**candidate, "samples_per_s": found["samples_per_s_later"]})
-        print(trials[-1], flush=True)
-    best = max(trials, key=lambda trial: trial["samples_per_s"])
-    best = {key: value for key, value in best.items() if key != "samples_per_s"}
+    trials = try_trl(python, runs, steps=options.trial_steps, threads=threads)
+    our_trials = try_ours(runs)
+    best, ours = fastest(trials), fastest(our_trials)
     records: list[common.Record] = []
     for seed in range(options.repetitions):
         for system in ("pipelinerl", "trl"):
@@ -257,7 +285,7 @@ def main() -> None:
             if system == "trl":
                 found = start_trl(python, folder, seed=seed, steps=steps, threads=threads, every=every, **best)
             else:
-                found = start_ours(folder, seed=seed, steps=steps, every=every)
+                found = start_ours(folder, seed=seed, steps=steps, every=every, settings=ours)
             records.append({"system": system, "repetition": seed, **found, "load_average": os.getloadavg()[0]})
             print(f"{system}, seed {seed}: {found['samples_per_s']:.0f} samples/s", flush=True)
     start = held_out_reward(MODEL, options.problems)
@@ -277,6 +305,8 @@ def main() -> None:
         "trl_threads": threads,
         "trl_settings": best,
         "trl_trials": trials,
+        "our_settings": ours,
+        "our_trials": our_trials,
     }
     settings |= {"trl": version_of(python, "trl"), "trl_torch": version_of(python, "torch")}
     settings |= {
