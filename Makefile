@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install demo test test-fast test-vllm check format clean
+.PHONY: install demo test test-fast test-wild test-vllm check format clean
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ test: install
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow"
+
+# Property tests with other examples than the fixed ones, and more of them.
+test-wild: install
+	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=wild tests/unit
 
 # The real vLLM, for CPU, in an environment of its own: 3.5 GB and some minutes the first time.
 test-vllm: install $(VLLM)/.installed

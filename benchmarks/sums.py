@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from pipelinerl.experiments.evaluate.passes import Interval, mean_intervals
+from pipelinerl.experiments.statistics import Interval, mean_intervals
 
 FOLDER = common.RESULTS / "smollm2-sums"
 MODEL = "models/smollm2-135m-instruct"

@@ -200,6 +200,9 @@ class UpdateReceipt(msgspec.Struct, frozen=True, kw_only=True):
 
 StageState = Literal["starting", "working", "waiting", "done", "failed"]
 
+MAX_RECEIVERS = 64
+"""Receivers of weights in a run: generation processes, or engine servers in a broadcast."""
+
 ENGINE, ACTOR, PREPROCESSOR, TRAINER = "engine", "actor", "preprocessor", "trainer"
 """Names of stages. With several generation processes, engines and actors are numbered: `actor-0`, `actor-1`, ..."""
 

@@ -420,7 +420,7 @@ def test_configurations_built_in_python_are_checked_the_same(tmp_path: Path) -> 
     for bad, message in (
         (RunConfig(trainer=TrainerConfig(steps=0)), "trainer.steps: 0 is not allowed"),
         (RunConfig(run_dir=tmp_path), "run_dir: .*Path can't be written"),  # type: ignore[arg-type]
-        (RunConfig(actor=ActorConfig(top_p=0.5)), "actor.top_p: 0.5 cuts"),
+        (RunConfig(actor=ActorConfig(top_p=0.5)), "actor.top_p: 0.5 truncates"),
         (RunConfig(trainer=3), "trainer: this is a section"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match=message):

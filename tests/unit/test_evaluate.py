@@ -19,7 +19,6 @@ from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RunDirecto
 from pipelinerl.experiments.evaluate.answering import Questions, answer
 from pipelinerl.experiments.evaluate.evaluate import problems_of
 from pipelinerl.experiments.evaluate.folder import EvaluationFolder
-from pipelinerl.experiments.evaluate.passes import Interval, pass_at_k
 from pipelinerl.experiments.evaluate.records import (
     AttemptRecord,
     EvaluationSettings,
@@ -30,6 +29,7 @@ from pipelinerl.experiments.evaluate.records import (
 from pipelinerl.experiments.evaluate.table import evaluation_table
 from pipelinerl.experiments.evaluate.tally import Tally
 from pipelinerl.experiments.evaluate.targets import Target, find_targets, run_config_of
+from pipelinerl.experiments.statistics import Interval, pass_at_k
 from pipelinerl.files import read_json_lines
 from pipelinerl.types import GenerationRequest, Problem, SamplingParams
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine

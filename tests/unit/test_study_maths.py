@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.experiments.study.bootstrap import difference_interval, draw_counts, mean_interval
+from pipelinerl.experiments.statistics import difference_interval, draw_counts, mean_interval
 from pipelinerl.experiments.study.divergence import TokenDivergences, equivalent_lag, exact_kl, joined, log_probabilities
 from pipelinerl.experiments.study.sampling import Stretch, interval_edges, lagged_policy, mixed_policy, mixed_version
 

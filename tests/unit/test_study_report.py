@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.experiments.study.bootstrap import Interval
+from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.page import make_folder, shown_lags, study_table, write_study
 from pipelinerl.experiments.study.result import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
 

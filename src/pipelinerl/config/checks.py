@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pipelinerl.config import correction
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.types import MAX_RECEIVERS
 
-MAX_PROCESSES = 64
-"""Equal to `MAX_RECEIVERS` of `weights/shared_file.py`: the shared file has room for this many receivers."""
 _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 
@@ -165,8 +164,8 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _hardware(config: RunConfig) -> Iterator[str]:
-    if config.engine.processes > MAX_PROCESSES:
-        yield f"engine.processes: {config.engine.processes} processes can't get weights; set it to {MAX_PROCESSES} or fewer"
+    if config.engine.processes > MAX_RECEIVERS:
+        yield f"engine.processes: {config.engine.processes} processes can't get weights; set it to {MAX_RECEIVERS} or fewer"
     if config.engine.processes > 1 and config.launch.kind == "embedded":
         yield (
             f"engine.processes: the embedded launcher runs everything in one process, not {config.engine.processes} for "

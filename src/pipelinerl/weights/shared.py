@@ -22,9 +22,9 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import reserve
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, first_names
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
 from pipelinerl.weights.layout import Layout, aligned, complaint, layout_of
-from pipelinerl.weights.shared_file import CONTROL_BYTES, MAX_RECEIVERS, Answer, Control, Offer
+from pipelinerl.weights.shared_file import CONTROL_BYTES, Answer, Control, Offer
 
 _POLL_S = 0.0005
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.files import SharedRecord, reserve
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
 
-MAX_RECEIVERS = 64
 _RECORD_BYTES = 8192
 CONTROL_BYTES = (1 + MAX_RECEIVERS) * _RECORD_BYTES
 _MAX_ERROR_CHARACTERS = 500

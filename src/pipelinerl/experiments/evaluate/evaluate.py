@@ -22,10 +22,10 @@ from pipelinerl.errors import EnvironmentSetupError, TooManyFailuresError
 from pipelinerl.experiments.evaluate.answering import Questions, answer
 from pipelinerl.experiments.evaluate.engines import EvaluationEngine, engine_for
 from pipelinerl.experiments.evaluate.folder import EvaluationFolder
-from pipelinerl.experiments.evaluate.passes import Floats
 from pipelinerl.experiments.evaluate.records import AttemptRecord, EvaluationSettings, EvaluationSummary, ModelResult, Status
 from pipelinerl.experiments.evaluate.tally import Tally
 from pipelinerl.experiments.evaluate.targets import Target
+from pipelinerl.experiments.statistics import Floats
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.types import Problem, SamplingParams

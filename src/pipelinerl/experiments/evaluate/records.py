@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipelinerl.actor.evaluation import EvaluatedProblem
-from pipelinerl.experiments.evaluate.passes import Interval
+from pipelinerl.experiments.statistics import Interval
 
 Status = Literal["unfinished", "interrupted", "finished"]
 

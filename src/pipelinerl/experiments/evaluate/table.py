@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.experiments.evaluate.passes import Interval, powers_of_two
 from pipelinerl.experiments.evaluate.records import EvaluationSummary, ModelResult
+from pipelinerl.experiments.statistics import Interval, powers_of_two
 
 _WIDTH = 400
 """Wide enough that no column is wrapped or cut."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipelinerl.experiments.evaluate.passes import Floats, mean_intervals, pass_at_k, powers_of_two
 from pipelinerl.experiments.evaluate.records import AttemptRecord, Estimates, EvaluationSettings, ModelResult, PassRate
 from pipelinerl.experiments.evaluate.targets import Target
+from pipelinerl.experiments.statistics import Floats, mean_intervals, pass_at_k, powers_of_two
 from pipelinerl.metrics.records import mean_metrics
 from pipelinerl.types import Problem
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from pipelinerl.experiments.study.bootstrap import Floats, Ints
+from pipelinerl.experiments.statistics import Floats, Ints
 
 
 def exact_kl(behaviour_NV: Tensor, target_NV: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import UserError
-from pipelinerl.experiments.study.bootstrap import Interval, Ints, difference_interval, draw_counts, mean_interval
+from pipelinerl.experiments.statistics import Interval, Ints, difference_interval, draw_counts, mean_interval
 from pipelinerl.experiments.study.divergence import TokenDivergences, equivalent_lag
 from pipelinerl.experiments.study.prompts import Prompt, make_prompts, read_history
 from pipelinerl.experiments.study.replay import Replay

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.experiments.study.bootstrap import Interval
+from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.result import PolicyRecord, StartRecord, StudyRecord
 from pipelinerl.files import write_atomically
 from pipelinerl.report.drawing import png_of

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from pipelinerl.experiments.study.bootstrap import Interval
+from pipelinerl.experiments.statistics import Interval
 
 FORMAT = 1
 

@@ -18,12 +18,11 @@ from urllib.parse import urlsplit
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import WeightReceiver, WeightSender
+from pipelinerl.types import MAX_RECEIVERS
 from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.shared_file import create_shared_file
 
 LOOPBACK = "127.0.0.1"
-MAX_RECEIVERS = 64
-"""Of a broadcast; the same as `weights.broadcast.sender.MAX_RECEIVERS`, which needs torch."""
 
 
 class SenderAddress(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, first_names
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
 from pipelinerl.weights.broadcast.control import Arrived, Form, Go, Offer
 from pipelinerl.weights.broadcast.group import (
     Backend,
@@ -30,7 +30,6 @@ from pipelinerl.weights.broadcast.peers import Peer, Peers
 from pipelinerl.weights.broadcast.receiver import staging_buffer
 from pipelinerl.weights.layout import Layout, complaint, layout_of
 
-MAX_RECEIVERS = 64
 BUCKET_BYTES = 64 << 20
 _ENDING_S = 5.0
 _EXPLANATION_S = 3.0

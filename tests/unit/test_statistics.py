@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from pipelinerl.experiments.evaluate.passes import Interval, mean_intervals, pass_at_k, powers_of_two
+from pipelinerl.experiments.statistics import Interval, mean_intervals, pass_at_k, powers_of_two
 
 
 def share_of_choices_with_a_pass(attempts: int, passes: int, k: int) -> float:
