@@ -33,8 +33,9 @@ from benchmarks.common import Record
 from pipelinerl.engine import LocalEngine
 from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.models.state import first_names, named_weights
-from pipelinerl.weights.broadcast import CollectiveWeightReceiver, CollectiveWeightSender
 from pipelinerl.weights.broadcast.control import listen
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
 from pipelinerl.weights.shared_file import create_shared_file
 

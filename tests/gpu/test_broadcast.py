@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.weights.broadcast import CollectiveWeightReceiver, CollectiveWeightSender
 from pipelinerl.weights.broadcast.control import listen
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.parity.models import make_model
 
 pytestmark = [
@@ -32,7 +33,7 @@ import json, sys, time
 import torch
 from pipelinerl.models.state import checksum
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.broadcast import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 
 port, versions, devices = int(sys.argv[1]), int(sys.argv[2]), set()
 receiver = CollectiveWeightReceiver("127.0.0.1", port, 0, engine="second", device=torch.device("cuda:1"))

@@ -15,8 +15,9 @@ import torch
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.broadcast import CollectiveWeightReceiver, CollectiveWeightSender
 from pipelinerl.weights.broadcast.group import Group
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 
 LAST = 6
 

@@ -184,6 +184,7 @@ def test_a_bound_on_lag_is_used_to_the_full(tmp_path: Path) -> None:
 def test_batches_of_a_low_effective_sample_size_are_refused(tmp_path: Path) -> None:
     """A large learning rate and many steps in flight: the guard trips, waits for fresh data, and the run still ends."""
     settings = {"trainer__learning_rate": 2e-2, "trainer__ess_threshold": 0.9, "engine__slots": 64, "trainer__steps": 6}
+    settings["stream__capacity"] = 64  # without the limit of the stock, which keeps data fresh
     counts = run(tmp_path / "r", **settings)
     check(tmp_path / "r", counts)
     assert counts["status"] == "finished"

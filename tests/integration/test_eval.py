@@ -91,7 +91,7 @@ def test_ctrl_c_leaves_what_was_done(tmp_path: Path) -> None:
     """
     out = tmp_path / "out"
     arguments = ("demo", "demo", *task(tmp_path, body), "--slots", "8", *SMALL, "--out", str(out))
-    with pytest.raises(RunInterruptedError, match="what was done is in"):
+    with pytest.raises(RunInterruptedError, match="the results so far are in"):
         run_command(*arguments)
     summary = summary_of(out)
     (result,) = summary.models

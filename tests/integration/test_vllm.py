@@ -33,8 +33,9 @@ from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts
 from pipelinerl.serving.vllm.start import VllmProcess, VllmSettings, running_vllm
 from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
-from pipelinerl.weights.broadcast import CollectiveWeightCoordinator, CollectiveWeightSender
 from pipelinerl.weights.broadcast.control import listen
+from pipelinerl.weights.broadcast.coordinator import CollectiveWeightCoordinator
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
 pytestmark = [

@@ -54,7 +54,7 @@ def test_version_and_help(capsys: Capture) -> None:
         (["train", "absent.yaml"], "can't read the run file absent.yaml"),
         (["train", "--trainer.stepz", "3"], "--trainer.stepz: unknown key; did you mean `--trainer.steps`?"),
         (["train", "--trainer.steps", "x"], "--trainer.steps: 'x' is not allowed here; this takes a whole number >= 1"),
-        (["train", "--actor.top_p", "0.9"], "actor.top_p: 0.9 cuts"),
+        (["train", "--actor.top_p", "0.9"], "actor.top_p: 0.9 truncates"),
         (
             ["train", "--metrics.plot", "run.yaml"],
             "--metrics.plot: 'run.yaml' is not allowed here; this takes true or false",

@@ -21,8 +21,9 @@ from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
-from pipelinerl.weights.broadcast import CollectiveWeightCoordinator, CollectiveWeightSender
+from pipelinerl.weights.broadcast.coordinator import CollectiveWeightCoordinator
 from pipelinerl.weights.broadcast.group import choose_backend, gpu_of, staging_device
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.unit.server_parts import byte_model, running
 from tests.unit.test_collective import BOUND_S, Rig, eventually, problem, receipt, taken
 from tests.unit.test_collective import rig as rig  # noqa: PLC0414 - a fixture

@@ -357,7 +357,7 @@ def run_command(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["demo"], "give --env KIND"),
+        (["demo"], "give the environment to evaluate on, --env KIND"),
         (["demo", "--env", "gdc"], "Did you mean 'gcd'"),
         (["demo", "--env", "gcd", "--attempts", "0"], "--attempts 0: give a whole number of at least 1"),
         (["demo", "--env", "gcd", "--problems", "0"], "--problems 0"),

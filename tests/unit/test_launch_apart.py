@@ -93,7 +93,7 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: p
 
 def test_a_broadcast_reaches_so_many_engines_and_no_more() -> None:
     config = RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", servers=65))
-    with pytest.raises(UserError, match=r"^weights\.kind: 65 engine servers.* to 64; set it to shared$"):
+    with pytest.raises(UserError, match=r"^weights\.kind: 65 engine servers.* at most 64; set it to shared$"):
         weights.make_channel(config)
 
 

@@ -200,7 +200,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             with_adapters(config=other).load_adapter(tmp_path / "lora")
     with pytest.raises(CheckpointError, match=r"has no adapter.*set model\.lora to null"):
         with_adapters().load_adapter(tmp_path / "full")
-    with pytest.raises(CheckpointError, match="of a run that trained adapters"):
+    with pytest.raises(CheckpointError, match="from a run that trained adapters"):
         refuse_adapter(tmp_path / "lora")
     refuse_adapter(tmp_path / "full")
     (tmp_path / "lora" / ADAPTER_FOLDER / "adapter_model.safetensors").write_bytes(b"x" * 40)

@@ -426,7 +426,7 @@ def test_paths_methods_and_what_is_not_built(shared: Shared) -> None:
     assert shared.post("/info", {}).status_code == 404
     other = shared.post("/v1/completions", PLAIN | {"model": "gpt"})
     assert other.status_code == 404
-    assert "no model 'gpt' here, but 'bytes'" in error_of(other).error.message
+    assert "there is no model 'gpt'; this server has 'bytes'" in error_of(other).error.message
 
 
 def test_updates_may_only_name_files_in_the_directory(shared: Shared) -> None:
@@ -468,7 +468,7 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
 def test_without_a_key_web_pages_of_others_are_not_answered(origin: bytes | None, allowed: bool) -> None:
     headers = [] if origin is None else [(b"origin", origin)]
     guard = Guard(lambda *_: None, None)  # type: ignore[arg-type, return-value]
-    assert (guard._objection({"headers": headers}) is None) == allowed
+    assert (guard._refusal_reason({"headers": headers}) is None) == allowed
 
 
 def test_log_probabilities_are_numbers_json_can_say(shared: Shared) -> None:

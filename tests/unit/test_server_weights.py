@@ -19,8 +19,8 @@ from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.weights import allowed_file, read_update
 from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.broadcast import CollectiveWeightSender
 from pipelinerl.weights.broadcast.control import listen
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.parity.models import make_model
 from tests.unit.server_parts import byte_model, client_of, running, until
 

@@ -21,8 +21,8 @@ from pipelinerl.serving.client.weights_file import write_safetensors
 from pipelinerl.serving.vllm.messages import REFUSED, FilesInfo
 from pipelinerl.serving.vllm.plugin import WeightTransfer, refresh_heads
 from pipelinerl.serving.wire import ProcessGroupRequest
-from pipelinerl.weights.broadcast import CollectiveWeightSender
 from pipelinerl.weights.broadcast.control import listen
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 
 
 class Untouchable(nn.Module):
@@ -96,7 +96,9 @@ def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touche
 
     missing = {name: tensor for name, tensor in good().items() if name != "b.weight"}
     assert "1 weights are missing" in refusal(transfer, write(path, missing))
-    assert "1 of another shape, among them b.weight" in refusal(transfer, write(path, good() | {"b.weight": torch.ones(5)}))
+    assert "1 have another shape, among them b.weight" in refusal(
+        transfer, write(path, good() | {"b.weight": torch.ones(5)})
+    )
     broken = good() | {"b.weight": good()["b.weight"] * float("inf")}
     assert "1 weights are not finite, among them b.weight" in refusal(transfer, write(path, broken))
 
@@ -182,8 +184,8 @@ def test_a_broadcast_that_can_not_be_joined_is_refused(transfer: WeightTransfer)
     transfer.parallel_config = SimpleNamespace(world_size=1)
     with closing(CollectiveWeightSender(listen(), 2, timeout_s=10.0)) as sender:
         for changes, why in (
-            ({"receivers": 3}, "has 2 receivers, not 3"),
-            ({"receivers": 2, "timeout_s": 0.2}, "no group in 0.2 s"),
+            ({"receivers": 3}, "has 2 receivers, but number 0 expects 3"),
+            ({"receivers": 2, "timeout_s": 0.2}, "no group was formed within 0.2 s"),
         ):
             with pytest.raises(WeightUpdateError, match=f"^{REFUSED}.*{why}"):
                 transfer.init_transfer_engine(transfer.parse_init_info(join(sender, **changes)))

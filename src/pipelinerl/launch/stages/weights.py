@@ -54,7 +54,7 @@ def make_sender(config: RunConfig, fd: int, give_up: Callable[[], bool]) -> Weig
         return SharedWeightSender(fd, config.engine.processes, give_up=give_up)
     import torch  # noqa: PLC0415 - as above
 
-    from pipelinerl.weights.broadcast import CollectiveWeightSender  # noqa: PLC0415 - as above
+    from pipelinerl.weights.broadcast.sender import CollectiveWeightSender  # noqa: PLC0415 - as above
 
     return CollectiveWeightSender(
         socket.socket(fileno=os.dup(fd)),
@@ -74,7 +74,8 @@ def make_receiver(config: RunConfig, fd: int, index: int, engine: str) -> Weight
         return SharedWeightReceiver(fd, index)
     import torch  # noqa: PLC0415 - as above
 
-    from pipelinerl.weights.broadcast import CollectiveWeightCoordinator, CollectiveWeightReceiver  # noqa: PLC0415
+    from pipelinerl.weights.broadcast.coordinator import CollectiveWeightCoordinator  # noqa: PLC0415
+    from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver  # noqa: PLC0415
 
     host, port = _address(fd)
     count, join_s = _receivers(config), config.launch.startup_timeout_s

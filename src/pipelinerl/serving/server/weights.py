@@ -21,7 +21,7 @@ from pipelinerl.serving.server.engine_thread import EngineThread, Holding
 from pipelinerl.serving.server.http import RefusedError, unavailable
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.broadcast import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 
 # ---- reading and checking a safetensors file, in a thread beside the engine's
 # Every error of a file is found before the engine is involved; the engine only copies the tensors.

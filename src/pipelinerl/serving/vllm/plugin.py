@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum, not_finite
 from pipelinerl.serving.vllm.messages import BACKEND, REFUSED, BroadcastInfo, InitInfo, UpdateInfo
-from pipelinerl.weights.broadcast import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -20,9 +20,3 @@ repaired: the run ends with the error, and the next run creates a new sender.
 Tensors are sent as bytes, descriptions as JSON. Nothing that is received is executed. The connections are neither encrypted
 nor authenticated, as those of `torch.distributed` are not: across machines, use a trusted network.
 """
-
-from pipelinerl.weights.broadcast.coordinator import CollectiveWeightCoordinator
-from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
-from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-
-__all__ = ["CollectiveWeightCoordinator", "CollectiveWeightReceiver", "CollectiveWeightSender"]
