@@ -56,7 +56,8 @@ CANDIDATES = (
     {"rows": 256, "continuous_batching": True},
 )
 OUR_CANDIDATES = ({"engine.processes": 1}, {"engine.processes": 2})
-OUR_TRIAL_STEPS = 36
+OUR_TRIAL_STEPS = DEMO.trainer.steps
+"""Whole runs, as in `pipelinerl compare`: while the model learns, less is left to train, and generation becomes the slower side."""
 Curve = list[tuple[float, float]]
 
 
