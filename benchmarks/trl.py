@@ -57,7 +57,7 @@ CANDIDATES = (
 )
 OUR_CANDIDATES = ({"engine.processes": 1}, {"engine.processes": 2})
 OUR_TRIAL_STEPS = DEMO.trainer.steps
-"""Whole runs, as in `pipelinerl compare`: while the model learns, less is left to train, and generation becomes the slower side."""
+"""Whole runs, as in `pipelinerl compare`: the more the model has learned, the less there is to train."""
 Curve = list[tuple[float, float]]
 
 
