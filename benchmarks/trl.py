@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,24 +176,13 @@ def start_ours(folder: Path, *, seed: int, steps: int, every: int, settings: Map
     }
 
 
-def try_trl(python: Path, runs: Path, *, steps: int, threads: int) -> list[dict[str, Any]]:
-    """Samples/s of TRL with each of its candidate settings, after two steps."""
+def try_settings(
+    candidates: Sequence[Mapping[str, Any]], start: Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Samples/s with each of the candidate settings, without the first steps. `start(number, settings)` makes a run."""
     trials = []
-    for number, candidate in enumerate(CANDIDATES):
-        folder = runs / f"trial-{number}"
-        found = start_trl(python, folder, seed=0, steps=steps, threads=threads, every=10**6, **candidate)
-        trials.append({**candidate, "samples_per_s": found["samples_per_s_later"]})
-        print(trials[-1], flush=True)
-    return trials
-
-
-def try_ours(runs: Path) -> list[dict[str, Any]]:
-    """Samples/s of this package with each of its candidate settings, after a third of the steps."""
-    trials = []
-    for number, candidate in enumerate(OUR_CANDIDATES):
-        folder = runs / f"our-trial-{number}"
-        found = start_ours(folder, seed=0, steps=OUR_TRIAL_STEPS, every=OUR_TRIAL_STEPS, settings=candidate)
-        trials.append({**candidate, "samples_per_s": found["samples_per_s_later"]})
+    for number, settings in enumerate(candidates):
+        trials.append({**settings, "samples_per_s": start(number, settings)["samples_per_s_later"]})
         print(trials[-1], flush=True)
     return trials
 
@@ -276,8 +265,16 @@ def main() -> None:
     machine_before, threads = common.machine(), len(os.sched_getaffinity(0))
     python, steps, every = options.trl_python, options.steps, options.every
     runs = Path(tempfile.mkdtemp(prefix="trl-"))
-    trials = try_trl(python, runs, steps=options.trial_steps, threads=threads)
-    our_trials = try_ours(runs)
+
+    def try_trl(number: int, candidate: Mapping[str, Any]) -> Mapping[str, Any]:
+        folder = runs / f"trial-{number}"
+        return start_trl(python, folder, seed=0, steps=options.trial_steps, threads=threads, every=10**6, **candidate)
+
+    def try_ours(number: int, candidate: Mapping[str, Any]) -> Mapping[str, Any]:
+        folder = runs / f"our-trial-{number}"
+        return start_ours(folder, seed=0, steps=OUR_TRIAL_STEPS, every=OUR_TRIAL_STEPS, settings=candidate)
+
+    trials, our_trials = try_settings(CANDIDATES, try_trl), try_settings(OUR_CANDIDATES, try_ours)
     best, ours = fastest(trials), fastest(our_trials)
     records: list[common.Record] = []
     for seed in range(options.repetitions):

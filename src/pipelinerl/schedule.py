@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pipelinerl.config.schema import RunConfig
@@ -63,9 +64,8 @@ class PipelineSchedule:
         )
 
     def _has_enough(self, state: PipelineState, stock: int) -> bool:
-        if state.handed_over >= stock or state.latency is None:
-            return state.handed_over >= stock
-        return state.outstanding >= stock + LATENCY_MARGIN * self.batch_size * state.latency
+        most = math.inf if state.latency is None else stock + LATENCY_MARGIN * self.batch_size * state.latency
+        return state.handed_over >= stock or state.outstanding >= most
 
     def may_take_weights(self, in_progress: int) -> Verdict:
         return ALLOWED

@@ -35,6 +35,7 @@ from pipelinerl.actor.evaluation import (
     write_record,
 )
 from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.outstanding import open_limit
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import FailureLog, TimeLimits
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
@@ -55,8 +56,6 @@ from pipelinerl.types import (
 
 logger = logging.getLogger(__name__)
 
-OPEN_ROLLOUTS_PER_SLOT = 4
-"""Default of `actor.max_open_rollouts`, per slot."""
 RECENT_ROLLOUTS = 256
 LONGEST_IDLE = 8
 """The sleep of an idle actor grows up to this multiple of `idle_s`, to leave the cores to other processes."""
@@ -100,9 +99,7 @@ class Actor:
         self._receiver = receiver
         self._records = records
         self._slots = slots
-        # A rollout that waits for a tool or a slow reward uses no slot, so more rollouts than slots may be open. In rounds,
-        # the size of the round is the limit.
-        self._max_open = None if admission.in_rounds else config.max_open_rollouts or OPEN_ROLLOUTS_PER_SLOT * slots
+        self._max_open = open_limit(config.max_open_rollouts, slots, in_rounds=admission.in_rounds)
         self._clock = clock
         self._idle_s = idle_s
         self._idle_iterations = 0
@@ -219,7 +216,7 @@ class Actor:
                 return verdict
             self._groups.start(index, self._engine.version)
             room -= size
-        return Verdict(True)
+        return ALLOWED
 
     def _may_start(self) -> Verdict:
         """Whether this actor's own state allows another group. `admission` decides over all actors."""
@@ -229,7 +226,7 @@ class Actor:
             return Verdict(False, f"the trainer: the stream is full ({self._writer.stats().pending} groups)", (TRAINER,))
         if self._max_open is not None and self._groups.running >= self._max_open:
             return Verdict(False, f"the environment: {self._groups.running} rollouts are open and request no tokens")
-        return Verdict(True)
+        return ALLOWED
 
     def _hand_over(self) -> None:
         """Write finished groups, oldest first, until the stream is full."""

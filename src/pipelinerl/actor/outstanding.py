@@ -7,6 +7,17 @@ import msgspec
 LATENCY_WEIGHT = 0.1
 """Weight of the latest group in the running mean `Outstanding.latency`."""
 
+OPEN_ROLLOUTS_PER_SLOT = 4
+"""Default of `actor.max_open_rollouts`, per slot."""
+
+
+def open_limit(configured: int | None, slots: int, *, in_rounds: bool) -> int | None:
+    """Most rollouts of an actor that may be open at once. None in rounds, where the size of the round is the limit.
+
+    A rollout that waits for a tool or a slow reward uses no slot, so more rollouts than slots may be open.
+    """
+    return None if in_rounds else configured or OPEN_ROLLOUTS_PER_SLOT * slots
+
 
 class Outstanding(msgspec.Struct):
     """The record that generation processes share. Its size does not grow with the run.

@@ -80,9 +80,10 @@ def _efficiency(pipeline: Row, baseline: Row | None) -> list[str]:
     other = baseline.samples_to_reward.median if baseline else None
     if baseline is None or not own or not other:
         return []
+    lags = f"lag {_number(pipeline.lag_mean, '.2f')} against {_number(baseline.lag_mean, '.2f')} optimizer steps on average"
     return [
         f"To reach it, pipeline needed {own:.0f} samples and {baseline.schedule} {other:.0f} ({own / other:.2f} times as "
-        f"many): lag {_rounded(pipeline.lag_mean)} against {_rounded(baseline.lag_mean)} optimizer steps on average."
+        f"many): {lags}."
     ]
 
 
@@ -108,10 +109,6 @@ def _bottleneck(pipeline: Row, rows: Mapping[str, Row]) -> list[str]:
             )
         )
     return sentences
-
-
-def _rounded(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 class TuningResult(NamedTuple):

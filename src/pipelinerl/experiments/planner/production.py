@@ -16,7 +16,8 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
+from pipelinerl.launch.stages.engines import load_local_engine
+from pipelinerl.models.loading import load_tokenizer, stop_token_ids
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream import FileStreamWriter
@@ -57,14 +58,7 @@ def load_generator(config: RunConfig) -> Generator:
     """Load the environment, model and engine of a run file. Raises UserError if one can't be loaded."""
     tokenizer = load_tokenizer(config.model)
     environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
-    model = load_model(config.model, config.engine.device)
-    engine = LocalEngine(
-        model,
-        slots=config.engine.slots,
-        max_length=slot_length(model, config.engine.max_length),
-        prefill_tokens=config.engine.prefill_tokens,
-        kv_on_update=config.engine.kv_on_update,
-    )
+    model, engine = load_local_engine(config)
     return Generator(
         config=config,
         environment=environment,

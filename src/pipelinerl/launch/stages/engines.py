@@ -6,19 +6,21 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.config.schema import EngineConfig
+from pipelinerl.config.schema import EngineConfig, RunConfig
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.interfaces import Engine, Tokenizer
 from pipelinerl.launch.hosts.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.weights import SenderAddress
+from pipelinerl.types import ENGINE
 
 if TYPE_CHECKING:
+    from pipelinerl.engine import LocalEngine
     from pipelinerl.serving.client.adapter import EngineServer
     from pipelinerl.serving.vllm.server_info import ModelFacts
 
@@ -56,15 +58,15 @@ def make_engine(session: Session, name: str, tokenizer: Tokenizer, sender: Sende
     `RemoteEngine`.
     """
     if session.config.engine.kind == "local":
-        return _local(session, name, tokenizer)
+        return _local(session.config, name, tokenizer)
     return _remote(session, name, sender)
 
 
-def _local(session: Session, name: str, tokenizer: Tokenizer) -> EngineHandle:
+def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, LocalEngine]:
+    """The run file's model and the embedded engine over it. Raises ModelLoadError and UnsupportedModelError."""
     from pipelinerl.engine import LocalEngine  # noqa: PLC0415 - only the process that computes needs it
-    from pipelinerl.models.loading import load_model, slot_length, stop_token_ids  # noqa: PLC0415 - as above
+    from pipelinerl.models.loading import load_model, slot_length  # noqa: PLC0415 - as above
 
-    config = session.config
     model = load_model(config.model, config.engine.device)
     engine = LocalEngine(
         model,
@@ -74,6 +76,13 @@ def _local(session: Session, name: str, tokenizer: Tokenizer) -> EngineHandle:
         kv_on_update=config.engine.kv_on_update,
         name=name,
     )
+    return model, engine
+
+
+def _local(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
+    from pipelinerl.models.loading import stop_token_ids  # noqa: PLC0415 - as above
+
+    model, engine = load_local_engine(config, name)
     return EngineHandle(engine, config.engine.slots, stop_token_ids(model, tokenizer), lambda: None)
 
 

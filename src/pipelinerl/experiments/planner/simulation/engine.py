@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from typing import NamedTuple
 
-from pipelinerl.actor.actor import OPEN_ROLLOUTS_PER_SLOT
+from pipelinerl.actor.outstanding import open_limit
 from pipelinerl.experiments.planner.simulation.scenario import GroupWork, Scenario
 
 # ---- records of the simulated pipeline, with `__slots__` because there may be millions
@@ -112,7 +112,7 @@ class SimulatedEngine:
         self._costs = scenario.costs
         self._schedule = scenario.schedule
         in_rounds = scenario.schedule.trains_in_rounds()
-        self._max_open = None if in_rounds else scenario.max_open_rollouts or OPEN_ROLLOUTS_PER_SLOT * self.slots
+        self._max_open = open_limit(scenario.max_open_rollouts, scenario.slots, in_rounds=in_rounds)
         self._publications = publications
         self._seen = 1
         self._waiting: deque[SimulatedRollout] = deque()
