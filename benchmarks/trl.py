@@ -12,8 +12,8 @@ TRL's settings: it trains on samples of the current weights, so that its loss an
 mean over tokens; advantages not divided by their deviation; no KL). Defaults that cost time on a CPU are off: bf16,
 gradient checkpointing. It has two threads. Short runs choose the size of its forward passes, and between `generate` and
 transformers' continuous batching for sampling; the results contain all trials. vLLM is not tried: its CPU build needs
-another torch. This package uses the demo's run file, with one thread for each process; short runs choose between one
-generation process and two, which is what `pipelinerl compare` tries too.
+another torch. This package uses the demo's run file, with one thread for each process; whole runs choose the number of
+generation processes, which `pipelinerl compare` tries too, their slots, and the trainer's micro batches.
 
 Held-out rewards are those of checkpoints that both write every 20 steps, measured after the runs by the same code.
 """
@@ -55,7 +55,12 @@ CANDIDATES = (
     {"rows": 32, "continuous_batching": False},
     {"rows": 256, "continuous_batching": True},
 )
-OUR_CANDIDATES = ({"engine.processes": 1}, {"engine.processes": 2})
+OUR_CANDIDATES: tuple[dict[str, int], ...] = (
+    {"engine.processes": 1},
+    {"engine.processes": 2},
+    {"engine.processes": 2, "engine.slots": 64},
+    {"engine.processes": 2, "trainer.micro_batch_tokens": 4096},
+)
 OUR_TRIAL_STEPS = DEMO.trainer.steps
 """Whole runs, as in `pipelinerl compare`: the more the model has learned, the less there is to train."""
 Curve = list[tuple[float, float]]
