@@ -2,7 +2,7 @@
 
 python3 -m venv .venv-trl
 .venv-trl/bin/pip install -c constraints.txt torch trl==1.16.0 msgspec xxhash pyyaml rich matplotlib
-.venv/bin/python -m benchmarks.trl            # about 50 minutes; writes results/trl/
+.venv/bin/python -m benchmarks.trl            # about 20 minutes; writes results/trl/
 
 Both start from the same weights and get the same problems in the same order: 16 attempts at each of 16 problems per step,
 all tokens at temperature 1, at most 240 per answer, scored by the same function; the demo's settings of AdamW, 140 steps,
