@@ -43,7 +43,7 @@ class MathsOptions(QuestionOptions, kw_only=True):
     path: Files
     """Files of problems, one per line."""
     held_out_path: Files | None = None
-    """The same for evaluation. null: one problem in ten of `path` is held out. A held-out question is never trained on."""
+    """Files for evaluation. null: one problem in ten of `path`. A held-out question is never trained on."""
     question_field: str | None = None
     """The field with the question, also as a path (`extra.question`). null: the usual names."""
     answer_field: str | None = None
