@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 
 from pipelinerl.environments.prompts import encode_prompt, text_decoder
-from pipelinerl.environments.tasks import gcd_task
+from pipelinerl.environments.tasks import gcd
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
@@ -44,7 +44,7 @@ class GcdTurns:
             turns.append(Turn(prompt_ids=prompt_ids, completion=completion, text=text))
             if text.startswith(">"):
                 return self._ended(turns, text == f">{answer:02d}")
-            a, b = gcd_task.subtract_once(a, b)
+            a, b = gcd.subtract_once(a, b)
             if text[:5] != f"{a:02d},{b:02d}":
                 return self._ended(turns, False)
             if a == b:
@@ -55,5 +55,5 @@ class GcdTurns:
 
 
 def _problem(name: str, rng: random.Random, *, held_out: bool) -> Problem:
-    steps = min(MAX_STEPS, 1 + int(rng.expovariate(1 / gcd_task.MEAN_EXTRA_STEPS)))
-    return Problem(id=name, payload=dict(vars(gcd_task.draw_problem(rng, held_out, steps))))
+    steps = min(MAX_STEPS, 1 + int(rng.expovariate(1 / gcd.MEAN_EXTRA_STEPS)))
+    return Problem(id=name, payload=dict(vars(gcd.draw_problem(rng, held_out, steps))))

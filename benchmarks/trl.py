@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 from benchmarks import common
 from pipelinerl.config import load_config
 from pipelinerl.engine import LocalEngine
-from pipelinerl.environments.tasks import gcd_task
+from pipelinerl.environments.tasks import gcd
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report.drawing import png_of
 from pipelinerl.report.run_records import read_run
@@ -76,12 +76,12 @@ def run_trl(folder: Path, *, seed: int, steps: int, threads: int, rows: int, con
     from transformers import TrainerCallback  # noqa: PLC0415 - as above
 
     torch.set_num_threads(threads)
-    problems = [gcd_task.problem_at(index, seed, held_out=False) for index in range(steps * BATCH // ATTEMPTS)]
-    dataset = Dataset.from_list([{"prompt": gcd_task.prompt_text(problem), **vars(problem)} for problem in problems])
+    problems = [gcd.problem_at(index, seed, held_out=False) for index in range(steps * BATCH // ATTEMPTS)]
+    dataset = Dataset.from_list([{"prompt": gcd.prompt_text(problem), **vars(problem)} for problem in problems])
 
     def reward(completions: Sequence[str], **columns: Sequence[int]) -> list[float]:
         rows = zip(*(columns[name] for name in ("a", "b", "answer", "steps")), strict=True)
-        return [gcd_task.score(gcd_task.GcdProblem(*row), text) for row, text in zip(rows, completions, strict=True)]
+        return [gcd.score(gcd.GcdProblem(*row), text) for row, text in zip(rows, completions, strict=True)]
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: object, **__: object) -> None:
@@ -206,17 +206,15 @@ def held_out_reward(checkpoint: Path, problems: int) -> float:
     tokenizer = load_tokenizer(DEMO.model)
     model = common.fresh_model(str(checkpoint))
     engine = LocalEngine(model, slots=128, max_length=DEMO.engine.max_length)
-    asked = gcd_task.held_out_problems(problems)
+    asked = gcd.held_out_problems(problems)
     sampling = SamplingParams(max_tokens=LONGEST, stop_token_ids=(int(tokenizer.eos_token_id),))
     requests = [
-        GenerationRequest(
-            id=str(number), prompt_ids=tuple(tokenizer.encode(gcd_task.prompt_text(problem))), sampling=sampling
-        )
+        GenerationRequest(id=str(number), prompt_ids=tuple(tokenizer.encode(gcd.prompt_text(problem))), sampling=sampling)
         for number, problem in enumerate(asked)
     ]
     answers = {answer.request_id: answer.token_ids for answer in engine.generate(requests)}
     texts = [tokenizer.decode(answers[str(number)], skip_special_tokens=True) for number in range(len(asked))]
-    return sum(map(gcd_task.score, asked, texts)) / len(asked)
+    return sum(map(gcd.score, asked, texts)) / len(asked)
 
 
 def seconds_to(curve: Curve, reward: float) -> float | None:

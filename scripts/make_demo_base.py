@@ -24,7 +24,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipelinerl.environments.tasks.gcd_task import (
+from pipelinerl.environments.tasks.gcd import (
     ALPHABET,
     MAX_STEPS,
     GcdProblem,

@@ -61,7 +61,7 @@ def model_with_a_strict_template(folder: Path) -> Settings:
 
 def malformed_jsonl(folder: Path) -> Settings:
     (folder / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "2 + 2?", \n')
-    return {"environment__kind": "math_words", "environment__args": f"{{path: {folder / 'train.jsonl'}}}"}
+    return {"environment__kind": "math", "environment__args": f"{{path: {folder / 'train.jsonl'}, judge: numbers}}"}
 
 
 def class_missing(folder: Path) -> Settings:
@@ -102,7 +102,7 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(1)"),
     "nothing held out": (environment("def held_out(self, count):\n    return []"), "define `held_out(self, count)` in"),
     "JSONL missing": (
-        lambda _: {"environment__kind": "math_words", "environment__args": "{path: no/such.jsonl}"},
+        lambda _: {"environment__kind": "math", "environment__args": "{path: no/such.jsonl, judge: numbers}"},
         "/no/such.jsonl: a path is relative to the working directory)",
     ),
     "malformed JSONL": (malformed_jsonl, "train.jsonl:2 is not JSON"),

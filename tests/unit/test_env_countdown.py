@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.maths.expressions import read_expression
-from pipelinerl.environments.tasks.countdown_task import Countdown, answer_in, score
+from pipelinerl.environments.maths.numbers import read_expression
+from pipelinerl.environments.tasks.countdown import Task, answer_in, score
 from pipelinerl.errors import EnvironmentSetupError
 
 from .env_client import TOKENIZER, rollout
@@ -69,7 +69,7 @@ def _words(text):
 @settings(deadline=None)
 @given(st.text())
 def test_no_text_breaks_the_verifier(text):
-    assert 0 <= score(Countdown((1, 2), 3), text, 0.1) <= 1
+    assert 0 <= score(Task((1, 2), 3), text, 0.1) <= 1
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_the_expression_that_a_text_ends_with(text, answer):
     ],
 )
 def test_rewards(text, reward):
-    assert score(Countdown((3, 4, 5), 35), text, 0.1) == reward
+    assert score(Task((3, 4, 5), 35), text, 0.1) == reward
 
 
 def test_each_number_is_there_as_often_as_it_was_given():
-    assert score(Countdown((3, 3), 9), "3 * 3", 0.1) == 1
-    assert score(Countdown((3, 3), 27), "3 * 3 * 3", 0.1) == 0
+    assert score(Task((3, 3), 9), "3 * 3", 0.1) == 1
+    assert score(Task((3, 3), 27), "3 * 3 * 3", 0.1) == 0
 
 
 def test_every_problem_can_be_solved_and_none_is_trivial():
@@ -166,14 +166,15 @@ def test_a_rollout(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"numbers": 1}, "numbers of countdown is 1"),
-        ({"numbers": [4, 3]}, r"numbers of countdown is \[4, 3\]"),
-        ({"numbers": "three"}, "numbers of countdown is 'three'"),
-        ({"numbers": 9}, "numbers of countdown is 9"),
-        ({"highest": 1}, "highest of countdown is 1"),
-        ({"highest_target": 10**9}, "highest_target of countdown"),
-        ({"operations": "+^"}, r"operations of countdown is '\+\^'"),
-        ({"operations": ""}, "operations of countdown is ''"),
+        ({"numbers": 1}, "numbers is 1: expected `int` >= 2"),
+        ({"numbers": [4, 3]}, r"numbers is \[4, 3\]: give the minimum first"),
+        ({"numbers": "three"}, "numbers is 'three': expected `int | list`"),
+        ({"numbers": 9}, "numbers is 9"),
+        ({"highest": 1}, "highest is 1"),
+        ({"highest": True}, "highest is True"),
+        ({"highest_target": 10**9}, "highest_target is 1000000000"),
+        ({"operations": "+^"}, r"operations is '\+\^'"),
+        ({"operations": ""}, "operations is ''"),
         ({"operations": "*", "highest": 90, "numbers": 8}, "leave too few problems"),
         ({"format_reward": -1}, "format_reward is -1"),
         ({"chat": True}, "no chat template"),

@@ -8,15 +8,14 @@ import msgspec
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.combine.difficulty_filter import read_pass_rates
-from pipelinerl.environments.combine.nested import distinct_problems
+from pipelinerl.environments.combine import distinct_problems, read_pass_rates
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.experiments.evaluate.records import PassRate
 from pipelinerl.types import Problem
 
 from .env_client import TOKENIZER, rollout
 
-INNER = {"kind": "math_words", "args": {"path": "p.jsonl", "held_out_path": "h.jsonl"}}
+INNER = {"kind": "math", "args": {"path": "p.jsonl", "held_out_path": "h.jsonl", "judge": "numbers"}}
 COUNT = 40
 
 
@@ -127,12 +126,12 @@ def test_pass_rates_that_can_not_be_used(rates, complaint):
     ("arguments", "complaint"),
     [
         ({"pass_rate_between": [0.9, 0.1]}, "the lower one first"),
-        ({"pass_rate_between": [0, 2]}, "two numbers from 0 to 1"),
+        ({"pass_rate_between": [0, 2]}, r"pass_rate_between\[1\]: expected `float` <= 1"),
         ({"pass_rate_between": 0.5}, r"pass_rate_between is 0\.5"),
-        ({"pass_rate_between": [0.1]}, "two numbers"),
+        ({"pass_rate_between": [0.1]}, r"pass_rate_between is \[0\.1\]: expected `list` of length >= 2"),
         ({"pass_rates": "none.jsonl"}, r"can't read none\.jsonl"),
         ({"environment": {"kind": "gdc"}}, "args.environment: environment.kind 'gdc' is unknown"),
-        ({"environment": "gcd"}, "must be an environment, `{kind: "),
+        ({"environment": "gcd"}, "environment is 'gcd': expected `object`"),
         ({"environment": {"kind": "gcd", "weight": 1}}, "unknown field `weight`"),
     ],
 )

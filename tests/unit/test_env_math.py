@@ -12,9 +12,8 @@ from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import TimeLimits, attempt
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.maths.environment import Maths, answer_of, length_penalty
+from pipelinerl.environments.maths.environment import Maths, answer_of, final_answer, length_penalty
 from pipelinerl.environments.maths.judge import Judge, Verdict, quick_verdict
-from pipelinerl.environments.maths.problems import final_answer
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Rollout, SamplingParams
 
@@ -124,9 +123,9 @@ def test_a_malformed_line_is_named(tmp_path, row, arguments, complaint):
     ("arguments", "complaint"),
     [
         ({"path": "missing.jsonl"}, r"can't read missing\.jsonl: No such file"),
-        ({"path": []}, "path is .*it must be a file"),
+        ({"path": []}, r"path is \[\]: expected `list` of length >= 1"),
         ({"path": 4}, "path is 4"),
-        ({"judge": "guess"}, "judge is 'guess'; it must be"),
+        ({"judge": "guess"}, "judge is 'guess': it must be `math-verify` or `numbers`"),
         ({"judge_timeout_s": 0}, "judge_timeout_s is 0"),
         ({"format_reward": 1}, "format_reward is 1"),
         ({"chat": True}, "no chat template"),
@@ -134,8 +133,8 @@ def test_a_malformed_line_is_named(tmp_path, row, arguments, complaint):
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"length_penalty_tokens": 10}, "it needs environment.args.max_tokens"),
         ({"length_penalty_tokens": 10, "max_tokens": 9}, r"at least as many \(it is 9\)"),
-        ({"length_penalty": -1.0}, "must not be negative"),
-        ({"lenght_penalty": 1.0}, "unexpected keyword argument 'lenght_penalty'"),
+        ({"length_penalty": -1.0}, r"length_penalty is -1\.0: expected `float` >= 0"),
+        ({"lenght_penalty": 1.0}, "unexpected keyword argument 'lenght_penalty'.* Did you mean 'length_penalty'"),
     ],
 )
 def test_arguments_that_can_not_be_used(tmp_path, arguments, complaint):

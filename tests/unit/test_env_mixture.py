@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.combine.mixture import spread, whole_weights
+from pipelinerl.environments.combine import spread, whole_weights
 from pipelinerl.errors import EnvironmentSetupError
 
 from .env_client import TOKENIZER, rollout
@@ -102,12 +102,12 @@ def test_a_mixture_of_mixtures():
 @pytest.mark.parametrize(
     ("environments", "complaint"),
     [
-        ({}, "environments is empty"),
-        ([], "must be `{NAME: "),
-        ({"a": "gcd"}, r"must be `{NAME: .*Expected `object`, got `str`"),
+        ({}, r"environments is {}: expected `object` of length >= 1"),
+        ([], "expected `object`, got `list`"),
+        ({"a": "gcd"}, r"environments\[\.\.\.\]: expected `object`, got `str`"),
         ({"a": {"args": {}}}, "missing required field `kind`"),
         ({"a": {"kind": "gcd", "wieght": 2}}, "unknown field `wieght`"),
-        ({"a": {"kind": "gcd", "weight": "2"}}, r"got `str` - at `\$\[\.\.\.\]\.weight`"),
+        ({"a": {"kind": "gcd", "weight": "2"}}, r"environments\[\.\.\.\]\.weight: expected .*, got `str`"),
         ({"a": {"kind": "gcd", "weight": 0}}, r"must be greater than 0, but are \[0\]"),
         ({"a": {"kind": "gcd", "weight": float("nan")}}, "must be greater than 0"),
         ({"a": {"kind": "gcd", "weight": 0.33333}, "b": {"kind": "gcd"}}, "round them"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.adapters.reasoning_gym import marked_answer
-from pipelinerl.environments.adapters.reasoning_gym_tasks import make_tasks, runs_answers, score
+from pipelinerl.environments.adapters.reasoning_gym import make_tasks, marked_answer, runs_answers, score
 from pipelinerl.environments.single_turn import is_held_out
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 

@@ -611,9 +611,9 @@ def load_environment():
     [
         (SINGLE, {"tokenizer": make_tokenizer(template=None)}, "prompts .* no chat template"),
         (SINGLE.replace(", **more", ""), {"args": {"sistem": ""}}, "args don't fit environment file0: .*sistem.* takes"),
-        (SINGLE, {"args": 3}, "environment.args.args: expected `object"),
-        (SINGLE, {"held_out": 1}, "held_out is 1.*share below 1"),
-        (SINGLE, {"threads": "no"}, "environment.args.threads: expected `bool`"),
+        (SINGLE, {"args": 3}, "environment.args.args is 3: expected `object"),
+        (SINGLE, {"held_out": 1}, "held_out is 1: expected `float` < 1"),
+        (SINGLE, {"threads": "no"}, "environment.args.threads is 'no': expected `bool`"),
         (SINGLE, {"environment": "gsm8k"}, "either `environment`.*or `load`"),
         (SINGLE, {"load": "", "environment": "no-such-env"}, "'no-such-env' is not installed .*no module no_such_env"),
         (SINGLE, {"load": "nowhere.py:load_environment"}, "there is no file .*nowhere.py"),
@@ -648,5 +648,5 @@ def test_a_missing_package_is_named(monkeypatch, load) -> None:
 
 
 def test_verifiers_is_imported_only_when_it_is_used() -> None:
-    code = "import sys, pipelinerl.environments.adapters.verifiers.environment; sys.exit('verifiers' in sys.modules)"
+    code = "import sys, pipelinerl.environments.adapters.verifiers; sys.exit('verifiers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

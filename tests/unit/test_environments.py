@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from pathlib import Path
 
@@ -15,8 +16,7 @@ from pipelinerl.config import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import SingleTurn, make_environment
 from pipelinerl.environments.prompts import encode_prompt, encode_reply, text_decoder
-from pipelinerl.environments.tasks.gcd import Gcd
-from pipelinerl.environments.tasks.gcd_task import GcdProblem, subtract_once
+from pipelinerl.environments.tasks.gcd import Gcd, GcdProblem, draw_problem, subtract_once
 from pipelinerl.environments.tasks.guess_number import GuessNumber, guess_in
 from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError
@@ -81,6 +81,13 @@ def test_gcd_rewards_the_right_result():
         assert TOKENIZER.decode(requests[0].prompt_ids) == f"{task.a:02d},{task.b:02d}:"
         bad, _ = play(environment, problem, [say(f">{task.answer + 1:02d}")])
         assert bad.reward == 0.0
+
+
+def test_a_gcd_problem_takes_at_least_one_step():
+    with pytest.raises(ValueError, match="at least one step, not 0"):
+        draw_problem(random.Random(0), held_out=False, steps=0)
+    assert draw_problem(random.Random(0), held_out=False, steps=1).steps == 1
+    assert draw_problem(random.Random(0), held_out=True, steps=35).steps == 34  # no held-out pair takes 35
 
 
 def test_gcd_problems_depend_on_index_and_seed_and_are_never_held_out_ones():
@@ -199,18 +206,18 @@ def test_a_tokenizer_that_can_not_encode_the_task_is_one_line(tmp_path):
     """The demo's model knows digits and a few signs."""
     (tmp_path / "data.jsonl").write_text('\ufeff{"question": "How many?", "answer": "2"}\n', encoding="utf-8")
     (tmp_path / "other.jsonl").write_text('{"question": "Why?", "answer": "2"}\n')
-    args = {"path": str(tmp_path / "data.jsonl"), "held_out_path": str(tmp_path / "other.jsonl")}
+    args = {"path": str(tmp_path / "data.jsonl"), "held_out_path": str(tmp_path / "other.jsonl"), "judge": "numbers"}
     with pytest.raises(
-        EnvironmentSetupError, match="the model's tokenizer can't make a prompt of 'Question: How many"
+        EnvironmentSetupError, match="the model's tokenizer can't make a prompt of 'Problem: How many"
     ) as caught:
-        make_environment("math_words", args, load_tokenizer(ModelConfig()), 0)
+        make_environment("math", args, load_tokenizer(ModelConfig()), 0)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named_by_its_whole_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(EnvironmentSetupError) as caught:
-        make_environment("math_words", {"path": "data/none.jsonl"}, TOKENIZER, 0)
+        make_environment("math", {"path": "data/none.jsonl", "judge": "numbers"}, TOKENIZER, 0)
     said = f"({tmp_path}/data/none.jsonl: a path is relative to the working directory)"
     assert str(caught.value) == f"can't read data/none.jsonl: No such file or directory {said}"
 
@@ -327,8 +334,9 @@ def test_two_files_of_the_same_name_do_not_mix(own, tmp_path):
     ("kind", "args", "complaint"),
     [
         ("gdc", {}, "'gdc' is unknown. Did you mean 'gcd'"),
-        ("curriculum", {}, "'curriculum' is unknown. It is now called 'difficulty_filter'"),
-        ("poetry", {}, "It is one of gcd, math_words, guess_number"),
+        ("curriculum", {}, "'curriculum' is unknown. It is now called `difficulty_filter`"),
+        ("math_words", {}, "'math_words' is unknown. It is now called `math` with `judge: numbers` in environment.args"),
+        ("poetry", {}, "It is one of gcd, math, guess_number"),
         (":Shout", {}, "is unknown"),
         ("nowhere/own.py:Shout", {}, "there is no file "),
         ("no_such_package.own:Shout", {}, "there is no module no_such_package.own"),
@@ -339,13 +347,14 @@ def test_two_files_of_the_same_name_do_not_mix(own, tmp_path):
         (
             "{own}:Shout",
             {"wrod": "x"},
-            "unexpected keyword argument 'wrod'; after `tokenizer` and `seed` it takes word, times",
+            "unexpected keyword argument 'wrod'; after `tokenizer` and `seed` it takes word, times. Did you mean 'word'",
         ),
         ("{own}:Shout", {"times": 0}, "can't be built: ValueError: times must be positive"),
         ("{own}:Shout", {"times": "x"}, "can't be built: TypeError"),
-        ("math_words", {}, "it takes path (required), held_out_path, "),
+        ("math", {}, "it takes path (required), "),
+        ("countdown", {"higest": 20}, "Did you mean 'highest' instead of 'higest'?"),
         ("gcd", {"digits": 3}, "it takes nothing"),
-        ("guess_number", {"highest": 3}, "environment.args.highest of guess_number must be at least 10"),
+        ("guess_number", {"highest": 3}, "environment.args.highest is 3: expected `int` >= 10"),
         ("guess_number", {"chat": True}, "no chat template"),
     ],
 )

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.environments.tasks import gcd_task
+from pipelinerl.environments.tasks import gcd
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import Segment, TrainingSample
@@ -113,7 +113,7 @@ def test_an_update_reaches_sequences_in_progress(one_file: ModuleType) -> None:
 def test_the_task_is_the_demo_s(one_file: ModuleType) -> None:
     for held_out in (False, True):
         ours = {steps: {d: set(pairs) for d, pairs in by.items()} for steps, by in one_file.problem_pools(held_out).items()}
-        pools = gcd_task.problem_pools(held_out)
+        pools = gcd.problem_pools(held_out)
         assert ours == {steps: {d: set(pairs) for d, pairs in by.items()} for steps, by in pools.items()}
     assert one_file.reward_of((84, 36), "48,36;12,36;12,24;12,12>12") == 1.0
     assert one_file.reward_of((84, 36), "48,36>12 ") == one_file.reward_of((84, 36), "12") == 0.0

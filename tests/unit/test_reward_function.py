@@ -189,7 +189,7 @@ def test_a_file_of_held_out_examples(task, tmp_path):
     trained = {environment.problem(index).payload["question"] for index in range(19)}
     assert len(trained) == 19
     assert "3 + 3?" not in trained
-    with pytest.raises(EnvironmentSetupError, match="all of its 1 examples are held out"):
+    with pytest.raises(EnvironmentSetupError, match="all of its 1 problems are held out"):
         task(lines=[GOOD], held_out=str(tmp_path / "data.jsonl"))
     assert task(lines=[GOOD]).held_out(9) == []  # of a share something is left
 
@@ -197,8 +197,8 @@ def test_a_file_of_held_out_examples(task, tmp_path):
 GOOD = {"question": "1?", "answer": "1"}
 MISTAKES = {
     "no file": ({"data": "no/such.jsonl"}, "can't read no/such.jsonl"),
-    "data is no path": ({"data": 3}, "3 must be a file of JSON lines"),
-    "empty": ({"lines": ["", ""]}, "data.jsonl has no examples: it is empty"),
+    "data is no path": ({"data": 3}, "environment.args.data is 3: expected `str | list`, got `int`"),
+    "empty": ({"lines": ["", ""]}, "data.jsonl has no problems: it is empty"),
     "malformed": ({"lines": [GOOD, '{"question": "2?", ']}, "data.jsonl:2 is not JSON"),
     "no object": ({"lines": [GOOD, "[1]"]}, "data.jsonl:2 is not a JSON object"),
     "no field": ({"lines": [GOOD, {"q": "2?"}]}, "data.jsonl:2 has no field `question` for the prompt (it has: q)"),
@@ -210,10 +210,10 @@ MISTAKES = {
         "the model's tokenizer has no chat template",
     ),
     "chat without a template": ({"chat": True}, "environment.args.chat is true"),
-    "share": ({"held_out": 1.0}, "environment.args.held_out is 1.0"),
-    "workers": ({"workers": 0}, "environment.args.workers: expected `int` >= 1"),
-    "timeout": ({"timeout_s": "long"}, "environment.args.timeout_s: expected `float`, got `str`"),
-    "worth of a crash": ({"ended_reward": "none"}, "environment.args.ended_reward: expected"),
+    "share": ({"held_out": 1.0}, "environment.args.held_out is 1.0: expected `float` < 1"),
+    "workers": ({"workers": 0}, "environment.args.workers is 0: expected `int` >= 1"),
+    "timeout": ({"timeout_s": "long"}, "environment.args.timeout_s is 'long': expected `float`, got `str`"),
+    "worth of a crash": ({"ended_reward": "none"}, "environment.args.ended_reward is 'none': expected"),
     "reward missing": ({"rewards": "x = 1"}, "has no function 'reward'"),
     "reward not callable": ({"rewards": "reward = 1.0"}, "is a float, not a function"),
     "reward is no name": ({"reward": "rewards.py"}, "does not name a function"),

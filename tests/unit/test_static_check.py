@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.environments.user.static_check import check_statically
+from pipelinerl.environments.registry import check_statically
 from pipelinerl.errors import ConfigError, EnvironmentSetupError
 
 TASKS = """
@@ -75,6 +75,8 @@ def function(**args: Any) -> tuple[str, dict[str, Any]]:
         (*function(prompt="tasks.py:ask"), "tasks.py has no function 'ask'"),
         ("math", {"path": "nofile.jsonl"}, "can't read nofile.jsonl"),
         ("agent", {"run": "agent.py:solve", "data": "data.jsonl"}, "there is no file FOLDER/agent.py"),
+        ("mixture", {"environments": 3}, "environment.args.environments is 3: expected `object`, got `int`"),
+        ("countdown", {"highest": 1}, "environment.args.highest is 1: expected `int` >= 2"),
         ("mixture", {"environments": {"a": {"kind": "gdc"}}}, "environment.args.environments.a: environment.kind 'gdc' is"),
         (
             "difficulty_filter",
@@ -105,7 +107,6 @@ def test_a_mistake_is_found_without_running_anything(folder: Path, kind: str, ar
         function(),
         function(prompt="question", held_out=0.5, data="dataset:owner/name:train"),
         function(reward="a.module:right"),
-        ("mixture", {"environments": 3}),
     ],
 )
 @pytest.mark.usefixtures("folder")
@@ -124,7 +125,7 @@ def test_a_class_without_held_out_can_not_be_evaluated() -> None:
 def test_it_needs_no_torch() -> None:
     code = (
         "import sys\nfrom pipelinerl.environments.registry import BUILT_IN\n"
-        "from pipelinerl.environments.user.static_check import check_statically\n"
+        "from pipelinerl.environments.registry import check_statically\n"
         "for kind in BUILT_IN:\n    try: check_statically(kind, {})\n    except Exception: pass\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

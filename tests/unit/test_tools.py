@@ -95,7 +95,21 @@ def test_problems_are_a_function_of_the_index_and_none_is_held_out(calculator: C
         assert eval(problem.payload["expression"]) == problem.payload["value"]  # noqa: S307 - digits and operators
 
 
-@pytest.mark.parametrize("args", [{"numbers": [3]}, {"highest": 5}, {"operations": "/"}, {"max_turns": 0}])
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"numbers": [3]},
+        {"numbers": [4, 3]},
+        {"numbers": 3},
+        {"highest": 5},
+        {"highest": "20"},
+        {"operations": "/"},
+        {"max_turns": 0},
+        {"max_turns": 1.5},
+        {"max_tokens": 0},
+        {"system": 3},
+    ],
+)
 def test_arguments_out_of_range(args: dict[str, Any]) -> None:
     with pytest.raises(EnvironmentSetupError, match=f"environment.args.{next(iter(args))}"):
         make_environment("calculator", args, TOKENIZER, 0)

@@ -63,7 +63,7 @@ class EnvironmentConfig(Section, frozen=True):
     kind: Annotated[
         str,
         Meta(
-            description="`gcd`, `math`, `math_words`, `countdown`, `guess_number`, `calculator`, `reasoning_gym`, "
+            description="`gcd`, `math`, `countdown`, `guess_number`, `calculator`, `reasoning_gym`, "
             "`verifiers` (environments of these packages), `function` (your reward function), `tools` (a reward function "
             "and functions that the model may call), `agent` (your program, as a client of an OpenAI-compatible API), "
             "`mixture` (several environments), `difficulty_filter` (problems selected by pass rate), or your class: "

@@ -5,14 +5,17 @@ from __future__ import annotations
 import codecs
 import importlib.util
 import math
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from pipelinerl.environments.options import Files, listed
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Problem
 
@@ -135,42 +138,67 @@ def _value(line: bytes, place: str) -> Any:
         raise EnvironmentSetupError(f"{place} is not JSON: {error}") from error
 
 
+# ---- problems: read, split, and in an endless order
+
+Check = Callable[[dict[str, Any]], str | None]
+"""Returns what is wrong with a row of a file; None if it can be used."""
+
+
 class Split(NamedTuple):
     training: list[Problem]
     held_out: list[Problem]
 
 
-def read_examples(paths: str | Sequence[str], check: Callable[[dict[str, Any]], str | None]) -> list[Problem]:
-    """Each line of the files, a JSON object, as the payload of a problem. `check` returns what is wrong with an object.
+class ProblemSet:
+    """A finite set of problems as an endless stream: each once per epoch.
 
-    Raises EnvironmentSetupError, naming file and line, for an unusable line, and for an empty file.
+    The order depends on the epoch and on `name`, which includes the run's seed. Held-out problems are never trained on.
     """
-    names = [paths] if isinstance(paths, str) else paths
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-        raise EnvironmentSetupError(f"environment.args: {paths!r} must be a file of JSON lines, or a list of them")
-    return [problem for name in names for problem in _read(Path(name).expanduser(), check)]
+
+    def __init__(self, parts: Split, name: str) -> None:
+        self._parts = parts
+        self._name = name
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def problem(self, index: int) -> Problem:
+        epoch, place = divmod(index, len(self._parts.training))
+        return self._parts.training[self._order(epoch)[place]]
+
+    def held_out(self, count: int) -> Sequence[Problem]:
+        return self._parts.held_out[:count]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self._parts.training)))
+        random.Random(f"{self._name}/{epoch}").shuffle(order)
+        return order
 
 
-def read_split(
-    data: str | Sequence[str],
-    held_out: float | str | Sequence[str],
-    check: Callable[[dict[str, Any]], str | None],
-    key: Callable[[Problem], str],
-) -> Split:
-    """The problems in the files `data`. `held_out` is a share of them to hold out, or files with the held-out problems.
+def read_problems(files: Files, read: Callable[[Path], list[Problem]]) -> list[Problem]:
+    """What `read` returns for each of the files. Raises EnvironmentSetupError for a file without problems."""
+    problems = []
+    for name in listed(files):
+        found = read(Path(name).expanduser())
+        if not found:
+            raise EnvironmentSetupError(f"{name} has no problems: it is empty")
+        problems += found
+    return problems
 
-    Raises EnvironmentSetupError for unusable files and shares, and if no problem is left to train on.
+
+def read_split(data: Files, held_out: float | Files, check: Check, key: Callable[[Problem], str]) -> Split:
+    """The rows of the files `data`, JSON objects, as payloads of problems.
+
+    `held_out` is a share of them to hold out, or files with the held-out problems. Raises EnvironmentSetupError for unusable
+    files, and if no problem is left to train on.
     """
-    problems = read_examples(data, check)
-    if isinstance(held_out, int | float):
-        if not 0 <= held_out < 1:
-            raise EnvironmentSetupError(f"environment.args.held_out is {held_out}; it must be a file, or a share below 1")
+    read = partial(_read_rows, check=check)
+    problems = read_problems(data, read)
+    if isinstance(held_out, float):
         parts = split(problems, held_out, key)
     else:
-        evaluation = read_examples(held_out, check)
+        evaluation = read_problems(held_out, read)
         parts = Split(hold_out(problems, set(map(key, evaluation)), key).training, evaluation)
     if not parts.training:
-        raise EnvironmentSetupError(f"{data}: all of its {len(problems)} examples are held out; give it more")
+        raise EnvironmentSetupError(f"{data}: all of its {len(problems)} problems are held out; give it more")
     return parts
 
 
@@ -190,13 +218,11 @@ def hold_out(problems: list[Problem], keys: set[str], key: Callable[[Problem], s
     return Split(training, [problem for problem in problems if key(problem) in keys])
 
 
-def _read(path: Path, check: Callable[[dict[str, Any]], str | None]) -> list[Problem]:
+def _read_rows(path: Path, check: Check) -> list[Problem]:
     problems = []
     for number, example in read_rows(path):
         wrong = check(example) if isinstance(example, dict) else "is not a JSON object"
         if wrong:
             raise EnvironmentSetupError(f"{path}:{number} {wrong}")
         problems.append(Problem(id=f"{path.stem}/{number}", payload=example))
-    if not problems:
-        raise EnvironmentSetupError(f"{path} has no examples: it is empty")
     return problems

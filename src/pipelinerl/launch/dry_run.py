@@ -20,7 +20,7 @@ import msgspec
 from pipelinerl import errors
 from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.user.static_check import check_statically
+from pipelinerl.environments.registry import check_statically
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.hosts.resources import check_devices
 from pipelinerl.launch.memory import Judgement, check_memory

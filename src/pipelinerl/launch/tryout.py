@@ -23,7 +23,7 @@ from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
 from pipelinerl.config import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
-from pipelinerl.environments.single_turn import SingleTurn
+from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
@@ -107,7 +107,7 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
             f"environment {kind}, tried with an empty answer to its first problem: {played.reason}: {played.message}{where}"
         )
     prompt = client.prompts[0]
-    single_turn = isinstance(environment, SingleTurn) or type(environment) is Function
+    single_turn = isinstance(environment, JudgedTurn) or type(environment) is Function
     if single_turn:
         until_s = time.monotonic() + PROMPTS_S
         for index in range(1, PROMPTS):

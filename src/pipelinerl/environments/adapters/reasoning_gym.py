@@ -2,94 +2,87 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
-from pipelinerl.environments.adapters.reasoning_gym_tasks import CHUNK, make_tasks, runs_answers
+from pipelinerl.environments.options import AtLeastOne, Seconds
 from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.registry import checked
-from pipelinerl.environments.single_turn import QuestionPrompt, SingleTurn, checked_format_reward, is_held_out
-from pipelinerl.environments.user.code import finite_number
-from pipelinerl.environments.user.trial import try_out
-from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.interfaces import GenerationClient, Tokenizer
-from pipelinerl.types import Problem, Rollout, Turn
+from pipelinerl.environments.single_turn import (
+    FormatReward,
+    JudgedTurn,
+    Judgement,
+    QuestionOptions,
+    QuestionPrompt,
+    is_held_out,
+)
+from pipelinerl.environments.user.code import finite_number, try_out
+from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
+from pipelinerl.interfaces import Tokenizer
+from pipelinerl.types import Problem, Turn
 
 SYSTEM = "Work the problem out. Then give the final answer, and nothing else, between <answer> and </answer>."
 TEXT = "{question}\nWork it out. Then give the final answer, and nothing else, between <answer> and </answer>.\n"
 
+CHUNK = 500
+"""Entries per seed. Several tasks have a fixed number of entries, or create all of them at once."""
+
+_RUNS_TEXT = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _MARKED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TRIES = 64
 _HELD_OUT_CHUNKS = 100
 """Number of chunks that are searched for held-out problems."""
 
 
-class ReasoningGym(SingleTurn):
-    """The reward is the task's own score of the text between the last `<answer>` and `</answer>`.
+class ReasoningGymOptions(QuestionOptions, kw_only=True):
+    task: str
+    """Name of the task, such as `chain_sum`."""
+    args: dict[str, Any] | None = None
+    """Arguments of the task, such as `{max_terms: 3}`."""
+    marked: bool = True
+    """false: the whole completion is the answer, for a custom prompt that asks for the answer alone."""
+    format_reward: FormatReward = 0.0
+    """Minimum reward of an answer between the tags."""
+    runs_answers: bool = False
+    """Some tasks pass the model's answer to Python's `eval`, directly or through sympy. They are refused unless this is
+    true: the answer could then run any code with the permissions of your account."""
+    score_processes: AtLeastOne = 1
+    """How many answers are scored at once."""
+    score_timeout_s: Seconds = 5.0
+    """An answer that takes longer to score gets 0."""
+    system: str = SYSTEM
+    text: str = TEXT
 
-    task            name of the task, such as `chain_sum`
-    args            arguments of the task, such as `{max_terms: 3}`
-    marked          false: the whole completion is the answer, for a custom prompt that asks for the answer alone
-    format_reward   minimum reward of an answer between the tags
-    runs_answers    some tasks pass the model's answer to Python's `eval`, directly or through sympy. They are refused unless
-                    this is true: the answer could then run any code with the permissions of your account
-    chat, system, text   as in `math_words`
-    max_tokens      longest completion, if `actor.max_tokens` is too long for this task
-    score_processes   number of answers that are scored at once
-    score_timeout_s   an answer that takes longer to score gets 0
+
+class ReasoningGym(JudgedTurn):
+    """The reward is the task's own score of the text between the last `<answer>` and `</answer>`.
 
     One question in ten (by a hash, the same for every seed) is held out for evaluation and never trained on.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seed: int,
-        *,
-        task: str,
-        args: Mapping[str, Any] | None = None,
-        marked: bool = True,
-        format_reward: float = 0.0,
-        runs_answers: bool = False,
-        chat: bool | None = None,
-        system: str = SYSTEM,
-        text: str = TEXT,
-        max_tokens: int | None = None,
-        score_processes: int = 1,
-        score_timeout_s: float = 5.0,
-    ) -> None:
+    Options = ReasoningGymOptions
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises MissingDependencyError, and EnvironmentSetupError for an unknown or refused task, or wrong arguments."""
         super().__init__(tokenizer, seed)
-        checked(
-            _Types,
-            task=task,
-            args=args,
-            marked=marked,
-            format_reward=format_reward,
-            runs_answers=runs_answers,
-            max_tokens=max_tokens,
-            score_processes=score_processes,
-            score_timeout_s=score_timeout_s,
-        )
-        self.max_tokens = max_tokens
-        self._ask = QuestionPrompt(tokenizer, chat=chat, system=system, text=text)
-        self._format_reward = checked_format_reward(format_reward)
-        self._marked = marked
-        self._task = task
-        self._arguments = dict(args or {})
+        self._options = options = ReasoningGymOptions.read(args)
+        self.max_tokens = options.max_tokens
+        self._ask = QuestionPrompt(tokenizer, options)
         self._chunk = lru_cache(maxsize=4)(self._make_tasks)
-        _check_safe(task, self._make_tasks(0), allowed=runs_answers)
-        limits = Limits(timeout_s=score_timeout_s)
-        functions = {"score": "pipelinerl.environments.adapters.reasoning_gym_tasks:score"}
-        self._pool = FunctionPool(functions, workers=score_processes, limits=limits)
+        _check_safe(options.task, self._make_tasks(0), allowed=options.runs_answers)
+        limits = Limits(timeout_s=options.score_timeout_s)
+        # `create` is registered so that a process imports reasoning-gym when it starts: a call has no time for it.
+        functions = {"score": f"{__name__}:score", "create": "reasoning_gym.factory:create_dataset"}
+        self._pool = FunctionPool(functions, workers=options.score_processes, limits=limits)
         first = self.problem(0)
         try_out(self._score(first, None), limits.start_timeout_s + limits.timeout_s, "an empty answer to the first problem")
 
@@ -100,7 +93,9 @@ class ReasoningGym(SingleTurn):
             problem = self._entry(f"train/{self.seed}/{chunk}/{attempt}", (place + attempt * 97) % CHUNK)
             if problem is not None and not is_held_out(problem.payload["question"]):
                 return problem
-        raise EnvironmentSetupError(f"{self._task} of reasoning-gym has too few different problems for its arguments")
+        raise EnvironmentSetupError(
+            f"{self._options.task} of reasoning-gym has too few different problems for its arguments"
+        )
 
     def held_out(self, count: int) -> Sequence[Problem]:
         found: dict[str, Problem] = {}
@@ -115,43 +110,34 @@ class ReasoningGym(SingleTurn):
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
         return self._ask(problem.payload["question"])
 
-    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
+    async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         """Metrics: `score` is the task's own; `marked` and `score_failed` (a limit was exceeded, or a crash) are 1 or 0."""
-        prompt_ids = self._encode(self.prompt(problem))
-        completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
-        text = self._decode(completion.token_ids)
-        answer = marked_answer(text) if self._marked else text.strip()
+        answer = marked_answer(turn.text) if self._options.marked else turn.text.strip()
         failed = False
         try:
             score = 0.0 if answer is None else await self._score(problem, answer)
         except (TimeoutError, MemoryError, ChildProcessError):
             score, failed = 0.0, True
-        reward = max(score, self._format_reward) if self._marked and answer is not None else score
-        metrics = {"score": score, "marked": float(answer is not None), "score_failed": float(failed)}
-        return Rollout(
-            turns=(Turn(prompt_ids=prompt_ids, completion=completion, text=text),), reward=reward, metrics=metrics
-        )
-
-    def reward(self, problem: Problem, text: str) -> float:
-        """Not used: answers are scored in another process (see `rollout`)."""
-        raise NotImplementedError
+        reward = max(score, self._options.format_reward) if self._options.marked and answer is not None else score
+        return Judgement(reward, {"score": score, "marked": float(answer is not None), "score_failed": float(failed)})
 
     async def _score(self, problem: Problem, answer: str | None) -> float:
-        task = {"name": self._task, "args": self._arguments}
-        return finite_number(await self._pool.call("score", task, problem.payload, answer), f"{self._task} of reasoning-gym")
+        task = {"name": self._options.task, "args": self._options.args or {}}
+        score = await self._pool.call("score", task, problem.payload, answer)
+        return finite_number(score, f"{self._options.task} of reasoning-gym")
 
     def _entry(self, name: str, place: int) -> Problem | None:
         """The entry at `place` of the chunk `name`; None if the task has fewer entries."""
-        seed = zlib.crc32(f"{self._task}/{name}".encode()) % 2**31
+        seed = zlib.crc32(f"{self._options.task}/{name}".encode()) % 2**31
         try:
             entry = self._chunk(seed)[place]
         except IndexError:
             return None
         payload = {"seed": seed, "index": place, "question": entry["question"], "answer": str(entry["answer"])}
-        return Problem(id=f"{self._task}/{seed}/{place}", payload=payload)
+        return Problem(id=f"{self._options.task}/{seed}/{place}", payload=payload)
 
     def _make_tasks(self, seed: int) -> Any:
-        return make_tasks(self._task, self._arguments, seed)
+        return make_tasks(self._options.task, self._options.args or {}, seed)
 
 
 def marked_answer(text: str) -> str | None:
@@ -168,14 +154,57 @@ def _check_safe(task: str, tasks: Any, *, allowed: bool) -> None:
         )
 
 
-class _Types(msgspec.Struct, kw_only=True):
-    """Types and ranges of these arguments in a run file."""
+# ---- the package: its tasks, and their scores in another process
+# Some tasks take seconds, or unbounded time, over some answers. An entry is a function of the task's name, its arguments,
+# the seed and the index, so these identify it in that process.
 
-    task: str
-    args: dict[str, Any] | None
-    marked: bool
-    format_reward: float
-    runs_answers: bool
-    max_tokens: Annotated[int, Meta(ge=1)] | None
-    score_processes: Annotated[int, Meta(ge=1)]
-    score_timeout_s: Annotated[float, Meta(gt=0)]
+
+def make_tasks(name: str, arguments: Mapping[str, Any], seed: int) -> Any:
+    """The data set of `CHUNK` entries for a seed.
+
+    Raises MissingDependencyError without the package, EnvironmentSetupError for an unknown task or wrong arguments.
+    """
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise MissingDependencyError("reasoning-gym is not installed: pip install 'pipelinerl[reasoning-gym]'")
+    from reasoning_gym.factory import DATASETS, create_dataset  # noqa: PLC0415 - takes a second, and is an extra
+
+    if name not in DATASETS:
+        close = get_close_matches(name, DATASETS, n=3)
+        hint = f" Did you mean {' or '.join(close)}?" if close else f" It is one of {', '.join(sorted(DATASETS))}"
+        raise EnvironmentSetupError(f"environment.args.task {name!r} is not in reasoning-gym.{hint}")
+    config = DATASETS[name][1]
+    own = sorted(set(inspect.signature(config).parameters) - {"seed", "size"})
+    if unknown := sorted(set(arguments) - set(own)):
+        raise EnvironmentSetupError(
+            f"environment.args.args: {name} of reasoning-gym has no {unknown[0]}; it has {', '.join(own)}"
+        )
+    try:
+        return create_dataset(name, seed=seed, size=CHUNK, **arguments)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise EnvironmentSetupError(f"environment.args.args don't fit {name} of reasoning-gym: {reason}") from error
+
+
+def runs_answers(tasks: Any) -> bool:
+    """Whether the source of the task's class calls `eval`, `exec`, or a sympy parser that uses `eval`."""
+    return _RUNS_TEXT.search(inspect.getsource(type(tasks))) is not None
+
+
+def score(task: Mapping[str, Any], entry: Mapping[str, Any], answer: str | None) -> float:
+    """The score of `answer`. `task` has `name` and `args`; `entry` has the seed, index and question of a problem.
+
+    Raises RolloutError if the entry has another question in this process than where the problem was created.
+    """
+    tasks = _cached_tasks(task["name"], msgspec.json.encode(task["args"], order="deterministic"), entry["seed"])
+    found = tasks[entry["index"]]
+    if found["question"] != entry["question"]:
+        raise RolloutError(
+            f"{task['name']} of reasoning-gym gives other problems in another process: they depend on the order of Python's "
+            "sets; set PYTHONHASHSEED=0 in the environment that starts the run"
+        )
+    return float(tasks.score_answer(answer, found))
+
+
+@lru_cache(maxsize=8)
+def _cached_tasks(name: str, arguments: bytes, seed: int) -> Any:
+    return make_tasks(name, msgspec.json.decode(arguments), seed)

@@ -1,24 +1,131 @@
-r"""Maths problems whose answers, given in a `\boxed{}`, may be numbers, fractions, intervals or formulas."""
+r"""Maths problems whose answers may be numbers, fractions, intervals or formulas.
+
+Read from JSON lines in the formats of common data sets: GSM8K (`question`; `answer` ending in `#### 42`), MATH (`problem`;
+`solution` with a `\boxed{}`), AIME and similar sets (`problem`, `answer`, and optionally `solution`).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pipelinerl.environments.maths.judge import Judge, Verdict
-from pipelinerl.environments.maths.numbers import answer_in, last_boxed, number_of, same_number
-from pipelinerl.environments.maths.problems import read_math_problems
-from pipelinerl.environments.single_turn import QuestionPrompt, QuestionSet, checked_format_reward
+from msgspec import Meta
+
+from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, hold_out, read_problems, read_rows
+from pipelinerl.environments.maths.judge import MAX_ANSWER, Judge, Verdict
+from pipelinerl.environments.maths.numbers import answer_in, last_boxed, marks_answer, number_of, same_number
+from pipelinerl.environments.options import AtLeastOne, Files, Seconds
+from pipelinerl.environments.prompts import Message
+from pipelinerl.environments.single_turn import (
+    FormatReward,
+    JudgedTurn,
+    Judgement,
+    QuestionOptions,
+    QuestionPrompt,
+    is_held_out,
+)
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.interfaces import GenerationClient, Tokenizer
-from pipelinerl.types import Completion, Problem, Rollout, Turn
+from pipelinerl.interfaces import Tokenizer
+from pipelinerl.types import Problem, Turn
+
+QUESTION_FIELDS = ("question", "problem", "prompt", "Question", "Problem")
+ANSWER_FIELDS = ("answer", "final_answer", "expected_answer", "Answer", "solution", "Solution")
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s$.,]+)")
+
+SYSTEM = "Solve the problem step by step. Put the final answer in \\boxed{}."
+TEXT = "Problem: {question}\nSolve it step by step, and put the final answer in \\boxed{}.\nSolution:"
+
+
+class MathsOptions(QuestionOptions, kw_only=True):
+    path: Files
+    """Files of problems, one per line."""
+    held_out_path: Files | None = None
+    """Files for evaluation. null: one problem in ten of `path`. A held-out question is never trained on."""
+    question_field: str | None = None
+    """The field with the question, also as a path (`extra.question`). null: the usual names."""
+    answer_field: str | None = None
+    """The same for the answer."""
+    judge: Literal["math-verify", "numbers"] = "math-verify"
+    """`math-verify` (extra `math`), or `numbers`, for which all answers must be numbers."""
+    judge_timeout_s: Seconds = 5.0
+    """An answer that takes longer to judge counts as wrong."""
+    judge_processes: AtLeastOne = 1
+    """How many answers are judged at once."""
+    format_reward: FormatReward = 0.0
+    """Reward of a wrong answer in a `\\boxed{}`; with `judge: numbers` also of a wrong number after `####`."""
+    length_penalty_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Over how many tokens before `max_tokens` the reward falls; a text that is cut off gets the full penalty. 0: none."""
+    length_penalty: Annotated[float, Meta(ge=0)] = 1.0
+    """By how much it falls at most."""
+    system: str = SYSTEM
+    text: str = TEXT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length_penalty_tokens > (self.max_tokens or 0):
+            raise EnvironmentSetupError(
+                f"environment.args.length_penalty_tokens is {self.length_penalty_tokens}: it needs "
+                f"environment.args.max_tokens to be at least as many (it is {self.max_tokens})"
+            )
+
+
+class Maths(ProblemSet, JudgedTurn):
+    r"""Reward 1 if the answer (in the last `\boxed{}`, else the last number) has the right value, else 0."""
+
+    Options = MathsOptions
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
+        """Raises EnvironmentSetupError, naming file and line, for unusable data, and MissingDependencyError."""
+        JudgedTurn.__init__(self, tokenizer, seed)
+        self._options = options = MathsOptions.read(args)
+        self.max_tokens = options.max_tokens
+        self._ask = QuestionPrompt(tokenizer, options)
+        self._judge = Judge(options.judge, timeout_s=options.judge_timeout_s, processes=options.judge_processes)
+        ProblemSet.__init__(self, _read(options), f"math/{seed}")
+
+    def prompt(self, problem: Problem) -> str | Sequence[Message]:
+        return self._ask(problem.payload["question"])
+
+    async def judge(self, problem: Problem, turn: Turn) -> Judgement:
+        """Metrics: `right`, `boxed` and `judge_failed` are 1 or 0; `length_penalty` is at most 0."""
+        numbers, text = self._judge.numbers_only, turn.text
+        verdict = await self._verdict(problem.payload["answer"], text)
+        boxed = last_boxed(text) is not None
+        marked = boxed or (numbers and marks_answer(text))
+        score = 1.0 if verdict.right else self._options.format_reward if marked else 0.0
+        penalty = self._length_penalty(turn)
+        metrics = {
+            "right": float(verdict.right),
+            "boxed": float(boxed),
+            "judge_failed": float(verdict.failed),
+            "length_penalty": penalty,
+        }
+        return Judgement(score + penalty, metrics)
+
+    async def _verdict(self, expected: str, text: str) -> Verdict:
+        if self._judge.numbers_only:
+            number = number_of(expected)
+            return Verdict(number is not None and same_number(text, number))
+        return await self._judge.verdict(expected, answer_of(text))
+
+    def _length_penalty(self, turn: Turn) -> float:
+        soft_tokens, limit = self._options.length_penalty_tokens, self.max_tokens
+        if not soft_tokens or limit is None:
+            return 0.0
+        # The text may be cut off before `max_tokens`, by `actor.max_tokens` or the slot's length.
+        cut_off = turn.completion.finish_reason == "length"
+        length = limit if cut_off else len(turn.completion.token_ids)
+        return self._options.length_penalty * length_penalty(length, limit=limit, soft_tokens=soft_tokens)
+
 
 # ---- parts of the reward: pure functions
 
 
 def answer_of(text: str) -> str:
-    r"""The final answer in a model's text: the content of the last `\boxed{}`, else the number of `numbers.answer_in`.
+    r"""The final answer in a model's text: the content of the last `\boxed{}`, else the number of `answer_in`.
 
     Empty if there is none.
     """
@@ -40,112 +147,81 @@ def length_penalty(length: int, *, limit: int, soft_tokens: int) -> float:
     return -min(1.0, max(0.0, (length - (limit - soft_tokens)) / soft_tokens))
 
 
-SYSTEM = "Solve the problem step by step. Put the final answer in \\boxed{}."
-TEXT = "Problem: {question}\nSolve it step by step, and put the final answer in \\boxed{}.\nSolution:"
+# ---- problems
 
 
-class Maths(QuestionSet):
-    r"""Reward 1 if the answer (in the last `\boxed{}`, else the last number) has the right value, else 0.
+def _read(options: MathsOptions) -> Split:
+    """Raises EnvironmentSetupError if no problem is left to train on."""
+    read = partial(_read_file, options=options)
+    problems = read_problems(options.path, read)
+    if options.held_out_path is None:
+        held_out = [problem for problem in problems if is_held_out(_question(problem))]
+    else:
+        held_out = read_problems(options.held_out_path, read)
+    training = hold_out(problems, set(map(_question, held_out)), _question).training
+    if not training:
+        raise EnvironmentSetupError(f"{options.path}: all of its {len(problems)} problems are held out; give it more")
+    return Split(training, held_out)
 
-    path            file of JSON lines, or a list of files, in the format of GSM8K, MATH, AIME and others (see `problems`)
-    held_out_path   the same for evaluation. Without it, one problem in ten of `path` (by a hash of the question) is held
-                    out. A held-out question is never trained on, even if `path` has it too
-    question_field, answer_field   names of the fields, or paths such as `extra.answer`. Default: the usual names
-    chat, system, text   as in `math_words`
-    judge           `math-verify` (needs the extra `math`), or `numbers`, for which all answers must be numbers
-    judge_timeout_s   an answer that takes longer to judge counts as wrong
-    judge_processes   number of answers that are judged at once
-    format_reward   reward of a wrong answer in a `\boxed{}`
-    max_tokens      longest completion, if `actor.max_tokens` is too long for this task
-    length_penalty_tokens   the reward falls linearly by up to `length_penalty` over this many tokens before `max_tokens`; a
-                    text that is cut off gets the full penalty. 0: no penalty
+
+def _question(problem: Problem) -> str:
+    return str(problem.payload["question"])
+
+
+def _read_file(path: Path, options: MathsOptions) -> list[Problem]:
+    """The problems of one file; the payload has `question` and the final `answer` as texts.
+
+    Raises EnvironmentSetupError, naming file and line, for a row without a question or final answer.
     """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seed: int,
-        *,
-        path: str | Sequence[str],
-        held_out_path: str | Sequence[str] | None = None,
-        question_field: str | None = None,
-        answer_field: str | None = None,
-        chat: bool | None = None,
-        system: str = SYSTEM,
-        text: str = TEXT,
-        judge: str = "math-verify",
-        judge_timeout_s: float = 5.0,
-        judge_processes: int = 1,
-        format_reward: float = 0.0,
-        max_tokens: int | None = None,
-        length_penalty_tokens: int = 0,
-        length_penalty: float = 1.0,
-    ) -> None:
-        """Raises EnvironmentSetupError, naming file and line, for unusable data, and MissingDependencyError."""
-        question_prompt = QuestionPrompt(tokenizer, chat=chat, system=system, text=text)
-        self._format_reward = checked_format_reward(format_reward)
-        _check_lengths(max_tokens, length_penalty_tokens, length_penalty)
-        self.max_tokens = max_tokens
-        self._soft_tokens = length_penalty_tokens
-        self._penalty = length_penalty
-        self._judge = Judge(judge, timeout_s=judge_timeout_s, processes=judge_processes)
-        read = partial(_read, question_field=question_field, answer_field=answer_field, numbers=self._judge.numbers_only)
-        super().__init__(tokenizer, seed, path=path, held_out_path=held_out_path, read=read, question_prompt=question_prompt)
-
-    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        """Metrics: `right`, `boxed` and `judge_failed` are 1 or 0; `length_penalty` is at most 0."""
-        prompt_ids = self._encode(self.prompt(problem))
-        completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
-        text = self._decode(completion.token_ids)
-        turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
-        verdict = await self._verdict(problem.payload["answer"], text)
-        boxed = last_boxed(text) is not None
-        score = 1.0 if verdict.right else self._format_reward if boxed else 0.0
-        penalty = self._length_penalty(completion)
-        metrics = {
-            "right": float(verdict.right),
-            "boxed": float(boxed),
-            "judge_failed": float(verdict.failed),
-            "length_penalty": penalty,
-        }
-        return Rollout(turns=(turn,), reward=score + penalty, metrics=metrics)
-
-    def reward(self, problem: Problem, text: str) -> float:
-        """Not used: the reward needs the judge process and the length of the completion (see `rollout`)."""
-        raise NotImplementedError
-
-    async def _verdict(self, expected: str, text: str) -> Verdict:
-        if self._judge.numbers_only:
-            number = number_of(expected)
-            return Verdict(number is not None and same_number(text, number))
-        return await self._judge.verdict(expected, answer_of(text))
-
-    def _length_penalty(self, completion: Completion) -> float:
-        if not self._soft_tokens or self.max_tokens is None:
-            return 0.0
-        # The text may be cut off before `self.max_tokens`, by `actor.max_tokens` or the slot's length.
-        cut_off = completion.finish_reason == "length"
-        length = self.max_tokens if cut_off else len(completion.token_ids)
-        return self._penalty * length_penalty(length, limit=self.max_tokens, soft_tokens=self._soft_tokens)
-
-
-def _check_lengths(max_tokens: int | None, soft_tokens: int, penalty: float) -> None:
-    if max_tokens is not None and max_tokens < 1:
-        raise EnvironmentSetupError(f"environment.args.max_tokens is {max_tokens}; it must be at least 1")
-    if soft_tokens < 0 or penalty < 0:
-        raise EnvironmentSetupError("environment.args.length_penalty and length_penalty_tokens must not be negative")
-    if soft_tokens and (max_tokens is None or soft_tokens > max_tokens):
-        raise EnvironmentSetupError(
-            f"environment.args.length_penalty_tokens is {soft_tokens}: it needs environment.args.max_tokens to be "
-            f"at least as many (it is {max_tokens})"
-        )
-
-
-def _read(path: Path, question_field: str | None, answer_field: str | None, numbers: bool) -> list[Problem]:
-    problems = read_math_problems(path, question_field, answer_field)
-    for problem in problems:
-        answer = problem.payload["answer"]
-        if numbers and number_of(answer) is None:
-            line = problem.id.rpartition("/")[2]
-            raise EnvironmentSetupError(f"{path}:{line}: {answer[:60]!r} is not a number, but `judge` is `numbers`")
+    problems = []
+    for number, row in read_rows(path):
+        place = f"{path}:{number}"
+        _, question = _find_field(row, place, "question_field", options.question_field, QUESTION_FIELDS)
+        answer_name, answer = _find_field(row, place, "answer_field", options.answer_field, ANSWER_FIELDS)
+        if not isinstance(question, str) or not question.strip():
+            raise EnvironmentSetupError(f"{place}: the question must be a text, not {_short(question)}")
+        final = final_answer(answer)
+        if not final:
+            raise EnvironmentSetupError(
+                f"{place}: `{answer_name}` has no final answer: it must be a number or a short text, end with "
+                f"`#### answer`, or have a \\boxed{{answer}}; it is {_short(answer)}"
+            )
+        if options.judge == "numbers" and number_of(final) is None:
+            raise EnvironmentSetupError(f"{place}: {final[:60]!r} is not a number, but `judge` is `numbers`")
+        problems.append(Problem(id=f"{path.stem}/{number}", payload={"question": question, "answer": final}))
     return problems
+
+
+def final_answer(answer: Any) -> str | None:
+    r"""The text after the last `####`, else in the last `\boxed{}`, else all of it. None if it is not one short line."""
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+        return None
+    text = _BARE_BOX.sub(r"\\boxed{\1}", str(answer).replace("\\fbox", "\\boxed"))
+    _, marked, after = text.rpartition("####")
+    if marked:
+        text = after
+    else:
+        boxed = last_boxed(text)
+        text = text if boxed is None else boxed
+    text = text.strip()
+    if len(text) > 1 and text.startswith("$") and text.endswith("$"):
+        text = text.strip("$").strip()
+    return text if 0 < len(text) <= MAX_ANSWER and "\n" not in text else None
+
+
+def _find_field(row: Any, place: str, option: str, name: str | None, usual: Sequence[str]) -> tuple[str, Any]:
+    """The name and value of the field `name`, or of the first of the `usual` fields in the row."""
+    if not isinstance(row, (dict, list)):
+        raise EnvironmentSetupError(f"{place} is not a JSON object, but {_short(row)}")
+    for candidate in [name] if name else usual:
+        try:
+            return candidate, field_of(row, candidate)
+        except KeyError:
+            continue
+    wanted = f"`{name}`" if name else " or ".join(f"`{one}`" for one in usual)
+    raise EnvironmentSetupError(f"{place} has no field {wanted} (it has: {fields_of(row)}); set environment.args.{option}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:40]}...{text[-37:]}"

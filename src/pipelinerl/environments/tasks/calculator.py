@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+from msgspec import Meta
 
 from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, tool_of
-from pipelinerl.environments.maths.expressions import MAX_DIGITS, read_expression
-from pipelinerl.environments.maths.numbers import answer_in
+from pipelinerl.environments.maths.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
+from pipelinerl.environments.options import AtLeastOne, Options
+from pipelinerl.environments.single_turn import HELD_OUT_IN
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
 
 SYSTEM = "Work out what you are asked; the calculator may help. Then answer with the number and nothing else."
-HELD_OUT_IN = 10
 
 
 def calculate(expression: str) -> str:
@@ -27,52 +30,47 @@ def calculate(expression: str) -> str:
     found = read_expression(expression)
     if found is None:
         raise ToolError(
-            f"{expression!r} is not an expression of whole numbers (of up to {MAX_DIGITS} digits), + - * / and brackets"
+            f"{expression!r} is not an expression of whole numbers (of up to {MAX_OPERAND_DIGITS} digits), + - * / and "
+            "brackets"
         )
     if found.value is None:
         raise ToolError("division by zero")
     return str(found.value)
 
 
+Count: TypeAlias = Annotated[int, Meta(ge=2, le=8)]
+
+
+class CalculatorOptions(Options, kw_only=True):
+    numbers: Annotated[tuple[Count, ...], Meta(min_length=2, max_length=2)] = (2, 4)
+    """The minimum and maximum count of numbers."""
+    highest: Annotated[int, Meta(ge=10, le=999)] = 99
+    """The numbers are from 2 to this."""
+    operations: Annotated[str, Meta(pattern=r"^[-+*]+$")] = "+-*"
+    """Some of `+-*`."""
+    system: str = SYSTEM
+    """The system message; "" for none."""
+    max_turns: AtLeastOne = 4
+    """Turns of the model, including the answer."""
+    max_tokens: AtLeastOne | None = None
+    """Longest turn, if `actor.max_tokens` is too long for this task."""
+
+    def __post_init__(self) -> None:
+        if self.numbers[0] > self.numbers[1]:
+            raise EnvironmentSetupError(f"environment.args.numbers is {list(self.numbers)}: give the minimum first")
+
+
 class Calculator(ToolTask):
-    """Sums, differences and products; the model may call a calculator. Reward 1 for the right number, else 0.
+    """Sums, differences and products; the model may call a calculator. Reward 1 for the right number, else 0."""
 
-    numbers     minimum and maximum count of numbers
-    highest     the numbers are from 2 to this
-    operations  some of `+-*`
-    system      the system message
-    max_turns   turns of the model, including the answer
-    max_tokens  longest turn, if `actor.max_tokens` is too long for this task
-    """
+    Options = CalculatorOptions
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seed: int,
-        *,
-        numbers: Sequence[int] = (2, 4),
-        highest: int = 99,
-        operations: str = "+-*",
-        system: str = SYSTEM,
-        max_turns: int = 4,
-        max_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError for arguments out of range, and for a model without a chat template."""
         super().__init__(tokenizer, seed)
-        if len(numbers) != 2 or not 2 <= numbers[0] <= numbers[1] <= 8:
-            raise EnvironmentSetupError(f"environment.args.numbers of calculator is {numbers!r}; give two, from 2 to 8")
-        if not 10 <= highest <= 999:
-            raise EnvironmentSetupError(f"environment.args.highest of calculator is {highest}; give 10 to 999")
-        if not operations or set(operations) - set("+-*"):
-            raise EnvironmentSetupError(f"environment.args.operations of calculator is {operations!r}; give some of `+-*`")
-        if max_turns < 1:
-            raise EnvironmentSetupError(f"environment.args.max_turns of calculator is {max_turns}; give at least 1")
-        self.max_turns = max_turns
-        self.max_tokens = max_tokens
-        self._fewest, self._most = numbers
-        self._highest = highest
-        self._operations = operations
-        self._system = system
+        self._options = CalculatorOptions.read(args)
+        self.max_turns = self._options.max_turns
+        self.max_tokens = self._options.max_tokens
         self._calculate = tool_of(calculate)
 
     def tools(self, problem: Problem) -> Sequence[Tool]:  # noqa: ARG002 - the same for all
@@ -87,18 +85,18 @@ class Calculator(ToolTask):
 
     def prompt(self, problem: Problem) -> Sequence[ChatMessage]:
         question = {"role": "user", "content": f"What is {problem.payload['expression']}?"}
-        return [{"role": "system", "content": self._system}, question] if self._system else [question]
+        return [{"role": "system", "content": self._options.system}, question] if self._options.system else [question]
 
     def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> float:  # noqa: ARG002
         return float(answer_in(answer) == problem.payload["value"])
 
     def _draw(self, rng: random.Random, name: str, *, held_out: bool) -> Problem:
         while True:
-            numbers = [rng.randint(2, self._highest) for _ in range(rng.randint(self._fewest, self._most))]
+            numbers = [rng.randint(2, self._options.highest) for _ in range(rng.randint(*self._options.numbers))]
             expression = str(numbers[0])
             for number in numbers[1:]:
                 left = f"({expression})" if rng.random() < 0.3 and not expression.isdigit() else expression
-                expression = f"{left} {rng.choice(self._operations)} {number}"
+                expression = f"{left} {rng.choice(self._options.operations)} {number}"
             if (zlib.crc32(expression.encode()) % HELD_OUT_IN == 0) == held_out:
                 found = read_expression(expression)
                 if found is not None and found.value is not None:

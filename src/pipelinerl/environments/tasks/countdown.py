@@ -1,17 +1,25 @@
-"""Countdown as an environment. The task itself is defined in `countdown_task`."""
+"""Countdown: reach a target from given numbers with `+ - * /`, each number used at most once."""
 
 from __future__ import annotations
 
 import random
+import re
+import zlib
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
 
+from msgspec import Meta
+
+from pipelinerl.environments.maths.numbers import last_boxed, read_expression
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import QuestionPrompt, SingleTurn, checked_format_reward
-from pipelinerl.environments.tasks.countdown_task import Countdown as Task
-from pipelinerl.environments.tasks.countdown_task import Difficulty, draw_task, score
+from pipelinerl.environments.single_turn import HELD_OUT_IN, FormatReward, QuestionOptions, QuestionPrompt, SingleTurn
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
+
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 
 SYSTEM = "Think it through, then put the expression, and nothing else, in \\boxed{}, like \\boxed{(3 + 4) * 5}."
 TEXT = "{question}\nThink it through, then put the expression, and nothing else, in \\boxed{}.\n"
@@ -23,39 +31,116 @@ CHECKED_TRIES = 200
 TRIES = 20_000
 """Far more than CHECKED_TRIES, so that a difficulty that passed the check does not fail during the run."""
 
+Count: TypeAlias = Annotated[int, Meta(ge=2, le=8)]
+Highest: TypeAlias = Annotated[int, Meta(ge=2, le=100_000)]
+
+
+class CountdownOptions(QuestionOptions, kw_only=True):
+    numbers: Count | Annotated[tuple[Count, ...], Meta(min_length=2, max_length=2)] = (3, 4)
+    """How many numbers are given: one value, or the minimum and maximum."""
+    highest: Highest = 50
+    """The numbers are from 1 to this."""
+    highest_target: Highest = 100
+    """The targets are from 1 to this."""
+    operations: Annotated[str, Meta(pattern=r"^[-+*/]+$")] = "+-*/"
+    """The operations of the generated solution, some of `+-*/`. An answer may use all four."""
+    format_reward: FormatReward = 0.1
+    """Reward of an expression with a wrong value that uses only the given numbers."""
+    system: str = SYSTEM
+    text: str = TEXT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bounds[0] > self.bounds[1]:
+            raise EnvironmentSetupError(f"environment.args.numbers is {list(self.bounds)}: give the minimum first")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        numbers = self.numbers
+        return (numbers, numbers) if isinstance(numbers, int) else (numbers[0], numbers[1])
+
+
+# ---- the task: pure functions
+
+
+@dataclass(frozen=True)
+class Task:
+    numbers: tuple[int, ...]
+    target: int
+
+    @property
+    def name(self) -> str:
+        """Identifies the problem: problems with the same name are the same."""
+        return ",".join(map(str, sorted(self.numbers))) + f"={self.target}"
+
+
+def is_held_out(task: Task) -> bool:
+    """One problem in ten, by a hash: independent of the seed and the difficulty."""
+    return zlib.crc32(task.name.encode()) % HELD_OUT_IN == 0
+
+
+def draw_task(rng: random.Random, options: CountdownOptions, *, held_out: bool, tries: int) -> Task | None:
+    """A problem with a solution that uses all of its numbers. None if none was found in this many tries."""
+    for _ in range(tries):
+        count = rng.randint(*options.bounds)
+        numbers = tuple(rng.randint(1, options.highest) for _ in range(count))
+        target = _reachable(rng, numbers, options)
+        if target is not None and target not in numbers:
+            task = Task(numbers, target)
+            if is_held_out(task) == held_out:
+                return task
+    return None
+
+
+def _reachable(rng: random.Random, numbers: Sequence[int], options: CountdownOptions) -> int | None:
+    """Combine two of the numbers at random until one is left. Results are whole, positive and within the highest target.
+
+    None if no operation gives such a result.
+    """
+    left = list(numbers)
+    signs = sorted(set(options.operations))
+    while len(left) > 1:
+        rng.shuffle(left)
+        a, b = left.pop(), left.pop()
+        made = {"+": a + b, "-": abs(a - b), "*": a * b, "/": a // b if a % b == 0 else 0}
+        possible = [sign for sign in signs if 1 <= made[sign] <= options.highest_target]
+        if not possible:
+            return None
+        left.append(made[rng.choice(possible)])
+    return left[0]
+
+
+def answer_in(text: str) -> str:
+    r"""The expression in the last `<answer>`, else in the last `\boxed{}`, else in the last line; up to an `=`."""
+    tagged = _TAGGED.findall(text)
+    boxed = last_boxed(text)
+    lines = text.strip().splitlines()
+    answer = tagged[-1] if tagged else boxed if boxed is not None else lines[-1] if lines else ""
+    return answer.partition("=")[0].strip().strip("$.").strip()
+
+
+def score(task: Task, text: str, format_reward: float) -> float:
+    """1 if the expression has the target's value, `format_reward` if it only uses the given numbers, else 0."""
+    expression = read_expression(answer_in(text))
+    if expression is None or Counter(expression.numbers) - Counter(task.numbers):
+        return 0.0
+    return 1.0 if expression.value == task.target else format_reward
+
+
+# ---- the environment
+
 
 class Countdown(SingleTurn):
-    """Reward 1 for an expression that makes the target of the given numbers, each used at most once; else 0.
+    """Reward 1 for an expression that makes the target of the given numbers, each used at most once; else 0."""
 
-    numbers         how many numbers are given: one value, or the minimum and maximum
-    highest, highest_target   the numbers are from 1 to `highest`, the targets from 1 to `highest_target`
-    operations      operations that the generated solution uses; an answer may use all four
-    format_reward   reward of an expression with a wrong value that uses only the given numbers
-    chat, system, text   as in `math_words`
-    max_tokens      longest completion, if `actor.max_tokens` is too long for this task
-    """
+    Options = CountdownOptions
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seed: int,
-        *,
-        numbers: int | Sequence[int] = (3, 4),
-        highest: int = 50,
-        highest_target: int = 100,
-        operations: str = "+-*/",
-        format_reward: float = 0.1,
-        chat: bool | None = None,
-        system: str = SYSTEM,
-        text: str = TEXT,
-        max_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError for a difficulty that allows few problems or none."""
         super().__init__(tokenizer, seed)
-        self.max_tokens = max_tokens
-        self._ask = QuestionPrompt(tokenizer, chat=chat, system=system, text=text)
-        self._format_reward = checked_format_reward(format_reward)
-        self._difficulty = _difficulty(numbers, highest, highest_target, operations)
+        self._options = CountdownOptions.read(args)
+        self.max_tokens = self._options.max_tokens
+        self._ask = QuestionPrompt(tokenizer, self._options)
         for held_out in (False, True):
             for index in range(CHECKED):
                 if self._draw(f"check/{index}", held_out, CHECKED_TRIES) is None:
@@ -81,26 +166,12 @@ class Countdown(SingleTurn):
 
     def reward(self, problem: Problem, text: str) -> float:
         task = Task(tuple(problem.payload["numbers"]), int(problem.payload["target"]))
-        return score(task, text, self._format_reward)
+        return score(task, text, self._options.format_reward)
 
     def _draw(self, name: str, held_out: bool, tries: int) -> Task | None:
         rng = random.Random(f"countdown/{name}")
-        return draw_task(rng, self._difficulty, held_out=held_out, tries=tries)
+        return draw_task(rng, self._options, held_out=held_out, tries=tries)
 
 
 def _problem(task: Task) -> Problem:
     return Problem(id=f"countdown/{task.name}", payload={"numbers": list(task.numbers), "target": task.target})
-
-
-def _difficulty(numbers: int | Sequence[int], highest: int, highest_target: int, operations: str) -> Difficulty:
-    bounds = [numbers, numbers] if isinstance(numbers, int) else list(numbers)
-    if len(bounds) != 2 or not all(isinstance(one, int) for one in bounds) or not 2 <= bounds[0] <= bounds[1] <= 8:
-        raise EnvironmentSetupError(
-            f"environment.args.numbers of countdown is {numbers!r}; it must be a number from 2 to 8, or a range of two"
-        )
-    for name, value in (("highest", highest), ("highest_target", highest_target)):
-        if not isinstance(value, int) or not 2 <= value <= 100_000:
-            raise EnvironmentSetupError(f"environment.args.{name} of countdown is {value!r}; it must be from 2 to 100000")
-    if not operations or set(operations) - set("+-*/"):
-        raise EnvironmentSetupError(f"environment.args.operations of countdown is {operations!r}; it must be some of `+-*/`")
-    return Difficulty(bounds[0], bounds[1], highest, highest_target, "".join(sorted(set(operations))))

@@ -5,47 +5,42 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from typing import Annotated, Any
 
-from pipelinerl.environments.prompts import Message, encode_prompt, encode_reply, has_chat_template, try_prompt
-from pipelinerl.errors import EnvironmentSetupError
+from msgspec import Meta
+
+from pipelinerl.environments.options import AtLeastOne, Options
+from pipelinerl.environments.prompts import Message, check_chat, encode_prompt, encode_reply, try_prompt
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
 _INTEGER = re.compile(r"\d{1,9}")
 
 
+class GuessNumberOptions(Options, kw_only=True):
+    highest: Annotated[int, Meta(ge=10)] = 100
+    """The numbers are from 1 to this. A tenth of them is held out for evaluation."""
+    max_turns: AtLeastOne = 7
+    """How many guesses an attempt has."""
+    max_tokens: AtLeastOne = 16
+    """Longest guess."""
+    chat: bool | None = None
+    """Whether to use the model's chat template. null: if the model has one."""
+
+
 class GuessNumber:
-    """The number is between 1 and `highest`; the reply to each guess is `higher` or `lower`.
+    """The reply to each guess is `higher` or `lower`. Reward: 1 / number of guesses, 0 if the number is not found."""
 
-    Reward: 1 / number of guesses, 0 if it isn't found in `max_turns`. A tenth of the numbers is held out for evaluation.
-    `chat`: use the model's chat template (default: if it has one).
-    """
+    Options = GuessNumberOptions
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seed: int,
-        *,
-        highest: int = 100,
-        max_turns: int = 7,
-        max_tokens: int = 16,
-        chat: bool | None = None,
-    ) -> None:
-        """Raises EnvironmentSetupError for arguments out of range."""
-        for name, value, least in (("highest", highest, 10), ("max_turns", max_turns, 1), ("max_tokens", max_tokens, 1)):
-            if value < least:
-                raise EnvironmentSetupError(f"environment.args.{name} of guess_number must be at least {least}, not {value}")
-        if chat and not has_chat_template(tokenizer):
-            raise EnvironmentSetupError("environment.args.chat is true, but the model's tokenizer has no chat template")
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
+        self._options = options = GuessNumberOptions.read(args)
+        self._chat = check_chat(tokenizer, options.chat)
         self._tokenizer = tokenizer
         self._seed = seed
-        self._highest = highest
-        self._max_turns = max_turns
-        self._max_tokens = max_tokens
-        self._chat = has_chat_template(tokenizer) if chat is None else chat
-        numbers = list(range(1, highest + 1))
-        random.Random(f"guess/{highest}").shuffle(numbers)  # the held-out numbers do not depend on the run's seed
-        self._held_out, self._training = numbers[: highest // 10], numbers[highest // 10 :]
+        numbers = list(range(1, options.highest + 1))
+        random.Random(f"guess/{options.highest}").shuffle(numbers)  # the held-out numbers do not depend on the run's seed
+        self._held_out, self._training = numbers[: options.highest // 10], numbers[options.highest // 10 :]
         try_prompt(tokenizer, self._first_prompt())
 
     def problem(self, index: int) -> Problem:
@@ -59,8 +54,8 @@ class GuessNumber:
         number = int(problem.payload["number"])
         prompt_ids = encode_prompt(self._tokenizer, self._first_prompt())
         turns: list[Turn] = []
-        for _ in range(self._max_turns):
-            completion = await client.generate(prompt_ids, max_tokens=self._max_tokens)
+        for _ in range(self._options.max_turns):
+            completion = await client.generate(prompt_ids, max_tokens=self._options.max_tokens)
             text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             turns.append(Turn(prompt_ids=prompt_ids, completion=completion, text=text))
             guess = guess_in(text)
@@ -70,7 +65,7 @@ class GuessNumber:
         return Rollout(turns=tuple(turns), reward=0.0, metrics={"guesses": len(turns)})
 
     def _first_prompt(self) -> str | Sequence[Message]:
-        rules = f"I am thinking of a whole number from 1 to {self._highest}. Guess it; I will say higher or lower."
+        rules = f"I am thinking of a whole number from 1 to {self._options.highest}. Guess it; I will say higher or lower."
         if self._chat:
             content = f"{rules} Answer with a number and nothing else."
             return [{"role": "user", "content": content}]

@@ -8,13 +8,18 @@ import inspect
 import math
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+T = TypeVar("T")
 
 # ---- importing a Python file by path, or a module by name
 
@@ -158,3 +163,41 @@ def _no_such_function(module: ModuleType, module_name: str, name: str) -> str:
     functions = [key for key in own if inspect.isfunction(vars(module)[key])]
     near = get_close_matches(name, functions, n=1) or functions[:3]
     return f"{module_name} has no function {name!r}" + (f"; it has {', '.join(near)}" if near else "")
+
+
+# ---- calling user code once when an environment is built, so that its errors appear before the first rollout
+# The imports are local because the pool's workers, which import this module, need to start fast.
+
+
+def in_daemon_thread(call: Callable[[], T]) -> Future[T]:
+    """Run `call` in a new daemon thread.
+
+    In a thread pool, calls that never return would block other calls and keep the process from exiting.
+    """
+    from concurrent.futures import Future  # noqa: PLC0415
+    from threading import Thread  # noqa: PLC0415
+
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # a waiter can be cancelled, but not the call
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return done
+
+
+def try_out(trial: Coroutine[Any, Any, object], bound_s: float, what: str) -> None:
+    """Run `trial` to its end, even if this thread runs an event loop. Raises EnvironmentSetupError if it fails."""
+    import asyncio  # noqa: PLC0415
+
+    try:
+        in_daemon_thread(lambda: asyncio.run(trial)).result(bound_s)
+    except EnvironmentSetupError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+        reason = str(error) or f"it took longer than {bound_s:g} s"
+        raise EnvironmentSetupError(f"tried on {what}, {reason}") from None

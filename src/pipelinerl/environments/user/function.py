@@ -1,21 +1,29 @@
-"""A task defined by a file of examples and a reward function: `reward(completion: str, example: dict) -> float`."""
+"""Tasks from a file of examples, a user function that computes rewards, and perhaps user functions as tools."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from pipelinerl.environments.data import read_split
+from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
+from pipelinerl.environments.data import ProblemSet, read_split
+from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
 from pipelinerl.environments.pool.messages import Limits
 from pipelinerl.environments.pool.pool import FunctionPool
-from pipelinerl.environments.prompts import Message, encode_prompt, has_chat_template, text_decoder
-from pipelinerl.environments.registry import checked
-from pipelinerl.environments.single_turn import Epochs
-from pipelinerl.environments.user.code import describe, find_function, finite_number, names_a_function
-from pipelinerl.environments.user.trial import try_out
+from pipelinerl.environments.prompts import Message, check_chat, encode_prompt, text_decoder
+from pipelinerl.environments.user.code import (
+    describe,
+    find_function,
+    finite_number,
+    names_a_function,
+    summarize_error,
+    try_out,
+)
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
@@ -47,76 +55,59 @@ class InProcess:
             raise RuntimeError(f"{name}: {describe(error, self._specs[name])}") from error
 
 
-class Function:
-    """Problems are the lines of a file; a user function computes the reward of an answer.
+class FunctionOptions(Options, kw_only=True):
+    data: Files
+    """Files of examples, JSON objects, which are passed to the functions as dicts."""
+    reward: FunctionName
+    """(completion, example) -> a finite number. The completion is text without special tokens, and may be empty."""
+    prompt: FunctionName = "prompt"
+    """The field with the prompt, or a function: (example) -> a text or chat messages."""
+    held_out: Share | Files = 0.1
+    """Examples for evaluation, never used in training: a share of `data` (by a hash of the prompt), or files of examples."""
+    chat: bool | None = None
+    """Whether a text prompt becomes the user's message in the model's chat template. null: if the model has one."""
+    system: str = ""
+    """The system message of a chat; "" for none."""
+    isolate: bool = True
+    """Call the functions in processes with limits. false: in this process, while the engine waits."""
+    workers: AtLeastOne = 2
+    """How many processes there may be."""
+    timeout_s: Seconds = 10.0
+    """How long a call may take."""
+    memory_mb: AtLeastOne = 1024
+    """How much memory a call may use beyond what its process uses after the imports."""
+    ended_reward: float | None = None
+    """Reward of an answer whose reward function exceeded a limit or crashed. null: the rollout is dropped, as it is when the
+    function raises an error or does not return a number."""
 
-    data        file of JSON lines, or a list of files. Each line is an object, passed to the functions as a dict
-    reward      `path/to/file.py:function`: (completion, example) -> a finite number. The completion is text without special
-                tokens, and may be empty
-    prompt      name of the field with the prompt, or `path/to/file.py:function`: (example) -> a text or chat messages
-    held_out    examples for evaluation, never used in training: a share of `data` (by a hash of the prompt), or a file of
-                examples
-    chat        whether a text prompt becomes the user's message in the model's chat template (default: if it has one), after
-                the system message `system` ("": none). Otherwise the model continues the text
-    isolate     call the functions in `workers` processes. Each call may take `timeout_s`, and `memory_mb` of memory beyond
-                what the process uses after its imports. false: call them in this process, while the engine waits
-    ended_reward    reward of an answer whose reward function exceeded a limit or crashed. null: the rollout is dropped, as
-                it is when the function raises an error or does not return a number
-    """
+    @property
+    def limits(self) -> Limits:
+        return Limits(timeout_s=self.timeout_s, memory_mb=self.memory_mb)
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seed: int,
-        *,
-        data: str | Sequence[str],
-        reward: str,
-        prompt: str = "prompt",
-        held_out: float | str | Sequence[str] = 0.1,
-        chat: bool | None = None,
-        system: str = "",
-        isolate: bool = True,
-        workers: int = 2,
-        timeout_s: float = 10.0,
-        memory_mb: int = 1024,
-        ended_reward: float | None = None,
-    ) -> None:
+
+class Function(ProblemSet):
+    """Problems are the lines of a file; a user function computes the reward of an answer."""
+
+    Options: ClassVar[type[FunctionOptions]] = FunctionOptions
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError for unusable data or functions. Each function is called once to check it."""
-        checked(
-            _Types,
-            reward=reward,
-            prompt=prompt,
-            chat=chat,
-            system=system,
-            isolate=isolate,
-            workers=workers,
-            timeout_s=timeout_s,
-            memory_mb=memory_mb,
-            ended_reward=ended_reward,
-        )
+        options = self.Options.read(args)
         self._tokenizer = tokenizer
         self._decode = text_decoder(tokenizer)
-        self._chat = has_chat_template(tokenizer) if chat is None else chat
-        if self._chat and not has_chat_template(tokenizer):
-            raise EnvironmentSetupError("environment.args.chat is true, but the model's tokenizer has no chat template")
-        self._system = system
-        self._ended_reward = ended_reward
+        self._chat = check_chat(tokenizer, options.chat)
+        self._system = options.system
+        self._ended_reward = options.ended_reward
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
-        self._field = None if names_a_function(prompt) else prompt
-        self._training, self._held_out = read_split(data, held_out, self._check, self._key)
-        functions = {"reward": reward} | ({} if self._field else {"prompt": prompt})
-        limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
-        self._isolate, self._workers, self._limits = isolate, workers, limits
-        self._calls: Calls = FunctionPool(functions, workers=workers, limits=limits) if isolate else InProcess(functions)
-        try_out(self._trial(self._training[0]), 2 * limits.start_timeout_s, "an empty answer to the first example")
-        self._epochs = Epochs(len(self._training), f"function/{seed}")
-
-    def problem(self, index: int) -> Problem:
-        """Each example once per epoch, in an order that depends on the seed and the epoch."""
-        return self._training[self._epochs.place(index)]
-
-    def held_out(self, count: int) -> Sequence[Problem]:
-        return self._held_out[:count]
+        self._field = None if names_a_function(options.prompt) else options.prompt
+        parts = read_split(options.data, options.held_out, self._check, self._key)
+        super().__init__(parts, f"function/{seed}")
+        functions = {"reward": options.reward} | ({} if self._field else {"prompt": options.prompt})
+        limits = options.limits
+        self._calls: Calls = (
+            FunctionPool(functions, workers=options.workers, limits=limits) if options.isolate else InProcess(functions)
+        )
+        try_out(self._trial(parts.training[0]), 2 * limits.start_timeout_s, "an empty answer to the first example")
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         key = self._key(problem)
@@ -146,8 +137,8 @@ class Function:
         if wrong := _wrong_prompt(value):
             raise RolloutError(f"prompt returned {wrong}")
         if not self._chat or not isinstance(value, str):
-            checked: Prompt = value
-            return checked
+            prompt: Prompt = value
+            return prompt
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": value}]
 
@@ -191,15 +182,78 @@ def _wrong_prompt(value: object) -> str | None:
     return None
 
 
-class _Types(msgspec.Struct, kw_only=True):
-    """Types and ranges of these arguments in a run file."""
+# ---- user functions as tools
 
-    reward: str
-    prompt: str
-    chat: bool | None
-    system: str
-    isolate: bool
-    workers: Annotated[int, Meta(ge=1)]
-    timeout_s: Annotated[float, Meta(gt=0)]
-    memory_mb: Annotated[int, Meta(ge=1)]
-    ended_reward: float | None
+
+def read_tools(specs: Sequence[str], *, isolate: bool, workers: int, limits: Limits) -> list[Tool]:
+    """User functions (`path/to/file.py:function`) as tools. With `isolate`, they are called in up to `workers` processes.
+
+    Raises EnvironmentSetupError for a spec that names no function, for one that can't be described to the model, and for two
+    tools with the same name.
+    """
+    tools = [tool_of(find_function(spec)) for spec in specs]
+    names = [tool.name for tool in tools]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise EnvironmentSetupError(f"environment.args.functions has two tools called {repeated[0]!r}: rename one")
+    if not isolate:
+        return tools
+    # The specs are registered so that a process imports their files when it starts. The pool passes positional arguments
+    # only, so the workers run `call`, which takes the arguments by name.
+    pool = FunctionPool({**{spec: spec for spec in specs}, "call": f"{__name__}:call"}, workers=workers, limits=limits)
+    return [tool._replace(call=functools.partial(_call_in, pool, spec)) for spec, tool in zip(specs, tools, strict=True)]
+
+
+async def _call_in(pool: FunctionPool, spec: str, arguments: dict[str, Any]) -> Any:
+    try:
+        outcome = await pool.call("call", spec, arguments)
+    except (TimeoutError, MemoryError, ChildProcessError, RolloutError) as error:
+        raise ToolError(str(error).removeprefix("call: ").removeprefix("call ")) from None
+    if "error" in outcome:
+        raise ToolError(outcome["error"])
+    return outcome["result"]
+
+
+def call(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Runs in a process of the pool. Returns the function's `result`, or the `error` that it raised."""
+    try:
+        result = find_function(spec)(**arguments)
+        msgspec.json.encode(result)
+        return {"result": result}
+    except MemoryError:
+        raise  # the state of the process is unknown: the worker exits
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the model sees the error
+        return {"error": summarize_error(error, Path(spec.rpartition(":")[0]))}
+
+
+class ToolsOptions(FunctionOptions, kw_only=True):
+    functions: FunctionName | Annotated[list[FunctionName], Meta(min_length=1)]
+    """The tools, described to the model by their type hints and docstrings. The limits of calls also apply to them."""
+    max_turns: AtLeastOne = 6
+    """Turns of the model, including the answer."""
+
+
+class Tools(Function):
+    """A `Function` whose model may call user functions before it answers; the reward is that of the last turn's text.
+
+    If a tool raises an error or exceeds a limit, the model is shown it.
+    """
+
+    Options = ToolsOptions
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
+        """Raises EnvironmentSetupError for unusable arguments, and for a model without a chat template."""
+        require_chat(tokenizer, "environment.kind tools")
+        super().__init__(tokenizer, seed, **args)
+        options = ToolsOptions.read(args)
+        self._tools = read_tools(
+            listed(options.functions), isolate=options.isolate, workers=options.workers, limits=options.limits
+        )
+        self._max_turns = options.max_turns
+
+    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
+        messages = await self._prompt(problem.payload)
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        used = await use_tools(client, messages, self._tools, max_turns=self._max_turns)
+        reward, metrics = await self._score(used.answer, problem.payload)
+        return used.rollout(reward, metrics)

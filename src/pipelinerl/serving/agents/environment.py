@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Meta
 
-from pipelinerl.environments.combine.nested import make_inner, read_inner
-from pipelinerl.environments.data import read_split
-from pipelinerl.environments.registry import checked
-from pipelinerl.environments.single_turn import Epochs
+from pipelinerl.environments.data import ProblemSet, read_split
+from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Inner, Options, Share
+from pipelinerl.environments.registry import make_inner
 from pipelinerl.environments.user.code import find_function, finite_number
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
 from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
@@ -27,43 +25,42 @@ API_KEY = "rollout"
 """A placeholder, as clients of OpenAI's API require a key. Requests are authorised by the secret in their address."""
 
 
-class Agent:
-    """An attempt is a call of a user function, which gets the address of an API served by the model in training.
+class AgentOptions(Options, kw_only=True):
+    run: FunctionName
+    """(problem, base_url, api_key) -> the reward, or a dict of `reward` and other numbers. Plain or `async def`. Attempts
+    run concurrently, in threads. All requests to `base_url` become training data."""
+    data: Files | None = None
+    """Files of problems, one per line, passed to `run` as dicts."""
+    held_out: Share | Files = 0.1
+    """Problems for evaluations only, never trained on: a share of `data`, or files."""
+    problems: Inner | None = None
+    """Instead of `data`: another environment, `{kind: ..., args: {...}}`, whose problems are passed to `run`."""
+    threads: AtLeastOne = 256
+    """Largest number of concurrent attempts."""
+    template_options: dict[str, Any] | None = None
+    """Options of the model's chat template, such as `{enable_thinking: false}`."""
 
-    run         `path/to/file.py:function`: (problem, base_url, api_key) -> the reward, or a dict of `reward` and other
-                numbers. Plain or `async def`. Attempts run concurrently, in threads. All requests to `base_url` become
-                training data
-    data        JSON lines file, or a list of such files: one problem per line, passed to `run` as a dict
-    held_out    problems for evaluations only, never trained on: a share of `data`, or a file (or several)
-    problems    instead of `data`: another environment, `{kind: ..., args: {...}}`, whose problems are passed to `run`
-    threads     largest number of concurrent attempts
-    template_options   options of the model's chat template, such as `{enable_thinking: false}`
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seed: int,
-        *,
-        run: str,
-        data: str | Sequence[str] | None = None,
-        held_out: float | str | Sequence[str] = 0.1,
-        problems: Mapping[str, Any] | None = None,
-        threads: int = 256,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Raises EnvironmentSetupError for a bad function, data or arguments, MissingDependencyError without the extra."""
-        checked(_Types, run=run, threads=threads, template_options=template_options)
-        if (data is None) == (problems is None):
+    def __post_init__(self) -> None:
+        if (self.data is None) == (self.problems is None):
             raise EnvironmentSetupError("environment.args of agent: give either `data` or `problems`")
-        self._agent = AgentThreads(find_function(run, allow_async=True), run, threads)
-        self._template_options = template_options
-        self._source: Environment | _Examples
-        if problems is not None:
-            where = "environment.args.problems"
-            self._source = make_inner(where, read_inner(where, problems), tokenizer, seed)
+
+
+class Agent:
+    """An attempt is a call of a user function, which gets the address of an API served by the model in training."""
+
+    Options = AgentOptions
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
+        """Raises EnvironmentSetupError for a bad function, data or arguments, MissingDependencyError without the extra."""
+        options = AgentOptions.read(args)
+        self._agent = AgentThreads(find_function(options.run, allow_async=True), options.run, options.threads)
+        self._template_options = options.template_options
+        self._source: Environment | ProblemSet
+        if options.problems is not None:
+            self._source = make_inner("environment.args.problems", options.problems, tokenizer, seed)
         else:
-            self._source = _Examples(data or (), held_out, seed)
+            parts = read_split(options.data or [], options.held_out, lambda _: None, _key)
+            self._source = ProblemSet(parts, f"agent/{seed}")
         self._gateway = _gateway()
         weakref.finalize(self, self._gateway.close)
 
@@ -104,25 +101,5 @@ def _read(returned: object) -> tuple[float, dict[str, float]]:
     return numbers.pop("reward"), numbers
 
 
-class _Examples:
-    """Problems from the lines of files, each once per epoch."""
-
-    def __init__(self, data: str | Sequence[str], held_out: float | str | Sequence[str], seed: int) -> None:
-        self._parts = read_split(data, held_out, lambda _: None, _key)
-        self._epochs = Epochs(len(self._parts.training), f"agent/{seed}")
-
-    def problem(self, index: int) -> Problem:
-        return self._parts.training[self._epochs.place(index)]
-
-    def held_out(self, count: int) -> Sequence[Problem]:
-        return self._parts.held_out[:count]
-
-
 def _key(problem: Problem) -> str:
     return msgspec.json.encode(problem.payload, order="deterministic").decode()
-
-
-class _Types(msgspec.Struct, kw_only=True):
-    run: str
-    threads: Annotated[int, Meta(ge=1)]
-    template_options: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""Word problems from files, and the verifier of numbers."""
+"""Maths problems whose answers are numbers: the verifier of numbers, and `judge: numbers`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.environments import make_environment
 from pipelinerl.environments.maths.numbers import answer_in, marks_answer, number_of, same_number
-from pipelinerl.environments.maths.words import MathWords, is_held_out
+from pipelinerl.environments.single_turn import is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 
-from .scripted_engine import CharTokenizer
+from .env_client import TOKENIZER, rollout
 
-TOKENIZER = CharTokenizer()
+
+def maths(seed=0, **args):
+    return make_environment("math", {"judge": "numbers", **args}, TOKENIZER, seed)
 
 
 # ------------------------------------------------------------------------------------------------- numbers
@@ -130,20 +133,20 @@ def questions(count, first=0):
 
 def test_every_problem_once_an_epoch_in_an_order_of_its_own(tmp_path):
     path = write(tmp_path / "p.jsonl", questions(40))
-    environment, again = MathWords(TOKENIZER, 3, path=path), MathWords(TOKENIZER, 3, path=path)
+    environment, again = maths(3, path=path), maths(3, path=path)
     size = sum(not is_held_out(row["question"]) for row in questions(40))
     epochs = [[environment.problem(index).id for index in range(epoch * size, (epoch + 1) * size)] for epoch in range(3)]
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert all(sorted(epoch) == sorted(epochs[0]) and len(set(epoch)) == size for epoch in epochs)
     assert [again.problem(index).id for index in reversed(range(size))] == epochs[0][::-1]  # whatever was asked before
-    other = MathWords(TOKENIZER, 4, path=path)
+    other = maths(4, path=path)
     assert [other.problem(index).id for index in range(size)] != epochs[0]
 
 
 def test_the_split_is_fixed_and_disjoint(tmp_path):
     rows = questions(200)
     path, reversed_path = write(tmp_path / "p.jsonl", rows), write(tmp_path / "r.jsonl", rows[::-1])
-    environment, other = MathWords(TOKENIZER, 0, path=path), MathWords(TOKENIZER, 1, path=reversed_path)
+    environment, other = maths(0, path=path), maths(1, path=reversed_path)
     held_out = {problem.payload["question"] for problem in environment.held_out(1000)}
     assert 5 < len(held_out) < 40
     assert {problem.payload["question"] for problem in other.held_out(1000)} == held_out
@@ -156,16 +159,14 @@ def test_the_split_is_fixed_and_disjoint(tmp_path):
 def test_a_held_out_file_wins_over_the_training_file(tmp_path):
     path = [write(tmp_path / "a.jsonl", questions(3)), write(tmp_path / "b.jsonl", questions(3, first=3))]
     held_out = write(tmp_path / "h.jsonl", questions(2, first=2))
-    environment = MathWords(TOKENIZER, 0, path=path, held_out_path=held_out)
+    environment = maths(0, path=path, held_out_path=held_out)
     assert [problem.id for problem in environment.held_out(9)] == ["h/1", "h/2"]
     assert sorted(environment.problem(index).id for index in range(4)) == ["a/1", "a/2", "b/2", "b/3"]
 
 
 def test_rewards_and_plain_prompts(tmp_path):
     path = write(tmp_path / "p.jsonl", [{"q": "How much is 2 * 600?", "a": 1200}, {"q": "And 1/4?", "a": "0.25"}])
-    environment = MathWords(
-        TOKENIZER,
-        0,
+    environment = maths(
         path=path,
         held_out_path=write(tmp_path / "h.jsonl", [{"q": "{question}?", "a": "1"}]),
         question_field="q",
@@ -175,42 +176,24 @@ def test_rewards_and_plain_prompts(tmp_path):
     by_answer = {environment.problem(index).payload["answer"]: environment.problem(index) for index in range(2)}
     problem = by_answer["1200"]
     assert environment.prompt(problem) == "Q: How much is 2 * 600? A:"
-    assert environment.reward(problem, "2 * 600 = 1,200. #### $1,200.00") == 1.0
-    assert environment.reward(problem, "about 1201") == 0.0
-    assert environment.reward(problem, "") == 0.0
-    assert environment.reward(by_answer["0.25"], r"\boxed{\frac14} or \boxed{\frac{1}{4}}") == 1.0
+    assert rollout(environment, problem, "2 * 600 = 1,200. #### $1,200.00").reward == 1.0
+    assert rollout(environment, problem, "about 1201").reward == 0.0
+    assert rollout(environment, problem, "").reward == 0.0
+    assert rollout(environment, by_answer["0.25"], r"\boxed{\frac14} or \boxed{\frac{1}{4}}").reward == 1.0
 
 
 @pytest.mark.parametrize(
-    ("row", "complaint"),
+    ("answer", "complaint"),
     [
-        ("{not json", r"p\.jsonl:2 is not JSON"),
-        ("[1, 2]", r"p\.jsonl:2 is not a JSON object"),
-        ({"question": "Why?"}, r"p\.jsonl:2 has no field `answer` \(it has: question\)"),
-        ({"prompt": "Why?", "answer": "4"}, r"p\.jsonl:2 has no field `question`"),
-        ({"question": "Why?", "answer": "because"}, r"p\.jsonl:2: `answer` ends in 'because', which is not a number"),
-        ({"question": "Why?", "answer": True}, r"p\.jsonl:2: `answer`"),
-        ({"question": 4, "answer": "4"}, r"p\.jsonl:2: `question` must be a text"),
+        ("because", r"p\.jsonl:2: 'because' is not a number, but `judge` is `numbers`"),
+        ("We add.\n#### nothing", r"p\.jsonl:2: 'nothing' is not a number"),
+        (True, r"p\.jsonl:2: `answer` has no final answer"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, row, complaint):
-    path = write(tmp_path / "p.jsonl", [questions(1)[0], row])
+def test_an_answer_that_is_no_number_is_named(tmp_path, answer, complaint):
+    path = write(tmp_path / "p.jsonl", [questions(1)[0], {"question": "Why?", "answer": answer}])
     with pytest.raises(EnvironmentSetupError, match=complaint):
-        MathWords(TOKENIZER, 0, path=path)
-
-
-def test_files_that_can_not_be_used(tmp_path):
-    with pytest.raises(EnvironmentSetupError, match=r"missing\.jsonl: No such file"):
-        MathWords(TOKENIZER, 0, path=str(tmp_path / "missing.jsonl"))
-    with pytest.raises(EnvironmentSetupError, match="is empty"):
-        MathWords(TOKENIZER, 0, path=write(tmp_path / "empty.jsonl", ["", ""]))
-    same = write(tmp_path / "same.jsonl", questions(2))
-    with pytest.raises(EnvironmentSetupError, match="all of its 2 problems are held out"):
-        MathWords(TOKENIZER, 0, path=same, held_out_path=same)
-    with pytest.raises(EnvironmentSetupError, match="no chat template"):
-        MathWords(TOKENIZER, 0, path=same, chat=True)
-    with pytest.raises(EnvironmentSetupError, match="text must have"):
-        MathWords(TOKENIZER, 0, path=same, text="no place for it")
+        maths(path=path)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +214,9 @@ def test_an_answer_is_marked_where_the_system_message_says(text: str, marked: bo
 def test_a_marked_wrong_answer_is_worth_the_format_reward(tmp_path: Path) -> None:
     path = write(tmp_path / "one.jsonl", ['{"question": "6 * 7?", "answer": "#### 42"}', '{"question": "q", "answer": "1"}'])
     other = write(tmp_path / "other.jsonl", ['{"question": "else", "answer": "1"}'])
-    environment = MathWords(TOKENIZER, 0, path=path, held_out_path=other, format_reward=0.1)
+    environment = maths(0, path=path, held_out_path=other, format_reward=0.1)
     problem = next(p for p in (environment.problem(0), environment.problem(1)) if p.payload["question"] == "6 * 7?")
-    assert environment.reward(problem, "#### 41") == 0.1
-    assert environment.reward(problem, "it is 41") == 0.0
-    assert environment.reward(problem, "it is 42") == 1.0
-    with pytest.raises(EnvironmentSetupError, match="format_reward"):
-        MathWords(TOKENIZER, 0, path=path, format_reward=1.0)
+    assert rollout(environment, problem, "#### 41").reward == 0.1
+    assert rollout(environment, problem, "it is 41").reward == 0.0
+    assert rollout(environment, problem, "it is 42").reward == 1.0
+    assert rollout(environment, problem, r"\boxed{41}").reward == 0.1

@@ -1,0 +1,91 @@
+"""Environments of the package `verifiers` (https://github.com/PrimeIntellect-ai/verifiers), unmodified.
+
+Their prompts, turns, tools and rubrics are used, with exact token ids. `verifiers_rollouts` imports verifiers, which takes
+seconds, so it is imported when an environment is built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import msgspec
+
+from pipelinerl.environments.data import ProblemSet, Split, hold_out, split
+from pipelinerl.environments.options import FunctionName, Options, Share
+from pipelinerl.environments.prompts import has_chat_template
+from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+from pipelinerl.interfaces import GenerationClient, Tokenizer
+from pipelinerl.types import Problem, Rollout
+
+SAME_PROBLEM = ("prompt", "answer", "info")
+"""Rows with equal values in these fields are the same problem: verifiers builds a rollout from them."""
+
+
+class VerifiersOptions(Options, kw_only=True):
+    environment: str = ""
+    """Name of an installed environment, as for `verifiers.load_environment`."""
+    load: FunctionName = ""
+    """Instead of `environment`: a function that returns an environment, such as `path/to/file.py:load_environment`."""
+    args: dict[str, Any] | None = None
+    """Arguments of the function that loads the environment."""
+    held_out: Share = 0.1
+    """Share of the rows (by a hash of the row) for evaluation, never used in training; only for environments without an
+    `eval_dataset`."""
+    template: dict[str, Any] | None = None
+    """Options of the model's chat template, such as `{enable_thinking: false}`."""
+    threads: bool = True
+    """Run reward functions that aren't `async` in threads, while generation continues. false: in the main thread, which
+    blocks the engine."""
+    drop_raised: bool = False
+    """Drop a rollout if one of its reward functions raises an error. false: that function counts as 0, as in verifiers."""
+
+    def __post_init__(self) -> None:
+        if bool(self.environment) == bool(self.load):
+            raise EnvironmentSetupError(
+                "environment.args needs either `environment`, the name of an installed environment of verifiers, or `load`, "
+                "such as path/to/file.py:load_environment"
+            )
+
+
+class Verifiers(ProblemSet):
+    """Problems, turns, tools and rewards come from a `verifiers.Environment`; sampling settings come from the run."""
+
+    Options = VerifiersOptions
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
+        """Raises MissingDependencyError, and EnvironmentSetupError if the environment can't be loaded or trained on."""
+        options = VerifiersOptions.read(args)
+        if importlib.util.find_spec("verifiers") is None:
+            raise MissingDependencyError("verifiers is not installed: pip install 'pipelinerl[verifiers]'")
+        # Imported here because verifiers takes seconds to import and is an optional dependency.
+        from pipelinerl.environments.adapters.verifiers_rollouts import Player, load_environment  # noqa: PLC0415
+
+        loaded = load_environment(options.environment, options.load, options.args or {})
+        parts = _split(loaded.name, loaded.training, loaded.evaluation, options.held_out)
+        super().__init__(parts, f"verifiers/{seed}")
+        self._player = Player(
+            loaded, template=options.template or {}, threads=options.threads, drop_raised=options.drop_raised
+        )
+        if not has_chat_template(tokenizer) and not isinstance(parts.training[0].payload["prompt"], str):
+            raise EnvironmentSetupError(
+                f"the prompts of environment {loaded.name} are chats, but the model's tokenizer has no chat template"
+            )
+
+    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
+        return await self._player.play(problem.payload, client)
+
+
+def _split(name: str, training: list[Problem], evaluation: list[Problem] | None, share: float) -> Split:
+    """Split without overlap. Raises EnvironmentSetupError if nothing is left to train on."""
+    if evaluation is None:
+        return split(training, share, _key)
+    remaining = hold_out(training, {_key(problem) for problem in evaluation}, _key).training
+    if not remaining:
+        raise EnvironmentSetupError(f"all {len(training)} rows of the dataset of {name} are also in its eval_dataset")
+    return Split(remaining, evaluation)
+
+
+def _key(problem: Problem) -> str:
+    row = [problem.payload.get(field) for field in SAME_PROBLEM]
+    return msgspec.json.encode(row, order="deterministic").decode()

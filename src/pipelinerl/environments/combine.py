@@ -1,0 +1,274 @@
+"""Environments made of other environments: a mixture by weight, and a filter by difficulty."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from pipelinerl.environments.data import ProblemSet, Split, read_rows
+from pipelinerl.environments.options import Files, Inner, Options, listed
+from pipelinerl.environments.registry import make_inner
+from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
+from pipelinerl.types import Problem, Rollout
+
+# ---- several environments in one run, each with a fixed share of the problems
+
+LONGEST_CYCLE = 10_000
+
+
+class Weighted(Inner, frozen=True, forbid_unknown_fields=True):
+    """An environment and its relative weight."""
+
+    weight: int | float = 1
+
+
+class Place(NamedTuple):
+    """Problem number `rank` within the cycle of environment number `part`."""
+
+    part: int
+    rank: int
+
+
+class MixtureOptions(Options, kw_only=True):
+    environments: Annotated[dict[str, Weighted], Meta(min_length=1)]
+    """The environments by name: `{words: {kind: math, weight: 3, args: {...}}, numbers: {kind: countdown, weight: 1}}`."""
+
+    def __post_init__(self) -> None:
+        for name in self.environments:
+            if not name or "/" in name:
+                raise EnvironmentSetupError(f"environment.args.environments: {name!r} can't be a name: it must have no `/`")
+
+
+class Mixture:
+    """Problems of several environments by weight. Shares are exact over each cycle, and no environment skips a problem.
+
+    Problem ids and metric names are prefixed with the environment's name; the metric `NAME/reward` repeats the reward.
+    Held-out problems are also mixed by weight; when one environment runs out, the others continue.
+    """
+
+    Options = MixtureOptions
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
+        """Raises EnvironmentSetupError, naming the environment, if one can't be built."""
+        parts = MixtureOptions.read(args).environments
+        self._seed = seed
+        self._names = tuple(parts)
+        self._environments: dict[str, Environment] = {
+            name: make_inner(f"environment.args.environments.{name}", part, tokenizer, seed) for name, part in parts.items()
+        }
+        self._counts = whole_weights([part.weight for part in parts.values()])
+        self._cycle = lru_cache(maxsize=2)(self._shuffled)
+
+    def problem(self, index: int) -> Problem:
+        """In each cycle every environment gets its share, in an order that depends on the seed and the cycle."""
+        cycle, place = divmod(index, sum(self._counts))
+        part, rank = self._cycle(cycle)[place]
+        name = self._names[part]
+        return _prefixed(name, self._environments[name].problem(cycle * self._counts[part] + rank))
+
+    def held_out(self, count: int) -> Sequence[Problem]:
+        remaining = {name: iter(environment.held_out(count)) for name, environment in self._environments.items()}
+        chosen: list[Problem] = []
+        order = [self._names[place.part] for place in spread(self._counts)]
+        while remaining and len(chosen) < count:
+            for name in order:
+                problem = next(remaining[name], None) if name in remaining else None
+                if problem is not None:
+                    chosen.append(_prefixed(name, problem))
+                else:
+                    remaining.pop(name, None)
+        return chosen[:count]
+
+    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
+        name = str(problem.payload["environment"])
+        inner = Problem(id=problem.id.removeprefix(f"{name}/"), payload=problem.payload["problem"])
+        rollout = await self._environments[name].rollout(inner, client)
+        metrics = {f"{name}/{key}": value for key, value in {"reward": rollout.reward, **rollout.metrics}.items()}
+        return msgspec.structs.replace(rollout, metrics=metrics)
+
+    def _shuffled(self, cycle: int) -> list[Place]:
+        places = spread(self._counts)
+        order = [place.part for place in places]
+        random.Random(f"mixture/{self._seed}/{cycle}").shuffle(order)
+        return _ranked(order)
+
+
+def whole_weights(weights: Sequence[int | float]) -> list[int]:
+    """The smallest whole numbers in the same proportion: the number of problems of each environment per cycle.
+
+    Raises EnvironmentSetupError for weights that aren't positive, or if a cycle would be longer than LONGEST_CYCLE.
+    """
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise EnvironmentSetupError(f"the weights of a mixture must be greater than 0, but are {list(weights)}")
+    exact = [Fraction(str(weight)) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    counts = [int(weight * common) for weight in exact]
+    counts = [count // math.gcd(*counts) for count in counts]
+    if sum(counts) > LONGEST_CYCLE:
+        raise EnvironmentSetupError(
+            f"the weights of a mixture are {list(weights)}: as whole numbers they add up to over {LONGEST_CYCLE}; round them"
+        )
+    return counts
+
+
+def spread(counts: Sequence[int]) -> list[Place]:
+    """One cycle in which the problems of each part are spaced as evenly as possible."""
+    positions = [((rank + 0.5) / count, part) for part, count in enumerate(counts) for rank in range(count)]
+    return _ranked([part for _, part in sorted(positions)])
+
+
+def _ranked(order: Sequence[int]) -> list[Place]:
+    seen: dict[int, int] = {}
+    places = []
+    for part in order:
+        rank = seen.get(part, 0)
+        places.append(Place(part, rank))
+        seen[part] = rank + 1
+    return places
+
+
+def _prefixed(name: str, problem: Problem) -> Problem:
+    return Problem(id=f"{name}/{problem.id}", payload={"environment": name, "problem": problem.payload})
+
+
+# ---- only the problems whose measured pass rate is within bounds
+
+MIN_REPEATS = 1000
+MAX_SEARCHED = 300_000
+"""How many training problems of the inner environment are searched for the ids in the file."""
+
+
+class PassRate(msgspec.Struct, frozen=True):
+    """One line of a file of pass rates. Other fields are ignored."""
+
+    id: str
+    attempts: int
+    passes: int
+
+
+Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+
+
+class DifficultyFilterOptions(Options, kw_only=True):
+    environment: Inner
+    """`{kind: ..., args: {...}}`, the same as in the measurement, including the run's seed."""
+    pass_rates: Files
+    """Files of lines `{"id": ..., "attempts": ..., "passes": ...}`. Lines with the same id are added up. Problems that were
+    not measured are not trained on."""
+    pass_rate_between: Annotated[tuple[Rate, ...], Meta(min_length=2, max_length=2)] = (0.05, 0.95)
+    """The lowest and highest pass rate, both included."""
+
+    def __post_init__(self) -> None:
+        if self.pass_rate_between[0] > self.pass_rate_between[1]:
+            between = list(self.pass_rate_between)
+            raise EnvironmentSetupError(f"environment.args.pass_rate_between is {between}: give the lower one first")
+
+
+class DifficultyFilter(ProblemSet):
+    """The problems of `environment` whose measured pass rate is within bounds, each once per epoch.
+
+    A group whose attempts all succeed, or all fail, has zero advantage and teaches nothing. Which problems these are depends
+    on the model. So pass rates are measured with the model to be trained: `pipelinerl eval --training` writes
+    `pass_rates.jsonl`.
+
+    The pass rates come from a file and do not follow the rewards of the run, because `problem` must stay a pure function of
+    the index. Otherwise a resumed run would continue with other problems, several actors would each choose their own
+    problems, and a run could not be reproduced. To follow the model, measure again and continue from the checkpoint with the
+    new file.
+
+    Held-out problems are not filtered, so evaluation does not depend on which problems are trained on.
+    """
+
+    Options = DifficultyFilterOptions
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
+        """Raises EnvironmentSetupError if the file is invalid, is for another environment, or leaves no problem."""
+        options = DifficultyFilterOptions.read(args)
+        low, high = options.pass_rate_between
+        names = listed(options.pass_rates)
+        measured = read_pass_rates([Path(name).expanduser() for name in names])
+        self._inner = make_inner("environment.args.environment", options.environment, tokenizer, seed)
+        wanted = {name for name, rate in measured.items() if low <= rate.passes / rate.attempts <= high}
+        if not wanted:
+            rates = sorted(rate.passes / rate.attempts for rate in measured.values())
+            raise EnvironmentSetupError(
+                f"none of the {len(rates)} problems in {', '.join(names)} has a pass rate between {low:g} and "
+                f"{high:g}: they go from {rates[0]:g} to {rates[-1]:g}"
+            )
+        # The name is part of the seed of the order, so it keeps the kind's former name.
+        super().__init__(Split(self._find(wanted, ", ".join(names)), []), f"curriculum/{seed}")
+
+    def held_out(self, count: int) -> Sequence[Problem]:
+        return self._inner.held_out(count)
+
+    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
+        return await self._inner.rollout(problem, client)
+
+    def _find(self, wanted: set[str], where: str) -> list[Problem]:
+        missing = set(wanted)
+        found = []
+        for problem in distinct_problems(self._inner, MAX_SEARCHED):
+            if problem.id in missing:
+                missing.remove(problem.id)
+                found.append(problem)
+            if not missing:
+                return sorted(found, key=lambda problem: problem.id)
+        raise EnvironmentSetupError(
+            f"{len(missing)} of the {len(wanted)} problems chosen from {where} are not among the training problems of "
+            f"environment.args.environment (for example {min(missing)!r}). Were they measured with other arguments or "
+            "another seed?"
+        )
+
+
+def read_pass_rates(paths: Sequence[Path]) -> dict[str, PassRate]:
+    """The pass rates by problem id. Raises EnvironmentSetupError, naming file and line, for an invalid one."""
+    measured: dict[str, PassRate] = {}
+    for path in paths:
+        for number, row in read_rows(path):
+            try:
+                rate = msgspec.convert(row, PassRate)
+            except msgspec.ValidationError as error:
+                raise EnvironmentSetupError(
+                    f'{path}:{number} is not a pass rate, {{"id": ..., "attempts": ..., "passes": ...}}: {error}'
+                ) from error
+            if not 0 <= rate.passes <= rate.attempts or rate.attempts < 1:
+                raise EnvironmentSetupError(
+                    f"{path}:{number}: {rate.passes} passes in {rate.attempts} attempts is impossible"
+                )
+            before = measured.get(rate.id, PassRate(rate.id, 0, 0))
+            measured[rate.id] = PassRate(rate.id, before.attempts + rate.attempts, before.passes + rate.passes)
+    if not measured:
+        raise EnvironmentSetupError(f"{', '.join(map(str, paths))} has no pass rates")
+    return measured
+
+
+def distinct_problems(environment: Environment, limit: int) -> Iterator[Problem]:
+    """The distinct training problems among the first `limit`, in order of first appearance.
+
+    Ends early when max(MIN_REPEATS, number found so far) problems in a row are repeats: the set is then considered
+    complete. Raises EnvironmentSetupError if two different problems have the same id.
+    """
+    found: dict[str, Problem] = {}
+    repeats = 0
+    for index in range(limit):
+        problem = environment.problem(index)
+        known = found.get(problem.id)
+        if known is None:
+            found[problem.id] = problem
+            repeats = 0
+            yield problem
+            continue
+        if known.payload != problem.payload:
+            raise EnvironmentSetupError(f"two different problems have the id {problem.id!r}: rename one of their files")
+        repeats += 1
+        if repeats >= max(MIN_REPEATS, len(found)):
+            return

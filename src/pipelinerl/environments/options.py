@@ -1,0 +1,121 @@
+"""`environment.args`: each environment declares its arguments once, as a struct.
+
+    class CoinsOptions(Options, kw_only=True):
+        count: Annotated[int, Meta(ge=1)] = 3
+        \"""How many coins are tossed.\"""
+
+    class Coins(SingleTurn):
+        Options = CoinsOptions
+
+        def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
+            super().__init__(tokenizer, seed)
+            self._count = CoinsOptions.read(args).count
+
+The names, types, ranges and defaults of the struct are checked before a run starts and listed in errors. The docstrings of
+its fields are the documentation. A class with an ordinary constructor needs no struct.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from pipelinerl.errors import EnvironmentSetupError
+
+FileName: TypeAlias = Annotated[str, Meta(title="file")]
+Files: TypeAlias = FileName | Annotated[list[FileName], Meta(min_length=1)]
+"""A file of JSON lines, a data set (`dataset:...`), or a list of them."""
+Share: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
+FunctionName: TypeAlias = Annotated[str, Meta(title="function")]
+"""`path/to/file.py:function` or `package.module:function`."""
+AtLeastOne: TypeAlias = Annotated[int, Meta(ge=1)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
+
+BASE_SIGNATURE = inspect.Signature(
+    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("tokenizer", "seed")]
+)
+SHOWN_CHARACTERS = 60
+"""Characters of a wrong value that an error quotes."""
+
+
+def listed(names: str | list[str]) -> list[str]:
+    return [names] if isinstance(names, str) else names
+
+
+class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An environment within another one: `kind` and `args`, as under `environment` in a run file."""
+
+    kind: str
+    args: dict[str, Any] = {}
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the structs. A subclass may check several fields together in `__post_init__` (EnvironmentSetupError)."""
+
+    @classmethod
+    def read(cls, args: Mapping[str, Any]) -> Self:
+        """Raises EnvironmentSetupError for the first argument that is unknown, missing, or has a wrong type or range."""
+        check_arguments(cls.__name__, cls.signature(), args)
+        try:
+            return msgspec.convert(dict(args), cls)
+        except msgspec.ValidationError as error:
+            what, _, where = str(error).partition(" - at `$.")
+            raise EnvironmentSetupError(_mistake(cls, what, where.rstrip("`"), args)) from error
+
+    @classmethod
+    def fields_of(cls, kind: Any) -> list[str]:
+        """The fields whose type is `kind`, or a union with it."""
+        hints = get_type_hints(cls, include_extras=True)
+        return [name for name, hint in hints.items() if kind in (hint, *get_args(hint))]
+
+    @classmethod
+    def signature(cls) -> inspect.Signature:
+        """The signature of a constructor that takes the fields as keyword arguments."""
+        own = [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=inspect.Parameter.empty if field.required else None
+            )
+            for field in msgspec.structs.fields(cls)
+        ]
+        return inspect.Signature([*BASE_SIGNATURE.parameters.values(), *own])
+
+
+def _mistake(options: type[Options], what: str, where: str, args: Mapping[str, Any]) -> str:
+    """An error of msgspec about the argument `where`, or about a part of an argument such as `numbers[0]`."""
+    hint = get_type_hints(options).get(where)
+    if get_origin(hint) is Literal:
+        what = f"it must be {' or '.join(f'`{value}`' for value in get_args(hint))}"
+    value = repr(args.get(where))
+    shown = value if len(value) <= SHOWN_CHARACTERS else f"{value[:SHOWN_CHARACTERS]}..."
+    place = f"{where} is {shown}" if where in args else where
+    return f"environment.args.{place}: {what[:1].lower()}{what[1:].replace('array', 'list')}"
+
+
+def check_arguments(name: str, signature: inspect.Signature, args: Mapping[str, Any]) -> None:
+    """Raises EnvironmentSetupError if `args` don't fit the constructor's signature (given without `self`).
+
+    Checked before the call, so that a TypeError raised inside the constructor is not mistaken for wrong arguments.
+    """
+    try:
+        signature.bind(None, 0, **args)
+    except TypeError as error:
+        own = list(signature.parameters.values())[2:]
+        required = [it.name for it in own if it.default is it.empty and it.kind < it.VAR_KEYWORD]
+        optional = [it.name for it in own if it.name not in required]
+        takes = ", ".join([*(f"{it} (required)" for it in required), *optional]) or "nothing"
+        raise EnvironmentSetupError(
+            f"environment.args don't fit {name}: {error}; after `tokenizer` and `seed` it takes {takes}"
+            + _did_you_mean(args, [*required, *optional])
+        ) from error
+
+
+def _did_you_mean(given: Iterable[str], names: Sequence[str]) -> str:
+    for unknown in (name for name in given if name not in names):
+        for close in get_close_matches(unknown, names, n=1):
+            return f". Did you mean {close!r} instead of {unknown!r}?"
+    return ""
