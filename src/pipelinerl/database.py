@@ -29,7 +29,7 @@ class DamagedDatabaseError(ValueError):
 class Database:
     """One connection to a database. Several may be open, in one or several processes."""
 
-    def __init__(self, path: Path, schema: str, *, page_bytes: int = 4096) -> None:
+    def __init__(self, path: Path, schema: str) -> None:
         """`schema` is executed at each opening, so it must allow for tables that exist.
 
         Raises OSError if the file can't be opened or is on a network file system, DamagedDatabaseError.
@@ -37,11 +37,9 @@ class Database:
         self._path = path
         refuse_network_file_system(path.parent)
         with self._errors_as_os_errors():
-            self._connection = sqlite3.connect(
-                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
-            )
+            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             try:
-                for setting in (f"page_size={page_bytes}", "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=0"):
+                for setting in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=0"):
                     self._connection.execute(f"PRAGMA {setting}")
                 with self.transaction():
                     for statement in schema.split(";"):
