@@ -1,4 +1,4 @@
-"""Crash-safe files: atomic replacement, append-only logs, records shared between processes, and file locks.
+"""Crash-safe files: atomic replacement, append-only logs, and records shared between processes.
 
 Errors are plain `OSError` and `ValueError`: only the caller can say what the file means to the user.
 """
@@ -6,15 +6,11 @@ Errors are plain `OSError` and `ValueError`: only the caller can say what the fi
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import secrets
 import struct
-import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -242,44 +238,3 @@ def reserve(fd: int, size: int) -> None:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system can't reserve
             os.ftruncate(fd, before)
             raise
-
-
-# ---- locks between processes
-
-LOCK_TIMEOUT_S = 30.0
-"""Holders need microseconds. A lock is held this long only if its holder is stopped (a killed process releases it)."""
-_POLL_S = 0.0002
-
-
-class FileLock:
-    """An exclusive lock on a file, which is created as needed. It also excludes other `FileLock`s of the same process."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock. Raises TimeoutError if another holder keeps it too long. Not reentrant."""
-        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(
-                        f"{self._path} has been locked for {LOCK_TIMEOUT_S:.0f} s: the process that holds it is stopped; "
-                        "continue or end it"
-                    ) from None
-                time.sleep(_POLL_S)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1

@@ -78,7 +78,7 @@ class Place(Protocol):
 
     address: tuple[str, ...]
 
-    def writer(self, *, segment_bytes: int = ..., **options: Any) -> StreamWriter[Item]: ...
+    def writer(self, **options: Any) -> StreamWriter[Item]: ...
 
     def reader(self) -> StreamReader[Item]: ...
 
@@ -88,7 +88,7 @@ class MemoryPlace:
 
     address = ()
 
-    def writer(self, *, segment_bytes: int = 0, **options: Any) -> StreamWriter[Item]:
+    def writer(self, **options: Any) -> StreamWriter[Item]:
         writer, self._reader = memory_stream(**options)
         return writer
 
@@ -101,8 +101,8 @@ class FilesPlace:
         self.address = ("files", directory)
         self.directory = Path(directory)
 
-    def writer(self, *, segment_bytes: int = 100, **options: Any) -> StreamWriter[Item]:
-        return FileStreamWriter(self.directory, Item, segment_bytes=segment_bytes, **options)
+    def writer(self, **options: Any) -> StreamWriter[Item]:
+        return FileStreamWriter(self.directory, Item, **options)
 
     def reader(self) -> StreamReader[Item]:
         return FileStreamReader(self.directory, Item)
@@ -112,7 +112,7 @@ class RedisPlace:
     def __init__(self, url: str, name: str) -> None:
         self.address = ("redis", url, name)
 
-    def writer(self, *, segment_bytes: int = 0, **options: Any) -> StreamWriter[Item]:
+    def writer(self, **options: Any) -> StreamWriter[Item]:
         from pipelinerl.stream.redis import RedisStreamWriter
 
         _, url, name = self.address

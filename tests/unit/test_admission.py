@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl import files as locks
-from pipelinerl.actor.admission import Admission, make_record
+from pipelinerl import database
+from pipelinerl.actor.admission import SCHEMA, Admission, make_record
 from pipelinerl.actor.outstanding import Outstanding
 from pipelinerl.config import load_config
+from pipelinerl.database import Database
 from pipelinerl.errors import StalledError
-from pipelinerl.files import FileLock
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, make_schedule
@@ -440,11 +440,9 @@ def test_contention_pipeline_keeps_the_lag_bound(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_stays_held_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "LOCK_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.02)
     _, (worker,) = several(tmp_path, PipelineSchedule(8), 1)
-    stopped = FileLock(tmp_path / "admission")
-    with stopped.held(), pytest.raises(StalledError, match="admission has been locked for"):
+    stopped = Database(tmp_path / "admission", SCHEMA)
+    with stopped.transaction(), pytest.raises(StalledError, match="admission has been locked for"):
         worker.claim(0, 0, K)
     assert worker.claim(0, 0, K).group == 0
-    stopped.close()
-    stopped.close()

@@ -232,7 +232,7 @@ WRITER = """
 import itertools, sys
 from tests.unit.streams import Item, place_of
 capacity, when_full, *address = sys.argv[1:]
-writer = place_of(*address).writer(capacity=int(capacity), when_full=when_full, segment_bytes=50_000)
+writer = place_of(*address).writer(capacity=int(capacity), when_full=when_full)
 print(writer.stats().written, flush=True)
 for n in itertools.count(writer.stats().written):
     while not writer.try_write(Item(n, "x" * (n * 7919 % 5000))):
@@ -276,7 +276,7 @@ def test_a_writer_may_be_killed_at_any_time(lasting: Place, when_full: WhenFull)
 
 @pytest.mark.parametrize("when_full", ["block", "drop_oldest"])
 def test_writers_in_turn_are_one_stream(lasting: Place, when_full: WhenFull) -> None:
-    """Segments that another began, capacity that another used, items that another drops."""
+    """Capacity that another used, items that another drops."""
     dropped: list[int] = []
     options: Any = {"capacity": 5, "when_full": when_full, "on_drop": lambda item: dropped.append(item.n)}
     reader = lasting.reader()
@@ -298,7 +298,7 @@ MANY = """
 import sys
 from tests.unit.streams import Item, place_of
 name, *address = sys.argv[1:]
-writer = place_of(*address).writer(capacity=40, segment_bytes=20_000)
+writer = place_of(*address).writer(capacity=40)
 for n in range(400):
     while not writer.try_write(Item(n, name * (n * 7919 % 500))):
         pass

@@ -1,29 +1,29 @@
 """Decides which generation process may start the next group, and when. Decisions are serialised over all processes.
 
-    claim ─▶ lock ─▶ read the record, read the trainer's counts ─▶ schedule.may_start ─▶ write the record ─▶ unlock
+    claim ─▶ begin ─▶ read the record, read the trainer's counts ─▶ schedule.may_start ─▶ write the record ─▶ commit
 
-The record (`Outstanding`) is in a small file that every generation process maps. The schedule therefore decides on exact
-counts: a round has the right number of rollouts, the lag bound counts the work of all engines, and no index is used twice. A
-claim costs about ten microseconds; repeating a denied claim costs one or two until something has changed.
+The record (`Outstanding`) is in a database that every generation process opens. The schedule therefore decides on exact
+counts: a round has the right number of rollouts, the lag bound counts the work of all engines, and no index is used twice.
+Repeating a denied claim costs one or two microseconds until something has changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from pipelinerl.actor.outstanding import Outstanding
+from pipelinerl.database import Database
 from pipelinerl.errors import StalledError
-from pipelinerl.files import FileLock, SharedRecord, map_file
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.types import ACTOR, TRAINER, StageStatus, TrainerProgress
 
-RECORD_BYTES = 256 * 1024
+SCHEMA = "CREATE TABLE IF NOT EXISTS record (json BLOB NOT NULL)"
 
 
 class Admitted(NamedTuple):
@@ -36,7 +36,7 @@ class Admitted(NamedTuple):
 class _Denial(NamedTuple):
     """A denial with the inputs it was based on. It stays valid while these do not change."""
 
-    record: int
+    record: tuple[int, int]
     trainer: StageStatus | None
     asked: tuple[int, int, int]
     verdict: Verdict
@@ -59,9 +59,7 @@ class Admission:
         self._board = board
         self._taken = taken or GroupLedger()
         self._processes = processes
-        self._lock = FileLock(path)
-        self._memory = map_file(path, RECORD_BYTES)
-        self._record = SharedRecord(self._memory, 0, RECORD_BYTES)
+        self._database = Database(path, SCHEMA)
         self._decoder = msgspec.json.Decoder(Outstanding)
         self._encoder = msgspec.json.Encoder()
         self._denial: _Denial | None = None
@@ -98,7 +96,7 @@ class Admission:
         """
         asked = (engine_version, own, rollouts)
         last, trainer = self._denial, self._board.read(TRAINER)
-        if last and last.asked == asked and last.trainer is trainer and last.record == self._record.sequence():
+        if last and last.asked == asked and last.trainer is trainer and last.record == self._database.changes():
             return Admitted(None, last.verdict)
         with self._locked():
             state = self.read()
@@ -112,7 +110,7 @@ class Admission:
                 state.start(index, engine_version, rollouts)
                 self._write(state)
                 return Admitted(index, verdict)
-            self._denial = _Denial(self._record.sequence(), trainer, asked, verdict)
+            self._denial = _Denial(self._database.changes(), trainer, asked, verdict)
         return Admitted(None, verdict)
 
     def hand_over(self, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
@@ -146,12 +144,11 @@ class Admission:
 
     def read(self) -> Outstanding:
         """The current record."""
-        newest = self._record.read()
-        return self._decoder.decode(newest[1]) if newest else Outstanding()
+        ((json,),) = self._database.rows("SELECT json FROM record")
+        return self._decoder.decode(json)
 
     def close(self) -> None:
-        self._lock.close()
-        self._memory.close()
+        self._database.close()
 
     def _verdict(self, state: Outstanding, trainer: TrainerProgress, asked: tuple[int, int, int]) -> Verdict:
         engine_version, own, rollouts = asked
@@ -183,21 +180,22 @@ class Admission:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            with self._lock.held():
+            with self._database.transaction():
                 yield
         except TimeoutError as error:
             raise StalledError(str(error)) from error
 
     def _write(self, state: Outstanding) -> None:
-        self._record.write(self._encoder.encode(state))
+        self._database.rows("UPDATE record SET json = ?", self._encoder.encode(state))
 
 
 def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
     """Create the record of a session that starts with `handed_over` rollouts in the stream, `settled` trained or dropped."""
-    path.unlink(missing_ok=True)
-    memory = map_file(path, RECORD_BYTES)
-    SharedRecord(memory, 0, RECORD_BYTES).write(msgspec.json.encode(Outstanding(handed_over=handed_over, settled=settled)))
-    memory.close()
+    for file in path.parent.glob(f"{path.name}*"):  # with the journal that a killed session may have left
+        file.unlink()
+    with closing(Database(path, SCHEMA)) as database, database.transaction() as record:
+        first = Outstanding(handed_over=handed_over, settled=settled)
+        record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))
 
 
 def _progress(status: StageStatus | None, engine_version: int) -> TrainerProgress:

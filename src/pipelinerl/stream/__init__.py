@@ -4,9 +4,8 @@
 a resumed run first calls `rewind` to return to its checkpoint. Streams over Redis are in `pipelinerl.stream.redis`.
 """
 
-from pipelinerl.stream.files import FileStreamReader, FileStreamWriter
+from pipelinerl.stream.files import FileStreamReader, FileStreamWriter, rewind, waiting_items
 from pipelinerl.stream.memory import MemoryStreamReader, MemoryStreamWriter, memory_stream
-from pipelinerl.stream.rewind import rewind
 
 __all__ = [
     "FileStreamReader",
@@ -15,4 +14,5 @@ __all__ = [
     "MemoryStreamWriter",
     "memory_stream",
     "rewind",
+    "waiting_items",
 ]

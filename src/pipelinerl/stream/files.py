@@ -1,46 +1,54 @@
-"""A stream between processes, in files that survive both ends.
+"""A stream between the processes of one machine, in a file that survives all of them.
 
+    DIRECTORY/stream.sqlite                 items, counts, and the offsets of dropped items (see `SCHEMA`)
     DIRECTORY/writer.lock, reader.lock      held by the processes at each end
-    DIRECTORY/000000/                       one generation; the highest number is current, `rewind` creates the next
-        00000000000000000000.jsonl ...      segments: the items (see `segments`)
-        counts, dropped                     how many items were written, taken, committed; which were dropped (see `state`)
 
-A writer appends to the newest segment and then counts the item as written; the reader never reads beyond that count. There
-may be several writers; items are stored in the order in which they were written. Processes wait for each other only at a
-lock, which is held while an item is appended or the counts change.
+There may be several writers; items are stored in the order in which they were written. Every operation is one transaction,
+so whenever a process is killed, each item is waiting, taken or dropped, and the counts say so. Processes wait for each
+other only during a transaction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from itertools import pairwise
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from sqlite3 import Connection
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from pipelinerl.files import AppendFile
+from pipelinerl.database import DamagedDatabaseError, Database
+from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.segments import (
-    LINE_OVERHEAD_BYTES,
-    ItemReader,
-    encode_line,
-    list_segments,
-    read_segment,
-    segment_path,
-)
-from pipelinerl.stream.state import (
-    Counts,
-    Role,
-    StreamState,
-    disk_errors_explained,
-    ensure_directory,
-    generation_path,
-    newest_generation,
-)
 
 T = TypeVar("T")
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS items (offset INTEGER PRIMARY KEY, json BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS drops (offset INTEGER PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS counts (written INTEGER, taken INTEGER, dropped INTEGER, cursor INTEGER, committed INTEGER);
+INSERT INTO counts SELECT 0, 0, 0, 0, 0 WHERE NOT EXISTS (SELECT 1 FROM counts)
+"""
+
+
+class Counts(NamedTuple):
+    """`written`: offset of the next item to be written. `cursor`: lowest offset of an item that may be waiting.
+
+    `taken` and `dropped` count items. All items before the offset `committed` are processed; their JSON is deleted.
+    """
+
+    written: int
+    taken: int
+    dropped: int
+    cursor: int
+    committed: int
+
+    @property
+    def waiting(self) -> int:
+        return self.written - self.taken - self.dropped
 
 
 class FileStreamWriter(Generic[T]):
@@ -53,30 +61,19 @@ class FileStreamWriter(Generic[T]):
         *,
         capacity: int,
         when_full: Literal["block", "drop_oldest"] = "block",
-        segment_bytes: int = 16 << 20,
         on_drop: Callable[[T], None] | None = None,
     ) -> None:
         """`capacity` is in items. `on_drop` is called with every item that `drop_oldest` drops.
 
-        A partial last record (a process was killed, or the disk was full) is cut off. Raises StreamError if the stream is
-        being rewound, is damaged elsewhere in its newest segment, or can't be written.
+        Raises StreamError if the stream is being rewound, is damaged, or can't be written.
         """
         if capacity < 1:
             raise ValueError(f"a stream's capacity is at least 1: {capacity}")
         self._capacity = capacity
         self._when_full = when_full
-        self._segment_bytes = segment_bytes
         self._on_drop = on_drop
         self._encoder = msgspec.json.Encoder()
-        self._items = ItemReader(item_type)
-        with disk_errors_explained(directory), ExitStack() as undo:
-            self._role = Role(ensure_directory(directory), "writer", shared=True)
-            undo.callback(self._role.release)
-            self._directory = ensure_directory(generation_path(directory, newest_generation(directory)))
-            self._state = StreamState(self._directory)
-            undo.callback(self._state.close)
-            self._first, self._segment = self._recover()
-            undo.pop_all()
+        self._file = _StreamFile(directory, item_type, "writer", shared=True)
 
     def try_write(self, item: T, encoded: bytes | None = None) -> bool:
         """Append one item. Returns False, and writes nothing, if the stream is full and configured to block.
@@ -84,95 +81,38 @@ class FileStreamWriter(Generic[T]):
         `encoded`: the item as JSON, if the caller has already encoded it. Raises StreamError if the item can't be written;
         then the stream is unchanged, and the caller may try again.
         """
-        counts = self._state.peek()
-        if self._when_full == "block" and counts is not None and self._is_full(counts):
+        if self._when_full == "block" and self._file.counts().waiting >= self._capacity:
             return False
-        line = encode_line(self._encoder.encode(item) if encoded is None else encoded)
+        json = self._encoder.encode(item) if encoded is None else encoded
         dropped: list[T] = []
-        try:
-            with disk_errors_explained(self._segment.path), self._state.locked():
-                counts = self._make_room(self._state.load(), dropped)
-                if counts is None:
-                    return False
-                counts = self._open_newest_segment(counts)
-                self._segment.append(line)
-                self._state.store(counts._replace(written=counts.written + 1, size=self._segment.size))
-        finally:
-            for oldest in dropped:
-                if self._on_drop is not None:
-                    self._on_drop(oldest)
+        with self._file.transaction() as stream:
+            counts = self._file.counts()
+            if self._when_full == "block" and counts.waiting >= self._capacity:
+                return False
+            while counts.waiting >= self._capacity:
+                counts = self._drop_oldest(stream, counts, dropped)
+            stream.execute("INSERT INTO items VALUES (?, ?)", (counts.written, json))
+            self._file.store(stream, counts._replace(written=counts.written + 1))
+        for oldest in dropped:
+            if self._on_drop is not None:
+                self._on_drop(oldest)
         return True
 
     def stats(self) -> StreamStats:
-        return self._state.stats()
+        return self._file.stats()
 
     def close(self) -> None:
-        """Sync the items to disk and release the writer lock. May be called twice."""
-        if self._segment.closed:
-            return
-        with disk_errors_explained(self._segment.path):
-            self._segment.sync()
-        self._segment.close()
-        self._items.close()
-        self._state.close()
-        self._role.release()
+        """Release the writer lock. May be called twice."""
+        self._file.close()
 
-    def _is_full(self, counts: Counts) -> bool:
-        return counts.written - counts.taken - self._state.drops.count >= self._capacity
-
-    def _make_room(self, counts: Counts, dropped: list[T]) -> Counts | None:
-        """Drop the oldest items until there is room for one more. Returns the counts; None if the stream is full and blocks.
-
-        Dropped items are appended to `dropped` if there is an `on_drop`.
-        """
-        while self._is_full(counts):
-            if self._when_full == "block":
-                return None
-            oldest = counts.cursor
-            while oldest in self._state.drops:
-                oldest += 1
-            if self._on_drop is not None:  # Read it under the lock: afterwards the reader may delete its file.
-                dropped.append(self._items.item(self._directory, oldest))
-            self._state.drops.append(oldest)
-            counts = counts._replace(cursor=oldest + 1)
-            self._state.store(counts)
-        self._state.drops.forget_before(counts.committed)
-        return counts
-
-    def _open_newest_segment(self, counts: Counts) -> Counts:
-        """Open the newest segment, or begin the next if it is full, and cut it to its counted size.
-
-        Another writer may have begun the segment, or left a partial record in it when it was killed.
-        """
-        if counts.size >= self._segment_bytes:
-            counts = counts._replace(segment=counts.written, size=0)
-        if counts.segment != self._first:
-            full, self._segment = self._segment, AppendFile(segment_path(self._directory, counts.segment))
-            self._first = counts.segment
-            full.sync()
-            full.close()
-        self._segment.truncate(counts.size)
-        return counts
-
-    def _recover(self) -> tuple[int, AppendFile]:
-        """The first offset of the newest segment, and the segment, cut after its last complete record."""
-        with self._state.locked():
-            counts = self._state.load()
-            segments = list_segments(self._directory)
-            first = segments[-1] if segments else counts.committed
-            path = segment_path(self._directory, first)
-            payloads = read_segment(path, newest=True) if segments else ()
-            lines = [len(payload) + LINE_OVERHEAD_BYTES for payload in payloads]
-            written = first + len(lines)
-            if written < counts.committed:  # A power failure lost records that were already committed.
-                written = first = counts.committed
-                lines = []
-            segment = AppendFile(segment_path(self._directory, first))
-            segment.truncate(sum(lines))
-            cursor = min(counts.cursor, written)
-            taken = min(counts.taken, cursor - self._state.drops.count_before(cursor))
-            self._state.store(counts._replace(written=written, cursor=cursor, taken=taken, segment=first, size=sum(lines)))
-        return first, segment
+    def _drop_oldest(self, stream: Connection, counts: Counts, dropped: list[T]) -> Counts:
+        """Drop the oldest waiting item, and append it to `dropped` if there is an `on_drop`. Returns the new counts."""
+        (offset, json), *_ = self._file.waiting(counts.cursor, 1)
+        if self._on_drop is not None:
+            dropped.append(self._file.decode(offset, json))
+        stream.execute("DELETE FROM items WHERE offset = ?", (offset,))
+        stream.execute("INSERT INTO drops VALUES (?)", (offset,))
+        return counts._replace(dropped=counts.dropped + 1, cursor=offset + 1)
 
 
 class FileStreamReader(Generic[T]):
@@ -180,69 +120,181 @@ class FileStreamReader(Generic[T]):
 
     def __init__(self, directory: Path, item_type: type[T]) -> None:
         """Raises StreamError if the stream already has a reader or can't be opened. A writer is not required yet."""
-        self._items = ItemReader(item_type)
-        with disk_errors_explained(directory), ExitStack() as undo:
-            self._role = Role(ensure_directory(directory), "reader")
-            undo.callback(self._role.release)
-            self._directory = ensure_directory(generation_path(directory, newest_generation(directory)))
-            self._state = StreamState(self._directory)
-            undo.callback(self._state.close)
-            with self._state.locked():
-                counts = self._state.load()
-                start = counts.committed
-                taken = start - self._state.drops.count_before(start)
-                self._state.store(counts._replace(cursor=start, taken=taken))
-            undo.pop_all()
+        self._file = _StreamFile(directory, item_type, "reader")
+        with self._file.transaction() as stream:
+            counts = self._file.counts()
+            between = "SELECT count(*) FROM items WHERE offset >= ? AND offset < ?"
+            ((again,),) = stream.execute(between, (counts.committed, counts.cursor))
+            self._file.store(stream, counts._replace(cursor=counts.committed, taken=counts.taken - again))
 
     def read(self, limit: int) -> Sequence[tuple[int, T]]:
         """Take up to `limit` of the available items, oldest first, each with its offset. Never waits.
 
-        Raises StreamError with file and line for a damaged item.
+        Raises StreamError for an item that is not of the stream's type.
         """
-        counts = self._state.peek()
-        if counts is not None and counts.cursor >= counts.written:
+        if limit < 1 or not self._file.counts().waiting:
             return []
-        with self._state.locked():
-            counts = self._state.load()
-            offset = counts.cursor
-            taken: list[int] = []
-            while offset < counts.written and len(taken) < limit:
-                if offset not in self._state.drops:
-                    taken.append(offset)
-                offset += 1
-            self._state.store(counts._replace(cursor=offset, taken=counts.taken + len(taken)))
-        with disk_errors_explained(self._directory):
-            return [(offset, self._items.item(self._directory, offset)) for offset in taken]
+        with self._file.transaction() as stream:
+            counts = self._file.counts()
+            taken = self._file.waiting(counts.cursor, limit)
+            if taken:
+                self._file.store(stream, counts._replace(cursor=taken[-1][0] + 1, taken=counts.taken + len(taken)))
+        return [(offset, self._file.decode(offset, json)) for offset, json in taken]
 
     def commit(self, offset: int) -> None:
-        """Mark everything before `offset` as processed: a later reader starts there, and disk space is reclaimed.
+        """Mark everything before `offset` as processed: a later reader starts there, and its disk space is reused.
 
         Durable on return. A lower offset than before has no effect. Raises ValueError if an item before `offset` was neither
         taken nor dropped, StreamError if the commit can't be made durable.
         """
-        with self._state.locked():
-            counts = self._state.load()
-            reached = counts.cursor
-            while reached in self._state.drops:  # the cursor of a reopened reader may precede items dropped earlier
-                reached += 1
+        with self._file.durable(), self._file.transaction() as stream:
+            counts = self._file.counts()
+            waiting = self._file.waiting(counts.cursor, 1)
+            reached = waiting[0][0] if waiting else counts.written
             if offset > reached:
                 raise ValueError(f"can't commit up to offset {offset}: items from {reached} on were not taken yet")
-            if offset <= counts.committed:
-                return
-            self._state.store(counts._replace(committed=offset, cursor=max(counts.cursor, offset)))
-            self._state.drops.forget_before(offset)
-        with disk_errors_explained(self._directory):
-            self._state.sync()
-            segments = list_segments(self._directory)
-            for first, following in pairwise(segments):
-                if following <= offset:
-                    segment_path(self._directory, first).unlink()
+            if offset > counts.committed:
+                stream.execute("DELETE FROM items WHERE offset < ?", (offset,))
+                self._file.store(stream, counts._replace(committed=offset, cursor=max(counts.cursor, offset)))
 
     def stats(self) -> StreamStats:
-        return self._state.stats()
+        return self._file.stats()
 
     def close(self) -> None:
         """Release the reader lock. Items that were taken and not committed will be read again."""
-        self._items.close()
-        self._state.close()
-        self._role.release()
+        self._file.close()
+
+
+def rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
+    """Rewind the stream to a checkpoint, before either end is opened. Returns the items that stay, oldest first.
+
+    Items before `from_offset`, dropped items, and those for which `keep` is false are removed. The others are renumbered
+    without gaps: the first has offset `from_offset`, which becomes the committed offset. The counts continue as if every
+    item before it had been taken or dropped. Atomic: if the process is killed, the stream is either unchanged or rewound.
+    Raises StreamError if an end is open or the file is damaged.
+    """
+    file = _StreamFile(directory, item_type, "writer")
+    with closing(file), closing(_Role(directory, "reader")), file.durable(), file.transaction() as stream:
+        stored = [(json, file.decode(offset, json)) for offset, json in file.waiting(from_offset, -1)]
+        kept = [(json, item) for json, item in stored if keep(item)]
+        ((earlier_drops,),) = stream.execute("SELECT count(*) FROM drops WHERE offset < ?", (from_offset,))
+        stream.execute("DELETE FROM items")
+        stream.execute("DELETE FROM drops WHERE offset >= ?", (from_offset,))
+        numbered = ((offset, json) for offset, (json, _) in enumerate(kept, start=from_offset))
+        stream.executemany("INSERT INTO items VALUES (?, ?)", numbered)
+        counts = Counts(
+            written=from_offset + len(kept),
+            taken=from_offset - earlier_drops,
+            dropped=earlier_drops,
+            cursor=from_offset,
+            committed=from_offset,
+        )
+        file.store(stream, counts)
+    return [item for _, item in kept]
+
+
+def waiting_items(directory: Path, item_type: type[T]) -> list[T]:
+    """The items that were written and neither taken nor dropped, oldest first. Empty if the stream does not exist.
+
+    Does not take them. Raises StreamError for a damaged item.
+    """
+    if not (directory / _StreamFile.NAME).exists():
+        return []
+    with closing(_StreamFile(directory, item_type)) as file:
+        return [file.decode(offset, json) for offset, json in file.waiting(file.counts().cursor, -1)]
+
+
+class _StreamFile(Generic[T]):
+    """What both ends of a stream use: its database, its counts, and this process's role."""
+
+    NAME = "stream.sqlite"
+
+    def __init__(self, directory: Path, item_type: type[T], role: str | None = None, *, shared: bool = False) -> None:
+        self._directory = directory
+        self._decoder = msgspec.json.Decoder(item_type)
+        with self._errors_explained(), ExitStack() as undo:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._role = _Role(directory, role, shared=shared) if role else None
+            undo.callback(self._close_role)
+            self._database = Database(directory / self.NAME, SCHEMA)
+            undo.pop_all()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        with self._errors_explained(), self._database.transaction() as connection:
+            yield connection
+
+    @contextmanager
+    def durable(self) -> Iterator[None]:
+        with self._errors_explained(), self._database.durable():
+            yield
+
+    def counts(self) -> Counts:
+        with self._errors_explained():
+            return Counts._make(self._database.rows("SELECT * FROM counts")[0])
+
+    def store(self, stream: Connection, counts: Counts) -> None:
+        stream.execute("UPDATE counts SET written = ?, taken = ?, dropped = ?, cursor = ?, committed = ?", counts)
+
+    def waiting(self, cursor: int, limit: int) -> list[tuple[int, bytes]]:
+        """Offset and JSON of the first items from `cursor` on; all of them if `limit` is -1."""
+        with self._errors_explained():
+            return self._database.rows("SELECT * FROM items WHERE offset >= ? ORDER BY offset LIMIT ?", cursor, limit)
+
+    def decode(self, offset: int, json: bytes) -> T:
+        """Raises StreamError if the JSON is not one of the stream's items."""
+        try:
+            return self._decoder.decode(json)
+        except msgspec.DecodeError as error:
+            raise StreamError(
+                f"{self._directory}, item {offset}: not a record of this stream ({error}). The file was changed: restore "
+                "it, or delete the stream's directory to go on without what was in it"
+            ) from error
+
+    def stats(self) -> StreamStats:
+        counts = self.counts()
+        return StreamStats(written=counts.written, taken=counts.taken, dropped=counts.dropped)
+
+    def close(self) -> None:
+        """Idempotent. SQLite syncs the database to disk when the last process closes it."""
+        self._database.close()
+        self._close_role()
+
+    def _close_role(self) -> None:
+        if self._role is not None:
+            self._role.close()
+
+    @contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        """Turn the errors of the disk and of the database into a StreamError that says what to do."""
+        try:
+            yield
+        except TimeoutError as error:
+            raise StreamError(str(error)) from error
+        except OSError as error:
+            advice = "Make room on that disk (or make it writable), then resume the run"
+            raise StreamError(f"{error.filename or self._directory}: {error.strerror or error}. {advice}") from error
+        except DamagedDatabaseError as error:
+            advice = "Restore it, or delete the stream's directory to go on without what was in it"
+            raise StreamError(f"{error}. {advice}") from error
+
+
+class _Role:
+    """A lock that makes this process the only writer, or the only reader, until `close` or the end of the process.
+
+    With `shared`, other processes may hold it too, but none exclusively.
+    """
+
+    def __init__(self, directory: Path, role: str, *, shared: bool = False) -> None:
+        self._fd = os.open(directory / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise StreamError(f"{directory} is open already, by another {role}: end the process that has it open") from None
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -71,7 +71,9 @@ class _Costs:
 def ask(config: RunConfig | None, flags: Flags) -> Question:
     """`config` None and no flags: the paper's case study. Raises UserError for missing or invalid inputs."""
     calibration = calibration_of(flags)
-    if calibration and (used := [name for name in ("mfu", "model_params", "kv_bytes_per_token") if getattr(flags, name)]):
+    if calibration and (
+        used := [name for name in ("mfu", "model_params", "kv_bytes_per_token") if getattr(flags, name) is not None]
+    ):
         raise UserError(f"--{used[0].replace('_', '-')} is for --hardware h100 or h200; {flags.hardware} has measured costs")
     lengths, lengths_source = _lengths(config, flags, calibration)
     accelerators, accelerators_source = _accelerators(config, flags, calibration)

@@ -19,8 +19,7 @@ from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import StreamReader, StreamWriter
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.preprocess.preprocessor import Prepared
-from pipelinerl.stream import FileStreamReader, FileStreamWriter, rewind
-from pipelinerl.stream.waiting import waiting_items
+from pipelinerl.stream import FileStreamReader, FileStreamWriter, rewind, waiting_items
 from pipelinerl.types import Group
 
 
@@ -63,7 +62,7 @@ class StreamStore(Protocol):
 
 
 class FileStore:
-    """Streams in files of the run directory."""
+    """Streams in databases of the run directory."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._streams = run.streams
