@@ -94,13 +94,8 @@ class RedisStream(Generic[T]):
         self._epochs: set[bytes] = set()
         self._decoder = msgspec.json.Decoder(item_type)
         self.client: Any = connect(url, self.token, min(REPLY_TIMEOUT_S, patience_s))
-        try:
-            self.patiently(self._open)
-            self._patience_s = patience_s
-            self._enter()
-        except BaseException:
-            self.client.close()
-            raise
+        self.patiently(self._open)
+        self._patience_s = patience_s
 
     def patiently(self, operation: Callable[[], Result]) -> Result:
         """The operation's result. Repeats it while there is no connection; raises StreamError when the patience is over."""
@@ -211,17 +206,15 @@ class RedisStream(Generic[T]):
                 raise StreamError(f"{self.url}: this is Redis {version}; streams need {_OLDEST_VERSION} or later")
         with self.client.pipeline() as pipe:
             pipe.watch(self.counts)
+            exists = pipe.exists(self.counts, self.items)  # first, as another process may create the stream now
             if epoch := pipe.hget(self.counts, "epoch"):
                 self._epochs.add(epoch)
                 return
-            if pipe.exists(self.counts, self.items):
+            if exists:
                 raise StreamError(f"{self.place}: its keys hold something else; delete them, or use another stream name")
             pipe.multi()
             self.begin(pipe)
             pipe.execute()
-
-    def _enter(self) -> None:
-        """The rest of opening."""
 
 
 class RedisStreamWriter(RedisStream[T]):
@@ -304,6 +297,8 @@ class RedisStreamReader(RedisStream[T]):
         self._taken: list[int] = []  # offsets that were returned and not committed
         self._settled = 0
         super().__init__(url, stream, item_type, "reader", patience_s)
+        self.refuse_second_reader()
+        self.patiently(self._claim)
 
     def read(self, limit: int) -> Sequence[tuple[int, T]]:
         """Take up to `limit` of the available items, oldest first, each with its offset. Never waits.
@@ -368,18 +363,13 @@ class RedisStreamReader(RedisStream[T]):
             raise StreamError(f"{self.place}: {_LOST}")
         return state
 
-    def _enter(self) -> None:
-        self.refuse_second_reader()
-
-        def claim() -> None:
-            self._settled = self.look().settled
-            with self.client.pipeline() as pipe:
-                pipe.xgroup_destroy(self.items, _GROUP)  # with its pending entries: the new group delivers them again
-                pipe.xgroup_create(self.items, _GROUP, id="0")
-                pipe.hset(self.counts, "reader", self.token)
-                pipe.execute()
-
-        self.patiently(claim)
+    def _claim(self) -> None:
+        self._settled = self.look().settled
+        with self.client.pipeline() as pipe:
+            pipe.xgroup_destroy(self.items, _GROUP)  # with its pending entries: the new group delivers them again
+            pipe.xgroup_create(self.items, _GROUP, id="0")
+            pipe.hset(self.counts, "reader", self.token)
+            pipe.execute()
 
 
 def waiting_in_redis(url: str, stream: str, item_type: type[T]) -> list[T]:
