@@ -29,7 +29,8 @@ import msgspec
 from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl.stream import FileStreamReader, FileStreamWriter, memory_stream
-from pipelinerl.stream.redis import RedisStreamReader, RedisStreamWriter, remove_stream, start_server
+from pipelinerl.stream.redis import RedisStreamReader, RedisStreamWriter, rewind_stream
+from pipelinerl.stream.redis_server import start_server
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
 
 SHAPES = {"short": (16, 36), "long": (8, 2000)}
@@ -155,10 +156,10 @@ def measure(kind: str, redis_url: str, groups: list[Group], sent: int) -> Record
         for end in ends:
             end.close()
         if kind == "redis":
-            remove_stream(redis_url, "benchmark")
+            rewind_stream(redis_url, "benchmark", Group, 0, keep=lambda _: False)
         waits_s = sorted(latencies(kind, places[1], groups[:sent], pause_s=0.005))
         if kind == "redis":
-            remove_stream(redis_url, "benchmark")
+            rewind_stream(redis_url, "benchmark", Group, 0, keep=lambda _: False)
     p50_s, p99_s = waits_s[len(waits_s) // 2], waits_s[int(0.99 * (len(waits_s) - 1))]
     return {**measured, "latency_p50_s": p50_s, "latency_p99_s": p99_s}
 

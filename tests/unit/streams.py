@@ -137,7 +137,7 @@ def redis_for_tests(directory: Path, **options: Any) -> Iterator[Any]:
     pytest.importorskip("redis", reason="needs the package redis: pip install 'pipelinerl[redis]'")
     if shutil.which("redis-server") is None:
         pytest.skip("needs the program redis-server: apt-get install redis-server, or brew install redis")
-    from pipelinerl.stream.redis import start_server
+    from pipelinerl.stream.redis_server import start_server
 
     with start_server(directory, **options) as server:
         yield server

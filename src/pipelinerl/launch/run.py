@@ -45,7 +45,7 @@ def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[Broker | No
     if config.stream.kind != "redis" or config.stream.url is not None:
         yield None
         return
-    from pipelinerl.stream.redis import start_server  # noqa: PLC0415 - needs the extra `redis`
+    from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - needs the extra `redis`
 
     with start_server(run.streams / "redis", durable=True) as server:
         yield server
