@@ -149,10 +149,23 @@ def test_the_position_holds_at_the_first_group_that_is_not_dealt_with() -> None:
     assert queue.counts == QueueCounts(trained=4, dropped={"ess_guard": 5})
 
 
-def test_a_group_that_comes_twice_is_an_error() -> None:
-    queue = Setup([make_group(0), make_group(0)]).queue()
+def test_a_group_that_is_delivered_twice_is_trained_on_once() -> None:
+    queue = Setup([make_group(0), make_group(0), make_group(1), make_group(0)]).queue()
     queue.pull()
-    with pytest.raises(StreamError, match="group 0 came twice"):
+    queue.mark_trained(queue.take(1))
+    queue.pull()
+    assert queue.queued == 2, "while the first copy is open"
+    queue.mark_trained(queue.take(2))
+    pull_all(queue)
+    assert queue.queued == 3, "only group 1"
+    queue.mark_trained(queue.take(3))
+    assert queue.counts == QueueCounts(trained=6, dropped={})
+
+
+def test_two_groups_of_one_index_are_an_error() -> None:
+    queue = Setup([make_group(0), make_group(0, size=4)]).queue()
+    queue.pull()
+    with pytest.raises(StreamError, match="two different groups 0 came"):
         queue.pull()
 
 

@@ -15,7 +15,7 @@ acknowledged and deleted when they are committed or dropped; items that it has n
 Every call first looks at the stream, then changes it in one transaction. If the connection is lost, both are repeated: the
 writer's number, the pending entries and `settled` show what was executed, so nothing is written or taken twice. (A Redis
 that stands still for longer than `REPLY_TIMEOUT_S` may still execute an append after its repetition: then it is there twice,
-and the trainer refuses the second.) Writers at the same moment may exceed the capacity, by one item each.
+and the trainer skips the second.) Writers at the same moment may exceed the capacity, by one item each.
 """
 
 from __future__ import annotations

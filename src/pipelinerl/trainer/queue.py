@@ -132,14 +132,16 @@ class SampleQueue:
     def pull(self) -> bool:
         """Read one more group if the stream has one now. Returns False if not.
 
-        Raises StreamError for a group that is already open, and errors of the reader.
+        A stream may deliver a group a second time; it is skipped. Raises StreamError for another group of the same index,
+        and errors of the reader.
         """
         items = self._reader.read(1)
         for offset, group in items:
             self._next_offset = offset + 1
-            if group.index in self._groups:
-                raise StreamError(f"group {group.index} came twice, the second time at offset {offset} of the stream")
-            if group.index not in self._ledger:  # otherwise it was retired before a resume
+            if (first := self._groups.get(group.index)) is not None:
+                if first.open_ids | first.retired_ids != set(group.ids):
+                    raise StreamError(f"two different groups {group.index} came, the second at offset {offset} of the stream")
+            elif group.index not in self._ledger:  # otherwise it was retired, before a resume or a repeated delivery
                 self._admit(offset, group)
         return bool(items)
 
