@@ -19,6 +19,8 @@ from pipelinerl.types import Rollout
 from tests.unit.browse_parts import Bytes, group, lines, rollout, run_directory, step, turn
 
 pytest.importorskip("textual", reason="needs textual: pip install 'pipelinerl[browse]'")
+from textual.events import MouseScrollDown, Paste
+
 from pipelinerl.experiments.browse.textual_app import Level, RolloutBrowser
 
 SVG_COLUMN, SVG_LINE = 12.2, 24.4  # the size of a character in a screenshot
@@ -80,8 +82,11 @@ class Seat:
         self._runner.run(self._pilot.press(*keys))
         return self.draw()
 
-    def type(self, text: str) -> str:
-        return self.press(*text, "enter")
+    def enter(self, key: str, text: str) -> str:
+        """The screen after an entry that was begun by `key`."""
+        self._runner.run(self._pilot.press(key))
+        self.app.post_message(Paste(text))
+        return self.press("enter")
 
     async def _screenshot(self) -> str:
         while self.app.return_code is None:
@@ -191,8 +196,7 @@ def test_turns_show_what_they_add_to_the_prompt(sit: Sit, tmp_path: Path) -> Non
 
 def test_searching_goes_from_hit_to_hit_and_says_when_there_are_no_more(sit: Sit, folder: Path) -> None:
     seat = sit(folder)
-    seat.press("/")
-    seat.type("reward>=0.5")
+    seat.enter("/", "reward>=0.5")
     places = [(seat.app.place, seat.app.attempt)]
     seat.press("enter", "enter")
     for key in ("n", "n", "N"):
@@ -200,8 +204,7 @@ def test_searching_goes_from_hit_to_hit_and_says_when_there_are_no_more(sit: Sit
         places.append((seat.app.place, seat.app.attempt))
     assert places == [(0, 0), (3, 0), (3, 1), (3, 0)]
     assert "is not found further down" in seat.press("n", "n")
-    seat.press("/")
-    assert "does not compare with a number" in seat.type("reward>x")
+    assert "does not compare with a number" in seat.enter("/", "reward>x")
     assert " dropped" in seat.press("escape", "escape", "/", *"dropped")
     seat.press("backspace", "d", "enter", "N", "n")
     assert (seat.app.place, seat.app.level) == (2, Level.GROUPS)
@@ -209,28 +212,34 @@ def test_searching_goes_from_hit_to_hit_and_says_when_there_are_no_more(sit: Sit
 
 def test_jumping_to_a_group_and_to_a_rollout(sit: Sit, folder: Path) -> None:
     seat = sit(folder)
-    seat.press(":")
-    seat.type("2")
+    seat.enter(":", "2")
     assert seat.app.place == 1
-    seat.press(":")
-    assert "g3.a1" in seat.type("g3.a1")
+    assert "g3.a1" in seat.enter(":", "g3.a1")
     for text, why in (("99", "not among the 4"), ("g3.a9", "has no attempt 9"), ("x", "is not a group")):
-        seat.press(":")
-        assert why in seat.type(text)
+        assert why in seat.enter(":", text)
+    seat.enter(":", "1")
+    assert (seat.app.place, seat.app.level) == (2, Level.GROUPS)  # no attempt of this group is left
 
 
 def test_the_end_follows_a_run_that_goes_on(sit: Sit, folder: Path) -> None:
+    def finish(index: int) -> str:
+        with open(folder / "rollouts" / "rollouts.jsonl", "ab") as file:
+            file.write(lines([group(index, rollout(index, 0, 1.0, turn("p", "new")))]))
+        return seat.look()
+
     seat = sit(folder)
     seat.press("end")
-    with open(folder / "rollouts" / "rollouts.jsonl", "ab") as file:
-        file.write(lines([group(7, rollout(7, 0, 1.0, turn("p", "new")))]))
-    assert "sum/7" in seat.look()
+    assert "sum/7" in finish(7)
     assert seat.app.place == 4
+    seat.press("enter")
+    assert "sum/7" in finish(8)
+    assert seat.app.place == 4
+    seat.press("escape")
+    finish(9)
+    assert seat.app.place == 6
     seat.press("up")
-    with open(folder / "rollouts" / "rollouts.jsonl", "ab") as file:
-        file.write(lines([group(8, rollout(8, 0, 1.0, turn("p", "new")))]))
-    seat.look()
-    assert seat.app.place == 3
+    finish(10)
+    assert seat.app.place == 5
 
 
 def test_a_long_list_and_a_long_rollout_scroll(sit: Sit, tmp_path: Path) -> None:
@@ -240,6 +249,11 @@ def test_a_long_list_and_a_long_rollout_scroll(sit: Sit, tmp_path: Path) -> None
     )
     text = seat.press("pagedown", "pagedown", "pagedown")
     assert f"sum/{seat.app.place} " in text
+    for _ in range(2):
+        seat.app.post_message(MouseScrollDown(None, 5, 5, 0, 1, 0, False, False, False))
+    before = seat.app.place
+    seat.draw()
+    assert seat.app.place == before + 2
     page = seat.press("home", "enter", "enter")
     assert "line 3⏎" in page
     assert "line 59<end>" not in page
@@ -278,9 +292,7 @@ def test_an_empty_run_is_waited_for(sit: Sit, tmp_path: Path) -> None:
 @pytest.mark.parametrize("height", [1, 3, 6, 8])
 def test_a_tiny_terminal_is_no_reason_to_fail(sit: Sit, folder: Path, height: int) -> None:
     seat = sit(folder, width=12, height=height)
-    for key in ("down", "pagedown", "home", "enter", "down", "end", "enter", "end", "c", "escape", "/"):
-        seat.press(key)
-    assert seat.draw()
+    assert seat.press("down", "pagedown", "home", "enter", "down", "end", "enter", "end", "c", "escape", "/")
 
 
 def test_gap_colours_say_which_way() -> None:

@@ -6,9 +6,11 @@ Recorded text is untrusted: widgets get it only as rich `Text`, which is not par
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from enum import IntEnum
 from functools import partial
 from typing import ClassVar
@@ -40,10 +42,9 @@ SEARCH_S = 0.1
 """Time limit for a part of a search, so that the screen stays responsive."""
 _COMPUTING = "loading weights and computing"
 _PLACE = re.compile(r"g?(\d{1,18})(?:\.a(\d{1,9}))?")
-_TO_THE_END = 1 << 40
 
 _Page = tuple[Text, object, Callable[[], RenderableType]]
-"""What a screen shows: fixed lines, a key, and a body that scrolls and is drawn again only if the key changes."""
+"""What a screen shows: fixed lines, a key, and a body that scrolls. It is drawn again only if lines or key change."""
 
 
 class Level(IntEnum):
@@ -71,7 +72,7 @@ class RolloutBrowser(App[BaseException]):
         Binding("down,j", "move(1)", show=False),
         Binding("pageup", "page(-1)", show=False),
         Binding("pagedown,space", "page(1)", show=False),
-        Binding("home,g", "home", show=False),
+        Binding("home,g", "move(-1_000_000_000)", show=False),
         Binding("end,G", "end", "Newest", key_display="end"),
         Binding("left", "attempt(-1)", "Attempt", key_display="← →"),
         Binding("right", "attempt(1)", show=False),
@@ -136,7 +137,7 @@ class RolloutBrowser(App[BaseException]):
         """Read a part of what is new, and draw it. Raises RunDirectoryError if a file can't be read."""
         before = len(self._rollouts)
         self._more = self._rollouts.look()
-        if self._follow and len(self._rollouts) > before:
+        if self._follow and self.level == Level.GROUPS and len(self._rollouts) > before:
             self.place = len(self._rollouts) - 1
         self.draw()
 
@@ -174,7 +175,9 @@ class RolloutBrowser(App[BaseException]):
 
     @work(exit_on_error=False)
     async def _work(self, job: Callable[[], None]) -> None:
-        await asyncio.to_thread(job)
+        # Libraries print progress, and need a stream with a descriptor, which textual's own has not.
+        with open(os.devnull, "w", encoding="utf-8") as null, redirect_stdout(null), redirect_stderr(null):
+            await asyncio.to_thread(job)
         self._working = False
         self.draw()
 
@@ -204,11 +207,8 @@ class RolloutBrowser(App[BaseException]):
     def action_page(self, pages: int) -> None:
         self.action_move(pages * self._rows)
 
-    def action_home(self) -> None:
-        self.action_move(-_TO_THE_END)
-
     def action_end(self) -> None:
-        self.action_move(_TO_THE_END)
+        self.action_move(1_000_000_000)
         self._follow = self.level == Level.GROUPS
 
     def on_mouse_scroll_up(self) -> None:
@@ -337,16 +337,16 @@ class RolloutBrowser(App[BaseException]):
         """Draw what changed. Exits with the error if a file can't be read any more."""
         share = [f"{self._rollouts.share:.0%} read"] if self._rollouts.share < 1 else []
         title = " · ".join([self._run_name, *self._rollouts.facts, *share])
-        self._title_line.update(Text(one_line(self._search_note + title)))
+        self._title_line.update(Text(one_line(self._search_note + title)), layout=False)
         try:
             head, key, body = (self._groups_page, self._group_page, self._rollout_page)[self.level]()
         except RunDirectoryError as error:
             self.exit(error)
             return
-        self._head.display = bool(head)
-        self._head.update(head)
-        if key != self._drawn:
-            self._drawn = key
+        if (head, key) != self._drawn:
+            self._drawn = (head, key)
+            self._head.display = bool(head)
+            self._head.update(head)
             self._body.update(body())
 
     def _groups_page(self) -> _Page:
