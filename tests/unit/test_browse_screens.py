@@ -282,6 +282,7 @@ def test_a_model_can_not_write_to_the_terminal(sit: Sit, tmp_path: Path) -> None
         assert "\x1b" not in text
         assert "\x07" not in text
         assert "[red]" in text
+        assert "␛" in text
 
 
 def test_an_empty_run_is_waited_for(sit: Sit, tmp_path: Path) -> None:

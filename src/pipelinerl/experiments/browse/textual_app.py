@@ -68,12 +68,12 @@ class RolloutBrowser(App[BaseException]):
     BINDINGS: ClassVar = [
         Binding("enter", "go_in", "Open"),
         Binding("escape", "go_out(False)", "Back"),
-        Binding("up,k", "move(-1)", show=False),
-        Binding("down,j", "move(1)", show=False),
-        Binding("pageup", "page(-1)", show=False),
-        Binding("pagedown,space", "page(1)", show=False),
-        Binding("home,g", "move(-1_000_000_000)", show=False),
-        Binding("end,G", "end", "Newest", key_display="end"),
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
+        Binding("pageup", "page(-1)", "Page up", show=False),
+        Binding("pagedown,space", "page(1)", "Page down", show=False),
+        Binding("home,g", "move(-1_000_000_000)", "Top", show=False),
+        Binding("end,G", "end", "End, follow", key_display="end"),
         Binding("left", "attempt(-1)", "Attempt", key_display="← →"),
         Binding("right", "attempt(1)", show=False),
         Binding("c", "colour", "Colours"),
@@ -82,7 +82,7 @@ class RolloutBrowser(App[BaseException]):
         Binding("N", "next(-1)", show=False),
         Binding("colon", "ask(':')", "Go to", key_display=":"),
         Binding("q", "go_out(True)", "Quit"),
-        Binding("ctrl+c,ctrl+d", "quit", show=False),
+        Binding("ctrl+c,ctrl+d", "quit", "Quit", show=False),
     ]
 
     def __init__(
