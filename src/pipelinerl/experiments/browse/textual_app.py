@@ -131,6 +131,7 @@ class RolloutBrowser(App[BaseException]):
 
     @property
     def busy(self) -> bool:
+        """Whether something is being read, searched or loaded."""
         return self._more or self._working or self._searching
 
     def look(self) -> None:
@@ -175,7 +176,7 @@ class RolloutBrowser(App[BaseException]):
 
     @work(exit_on_error=False)
     async def _work(self, job: Callable[[], None]) -> None:
-        # Libraries print progress, and need a stream with a descriptor, which textual's own has not.
+        # Libraries print progress, and some need the stream's file descriptor: textual's replacement has none.
         with open(os.devnull, "w", encoding="utf-8") as null, redirect_stdout(null), redirect_stderr(null):
             await asyncio.to_thread(job)
         self._working = False
