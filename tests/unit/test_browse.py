@@ -10,16 +10,22 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from pipelinerl.cli.browse import add_to
+from pipelinerl.cli.parser import Commands
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError, ModelLoadError, RunDirectoryError, UserError
-from pipelinerl.experiments.browse.browser import decode
-from pipelinerl.experiments.browse.draw import plain_table
-from pipelinerl.experiments.browse.evaluations import RunEvaluations
 from pipelinerl.experiments.browse.export import export
-from pipelinerl.experiments.browse.lines import Lines
-from pipelinerl.experiments.browse.query import parse
-from pipelinerl.experiments.browse.records import Attempts, Damaged, RunRollouts, Trained
-from pipelinerl.experiments.browse.tokens import TokenText, load_token_text, printable
+from pipelinerl.experiments.browse.groups import parse, plain_table
+from pipelinerl.experiments.browse.records import (
+    Attempts,
+    Damaged,
+    Lines,
+    RunEvaluations,
+    RunRollouts,
+    Trained,
+    printable,
+)
+from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
 from tests.unit.browse_parts import Bytes, group, lines, rollout, run_directory, some_groups, step, turn
 
 
@@ -285,15 +291,6 @@ def test_nothing_reaches_the_terminal_as_a_control_code() -> None:
     assert shown == "␛[2J␇␍<U+009B><U+202E><U+D800> fine\n"
 
 
-# Keys
-
-
-def test_keys_from_what_a_terminal_sends() -> None:
-    sent = b"\x1b[A\x1bOB\x1b[5~\x1b[1;5C\rq\x7f\xc3\xa9\x1b"
-    assert decode(sent) == ["up", "down", "pageup", "enter", "q", "backspace", "é", "escape"]
-    assert decode(b"\x1b[") == []
-
-
 # Without a terminal
 
 
@@ -311,6 +308,46 @@ def test_the_plain_table_names_groups_hits_and_damage(tmp_path: Path) -> None:
     assert "rollouts.jsonl, line 5 is damaged" in said[0]
     hits = list(plain_table(RunRollouts(folder), parse("reward>=0.5"), said.append))
     assert [line.split()[-1] for line in hits[1:]] == ["g0.a0", "g3.a1"]
+
+
+def command(*arguments: str) -> int:
+    commands = Commands()
+    add_to(commands)
+    own, settings = commands.split(["browse", *arguments])
+    options = commands.root.parse_args(own)
+    status: int = options.run(options, settings)
+    return status
+
+
+def test_the_command_prints_a_table_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = evaluated_run(tmp_path)
+    assert command(str(folder), "--find", "reward=0.25") == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[-1] == "g2.a0"
+    assert command(str(folder), "--export", str(folder / "x.jsonl")) == 0
+    said = capsys.readouterr()
+    assert said.out == f"5 rollouts: {folder / 'x.jsonl'}\n"
+    assert "can't read" in said.err  # there is no config.yaml, so no tokenizer
+    with pytest.raises(UserError, match="has no flag"):
+        command(str(folder), "--trainer.steps", "3")
+    assert command(str(folder), "--evaluations", "--find", "version=20") == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("h1 v20")
+    with pytest.raises(UserError, match=r"evaluation-\*\.jsonl"):
+        command(str(folder), "--evaluations", "--export", str(folder / "x.jsonl"))
+
+
+def test_only_the_terminal_needs_textual(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_directory(tmp_path)
+    monkeypatch.setitem(sys.modules, "textual", None)
+    monkeypatch.delitem(sys.modules, "pipelinerl.experiments.browse.textual_app", raising=False)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[browse\]'"):
+        command(str(folder))
+    assert command(str(folder), "--plain") == 0
+    assert command(str(folder), "--export", str(tmp_path / "x.jsonl")) == 0
+    assert "5 rollouts" in capsys.readouterr().out
 
 
 # Exports

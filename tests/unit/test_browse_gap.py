@@ -12,7 +12,7 @@ import torch
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import RolloutError, UserError
-from pipelinerl.experiments.browse.gap import Gaps
+from pipelinerl.experiments.browse.tokens import Gaps
 from pipelinerl.models.loading import load_model
 from pipelinerl.types import Completion, Rollout
 from tests.unit.browse_parts import rollout, turn

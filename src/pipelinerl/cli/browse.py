@@ -13,7 +13,7 @@ from pipelinerl.config import RunConfig, config_from_yaml
 from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:
-    from pipelinerl.experiments.browse.query import Query
+    from pipelinerl.experiments.browse.groups import Query
     from pipelinerl.experiments.browse.records import Browsed, RunRollouts
     from pipelinerl.experiments.browse.tokens import TokenText
 
@@ -48,8 +48,8 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     refuse_settings("pipelinerl browse", settings)
-    from pipelinerl.experiments.browse.query import parse  # noqa: PLC0415 (with the others)
-    from pipelinerl.experiments.browse.records import RunRollouts  # noqa: PLC0415
+    from pipelinerl.experiments.browse.groups import parse  # noqa: PLC0415 (with the others)
+    from pipelinerl.experiments.browse.records import RunEvaluations, RunRollouts  # noqa: PLC0415
 
     query = parse(options.find) if options.find else None
     if options.evaluations and options.export:
@@ -58,37 +58,26 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         )
     if options.export:
         return _export(options, RunRollouts(options.run_dir), query)
-    chosen = _evaluations(options.run_dir) if options.evaluations else RunRollouts(options.run_dir)
+    chosen = (RunEvaluations if options.evaluations else RunRollouts)(options.run_dir)
     if options.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _print(chosen, query)
     return _browse(options, chosen)
 
 
-def _evaluations(run_dir: Path) -> Browsed:
-    from pipelinerl.experiments.browse.evaluations import RunEvaluations  # noqa: PLC0415 (with the others)
-
-    return RunEvaluations(run_dir)
-
-
 def _browse(options: argparse.Namespace, rollouts: Browsed) -> int:
-    from rich.console import Console  # noqa: PLC0415
-
-    from pipelinerl.experiments.browse.browser import Browser, browse  # noqa: PLC0415
-    from pipelinerl.experiments.browse.gap import Gaps  # noqa: PLC0415
-    from pipelinerl.experiments.browse.pages import RolloutPages  # noqa: PLC0415
+    from pipelinerl.experiments.browse.textual_app import RolloutBrowser  # noqa: PLC0415
+    from pipelinerl.experiments.browse.tokens import Gaps  # noqa: PLC0415
 
     config = _config(options.run_dir)
     gaps = Gaps(options.run_dir, config, options.weights)
-    pages = RolloutPages(rollouts, texts=lambda: _texts(config), gaps=gaps.of)
-    browser = Browser(rollouts, str(options.run_dir), pages)
-    if options.find:
-        browser.search(options.find)
-    browse(browser, Console(), sys.stdin.fileno())
-    return 0
+    app = RolloutBrowser(rollouts, str(options.run_dir), lambda: _texts(config), gaps.of, options.find)
+    if (error := app.run()) is not None:
+        raise error
+    return app.return_code or 0
 
 
 def _print(rollouts: Browsed, query: Query | None) -> int:
-    from pipelinerl.experiments.browse.draw import plain_table  # noqa: PLC0415
+    from pipelinerl.experiments.browse.groups import plain_table  # noqa: PLC0415
 
     for line in plain_table(rollouts, query, _warn):
         if status := write(line):

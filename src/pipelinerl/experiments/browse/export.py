@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import MissingDependencyError, RunDirectoryError, UserError
-from pipelinerl.experiments.browse.query import Query
+from pipelinerl.experiments.browse.groups import Query
 from pipelinerl.experiments.browse.records import Damaged, RunRollouts
 from pipelinerl.experiments.browse.tokens import TokenText
 from pipelinerl.types import Group, Rollout
@@ -62,7 +62,7 @@ def export(run: RunRollouts, texts: TokenText, out: Path, query: Query | None, w
     Groups that a resumed run started again are omitted. Damaged lines are omitted and reported with `warn`. Raises UserError
     for an unknown file format or a number that it can't store, MissingDependencyError, and RunDirectoryError.
     """
-    open_writer = _writers().get(out.suffix)
+    open_writer = {".jsonl": _jsonl, ".parquet": _parquet}.get(out.suffix)
     if open_writer is None:
         raise UserError(f"--export {out}: give a name that ends in .jsonl or .parquet")
     while run.look():
@@ -137,10 +137,6 @@ def _row(run: RunRollouts, place: int, group: Group, rollout: Rollout, texts: To
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _writers() -> dict[str, Callable[[Path], Any]]:
-    return {".jsonl": _jsonl, ".parquet": _parquet}
 
 
 @contextmanager

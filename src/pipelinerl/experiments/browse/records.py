@@ -1,26 +1,113 @@
-"""Reads the records of a run's rollouts and training steps lazily, line by line."""
+"""Reads the recorded rollouts, training steps and evaluations of a run lazily, line by line. Files may still be growing."""
 
 from __future__ import annotations
 
+import os
 import re
+from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
+from pipelinerl.actor.evaluation import EvaluatedProblem
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.experiments.browse.lines import MAX_LINE_BYTES, Lines
-from pipelinerl.experiments.browse.tokens import one_line
-from pipelinerl.types import FinishReason, Group, Problem, VersionSpan
+from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, VersionSpan
 
 T = TypeVar("T")
+
+LOOK_BYTES = 1 << 25
+"""Bytes that one `look` scans, up to the end of a line: some ten milliseconds, so that the screen stays responsive."""
+MAX_LINE_BYTES = 1 << 28
 
 _TRAINED_LOOK_BYTES = 1 << 22
 _CACHED_GROUPS = 512
 _INDEX = re.compile(rb'\{"index":(\d{1,18}),')
+_EVALUATION = re.compile(r"evaluation-(before|after|v(\d{1,18}))\.jsonl")
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {0x7F: 0x2421}
+_INVISIBLE = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029, 0xFEFF]
+_SHOWN = _PICTURES | {code: f"<U+{code:04X}>" for code in (*_INVISIBLE, *range(0xD800, 0xE000))}
+
+
+def printable(text: str) -> str:
+    """Make recorded text safe to print: it never reaches the terminal as control codes.
+
+    Control characters become pictures (`␛`), except newlines, and bidirectional or invisible ones `<U+XXXX>`.
+    """
+    return text.translate(_SHOWN)
+
+
+def one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def reasons_text(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{one_line(reason)} {count}" for reason, count in sorted(dropped.items()) if count)
+
+
+class Lines:
+    """An index of the complete lines of the large file `path`, found by `look`. Their contents are read on demand.
+
+    A last line without a newline is ignored: it is still being written, or partial. The file need not exist yet. Methods
+    raise RunDirectoryError if it can't be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._ends = array("Q")
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def share(self) -> float:
+        """The fraction of the file that was scanned, 0 to 1."""
+        return self._end / self._size if self._size else 1.0
+
+    def look(self, budget: int = LOOK_BYTES) -> bool:
+        """Find further lines in about the next `budget` bytes. Returns whether there is more of the file."""
+        if not self.path.exists():
+            return False
+        with _reading(self.path, LOOK_BYTES >> 5) as file:
+            self._size = os.fstat(file.fileno()).st_size
+            if self._size < self._end:
+                raise RunDirectoryError(f"{self.path} was replaced while it was being read; start again")
+            # Start at the last newline: a resumed run truncates a partial line and writes another one in its place.
+            start = file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._ends.append(self._end + len(line))
+                if self._end - start >= budget:
+                    return self._end < self._size
+        return False
+
+    def read(self, i: int, most: int = MAX_LINE_BYTES) -> bytes:
+        """The first `most` bytes of line `i` (from 0), including its newline."""
+        start = self._ends[i - 1] if i else 0
+        with _reading(self.path, 0) as file:
+            file.seek(start)
+            return file.read(min(most, self._ends[i] - start))
+
+    @property
+    def _end(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+
+@contextmanager
+def _reading(path: Path, buffer_bytes: int) -> Iterator[BinaryIO]:
+    try:
+        with open(path, "rb", buffer_bytes) as file:
+            yield file
+    except OSError as error:
+        raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -95,69 +182,6 @@ class Trained(NamedTuple):
     lag_max: int
 
 
-class Browsed(Protocol):
-    """A source of groups for the browser, by place (from 0). Nothing is read before `look`."""
-
-    @property
-    def path(self) -> Path:
-        """The file or folder that groups are read from."""
-        ...
-
-    @property
-    def share(self) -> float:
-        """The fraction of the files that was read, 0 to 1."""
-        ...
-
-    @property
-    def facts(self) -> list[str]:
-        """Short texts for the title."""
-        ...
-
-    @property
-    def damage(self) -> list[str]:
-        """Descriptions of damaged lines other than groups."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def look(self) -> bool:
-        """Read a part of what is new. Returns whether there is more."""
-        ...
-
-    def summary(self, place: int, /) -> Attempts | Damaged: ...
-
-    def group(self, place: int, /) -> Group | Damaged: ...
-
-    def place_of(self, index: int) -> int | None:
-        """The place of group `index`, the last one if there are several; None if it was not read yet."""
-        ...
-
-    def is_replaced(self, place: int, /) -> bool:
-        """Whether a resumed run started this group again, so that a later line replaces it."""
-        ...
-
-    def trained(self, place: int, rollout_id: str, /) -> Trained | None:
-        """The training record of the rollout; None if it was not, or not yet, trained on."""
-        ...
-
-    def left_out(self, place: int, rollout_id: str, /) -> str | None:
-        """The trainer's reason for dropping the rollout, if it recorded one."""
-        ...
-
-
-class _TrainedSample(msgspec.Struct, frozen=True):
-    id: str
-    lag_min: int
-    lag_max: int
-
-
-class _TrainedStep(msgspec.Struct, frozen=True):
-    version: int
-    samples: tuple[_TrainedSample, ...]
-    dropped_lengths: dict[str, list[int]] = {}
-    dropped_ids: dict[str, list[str]] = {}
-
-
 class RunRollouts:
     """The groups of `rollouts.jsonl`, by place in the file (from 0), and the training records of `trained.jsonl`.
 
@@ -166,10 +190,10 @@ class RunRollouts:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        folder = run_dir / "rollouts"
-        if not folder.is_dir():
-            raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {folder})")
-        self.lines = Lines(folder / "rollouts.jsonl")
+        folder = _rollouts_folder(run_dir)
+        self.path = folder / "rollouts.jsonl"
+        """The file or folder that groups are read from."""
+        self.lines = Lines(self.path)
         self.steps = TrainedSteps(folder / "trained.jsonl")
         self._place: dict[int, int] = {}
         self._indices: list[int | None] = []
@@ -184,21 +208,20 @@ class RunRollouts:
         return len(self.lines)
 
     @property
-    def path(self) -> Path:
-        return self.lines.path
-
-    @property
     def share(self) -> float:
+        """The fraction of the files that was read, 0 to 1."""
         return self.lines.share
 
     @property
     def facts(self) -> list[str]:
+        """Short texts for the title."""
         left_out = reasons_text(self.steps.dropped) or "none"
         damaged = [f"trained.jsonl {self.steps.damaged[0]}"] if self.steps.damaged else []
         return [f"{len(self)} groups", f"the trainer left out: {left_out}", *damaged]
 
     @property
     def damage(self) -> list[str]:
+        """Descriptions of damaged lines other than groups."""
         return [f"{self.steps.lines.path}, {damaged}" for damaged in self.steps.damaged]
 
     def look(self) -> bool:
@@ -222,11 +245,13 @@ class RunRollouts:
 
     def trained(self, place: int, rollout_id: str) -> Trained | None:
         """The training record of the rollout; None if it was not, or not yet, trained on."""
-        return None if self.is_replaced(place) else self.steps.of(rollout_id)
+        fate = None if self.is_replaced(place) else self.steps.fates.get(rollout_id)
+        return fate if isinstance(fate, Trained) else None
 
     def left_out(self, place: int, rollout_id: str) -> str | None:
         """The trainer's reason for dropping the rollout. None if it was not dropped, or the run did not record the ids."""
-        return None if self.is_replaced(place) else self.steps.left_out(rollout_id)
+        fate = None if self.is_replaced(place) else self.steps.fates.get(rollout_id)
+        return fate if isinstance(fate, str) else None
 
     def _summary(self, place: int) -> Attempts | Damaged:
         return self._read(place, self._summaries)
@@ -240,66 +265,189 @@ class RunRollouts:
             return Damaged(place + 1, f"longer than {MAX_LINE_BYTES >> 20} MiB")
         try:
             return decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except _UNREADABLE as error:
             return Damaged(place + 1, one_line(str(error)))
+
+
+def _rollouts_folder(run_dir: Path) -> Path:
+    folder = run_dir / "rollouts"
+    if not folder.is_dir():
+        raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {folder})")
+    return folder
+
+
+class _TrainedSample(msgspec.Struct, frozen=True):
+    id: str
+    lag_min: int
+    lag_max: int
+
+
+class _TrainedStep(msgspec.Struct, frozen=True):
+    version: int
+    samples: tuple[_TrainedSample, ...]
+    dropped_lengths: dict[str, list[int]] = {}
+    dropped_ids: dict[str, list[str]] = {}
+
+    @property
+    def fates(self) -> dict[str, Trained | str]:
+        found: dict[str, Trained | str] = {one: reason for reason, ids in self.dropped_ids.items() for one in ids}
+        return found | {one.id: Trained(self.version, one.lag_min, one.lag_max) for one in self.samples}
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return {reason: len(lengths) for reason, lengths in self.dropped_lengths.items()}
 
 
 class TrainedSteps:
     """Which rollouts the trainer trained on or dropped, from `trained.jsonl`; empty if the file does not exist yet.
 
-    A resumed run repeats the steps after its checkpoint; repeated steps replace the earlier ones.
+    A resumed run repeats the steps after its checkpoint; repeated steps replace the earlier ones. `fates`: rollout id ->
+    when it was trained on, or why it was dropped. `dropped`: how many rollouts were dropped, by reason.
     """
 
     def __init__(self, path: Path) -> None:
-        self.damaged: list[Damaged] = []
-        self.dropped: Counter[str] = Counter()
-        """Number of rollouts that the trainer dropped, by reason."""
         self.lines = Lines(path)
+        self.fates: dict[str, Trained | str] = {}
+        self.dropped: Counter[str] = Counter()
+        self.damaged: list[Damaged] = []
         self._decoder = msgspec.json.Decoder(_TrainedStep)
         self._read = 0
         self._steps: list[_TrainedStep] = []
-        self._trained: dict[str, Trained] = {}
-        self._left_out: dict[str, str] = {}
 
     def look(self) -> bool:
         more = self.lines.look(_TRAINED_LOOK_BYTES)
-        while self._read < len(self.lines):
-            line = self.lines.read(self._read)
-            self._read += 1
+        for i in range(self._read, len(self.lines)):
             try:
-                self._add(self._decoder.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                self.damaged.append(Damaged(self._read, one_line(str(error))))
+                self._add(self._decoder.decode(self.lines.read(i)))
+            except _UNREADABLE as error:
+                self.damaged.append(Damaged(i + 1, one_line(str(error))))
+        self._read = len(self.lines)
         return more
-
-    def of(self, rollout_id: str) -> Trained | None:
-        return self._trained.get(rollout_id)
-
-    def left_out(self, rollout_id: str) -> str | None:
-        return self._left_out.get(rollout_id)
 
     def _add(self, step: _TrainedStep) -> None:
         while self._steps and self._steps[-1].version >= step.version:
-            self._remove(self._steps.pop())
-        for sample in step.samples:
-            self._trained[sample.id] = Trained(step.version, sample.lag_min, sample.lag_max)
-        for reason, ids in step.dropped_ids.items():
-            self._left_out.update(dict.fromkeys(ids, reason))
-        self.dropped.update(_counts(step))
+            repeated = self._steps.pop()
+            self.dropped.subtract(repeated.dropped)
+            for rollout_id in repeated.fates:
+                self.fates.pop(rollout_id, None)
         self._steps.append(step)
-
-    def _remove(self, step: _TrainedStep) -> None:
-        self.dropped.subtract(_counts(step))
-        for sample in step.samples:
-            self._trained.pop(sample.id, None)
-        for ids in step.dropped_ids.values():
-            for rollout_id in ids:
-                self._left_out.pop(rollout_id, None)
+        self.dropped.update(step.dropped)
+        self.fates.update(step.fates)
 
 
-def _counts(step: _TrainedStep) -> Counter[str]:
-    return Counter({reason: len(lengths) for reason, lengths in step.dropped_lengths.items()})
+class RunEvaluations:
+    """The answers in `rollouts/evaluation-*.jsonl`, by problem: before, during and after training.
+
+    Has the interface of `RunRollouts`. Group n is the n-th problem and attempt n the n-th evaluation; none was trained on.
+    Log-probs and prompt ids are not recorded; the prompt's text is part of the problem. Failed answers count in the group's
+    `dropped`.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises RunDirectoryError if the folder has no evaluation."""
+        self.path = _rollouts_folder(run_dir)
+        self.damage: list[str] = []
+        self._files: dict[str, Lines] = {}
+        self._read: dict[str, int] = {}
+        self._answers: dict[str, dict[str, int]] = {}  # problem id -> evaluation -> line number
+        self._problems: list[str] = []
+        self._decoder = msgspec.json.Decoder(EvaluatedProblem)
+        self.summary = lru_cache(_CACHED_GROUPS)(self._summary)
+        self.group = lru_cache(2)(self._group)
+        if not self._names():
+            raise RunDirectoryError(f"{run_dir} holds no evaluation yet; runs with evaluation.problems above 0 write some")
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @property
+    def share(self) -> float:
+        return min((lines.share for lines in self._files.values()), default=1.0)
+
+    @property
+    def facts(self) -> list[str]:
+        return [f"{len(self)} held-out problems", f"evaluations: {', '.join(self._files) or 'none'}", *self.damage[:1]]
+
+    def look(self) -> bool:
+        self._files = {
+            name: self._files.get(name) or Lines(self.path / f"evaluation-{name}.jsonl") for name in self._names()
+        }
+        more = False
+        for name, lines in self._files.items():
+            more = lines.look() or more
+            for i in range(self._read.get(name, 0), len(lines)):
+                self._add(name, lines, i)
+            self._read[name] = len(lines)
+        return more
+
+    def place_of(self, index: int) -> int | None:
+        return index if index < len(self) else None
+
+    def is_replaced(self, _place: int) -> bool:
+        return False
+
+    def trained(self, _place: int, _rollout_id: str) -> None:
+        return None
+
+    def left_out(self, _place: int, _rollout_id: str) -> None:
+        return None
+
+    def _names(self) -> list[str]:
+        """Names of the evaluations on disk, in order."""
+        found = [match for path in self.path.glob("evaluation-*.jsonl") if (match := _EVALUATION.fullmatch(path.name))]
+        return [match[1] for match in sorted(found, key=lambda match: (match[1] == "after", int(match[2] or 0)))]
+
+    def _add(self, name: str, lines: Lines, i: int) -> None:
+        try:
+            problem = self._decoder.decode(lines.read(i)).problem_id
+        except _UNREADABLE as error:
+            self.damage.append(f"{lines.path}, {Damaged(i + 1, one_line(str(error)))}")
+            return
+        if problem not in self._answers:
+            self._answers[problem] = {}
+            self._problems.append(problem)
+        self._answers[problem][name] = i  # the last line counts, in a run continued after its end
+        self.summary.cache_clear()
+        self.group.cache_clear()
+
+    def _answers_at(self, place: int) -> dict[str, EvaluatedProblem]:
+        lines = self._answers[self._problems[place]]
+        return {name: self._decoder.decode(self._files[name].read(lines[name])) for name in self._files if name in lines}
+
+    def _summary(self, place: int) -> Attempts:
+        names = list(self._answers_at(place))
+        group = msgspec.convert(self._group(place), Attempts, from_attributes=True)
+        labelled = (msgspec.structs.replace(one, label=names[one.attempt]) for one in group.rollouts)
+        return msgspec.structs.replace(group, rollouts=tuple(labelled))
+
+    def _group(self, place: int) -> Group:
+        answers = self._answers_at(place)
+        prompt = next((answer.prompt for answer in answers.values() if answer.prompt), "")
+        return Group(
+            index=place,
+            problem=Problem(id=self._problems[place], payload={"prompt": prompt}),
+            rollouts=tuple(
+                _answered(name, number, answer)
+                for number, (name, answer) in enumerate(answers.items())
+                if answer.failure is None
+            ),
+            started=len(answers),
+            dropped=Counter(answer.failure.partition(":")[0] for answer in answers.values() if answer.failure is not None),
+        )
 
 
-def reasons_text(dropped: Mapping[str, int]) -> str:
-    return ", ".join(f"{one_line(reason)} {count}" for reason, count in sorted(dropped.items()) if count)
+def _answered(name: str, number: int, answer: EvaluatedProblem) -> Rollout:
+    """The answer as a rollout of a single turn: turn boundaries are not recorded."""
+    completion = Completion(
+        request_id=answer.problem_id,
+        token_ids=answer.token_ids,
+        logprobs=(),
+        weight_versions=answer.weight_versions,
+        finish_reason=answer.finish_reason or "stop",
+    )
+    turn = Turn(prompt_ids=(), completion=completion, text=answer.completion)
+    rollout_id = f"{answer.problem_id} {name}"
+    return Rollout(turns=(turn,), reward=answer.reward, metrics=answer.metrics, id=rollout_id, attempt=number)
+
+
+Browsed = RunRollouts | RunEvaluations
