@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+from pipelinerl.child import ChildProcess
 from pipelinerl.errors import MissingDependencyError, PipelineRLError, StreamError
 from pipelinerl.ports import free_port
 from pipelinerl.stream.redis.connection import RedisConnection
@@ -23,52 +22,30 @@ STOP_TIMEOUT_S = 20.0
 _LONGEST_SOCKET_PATH = 100
 """Bytes; the system's limit is 107."""
 
-# The server, and beside it a shell that waits for the end of a pipe, whose other end we hold: when this process is gone,
-# however it ended, so is the server. Both are in a session of their own: Ctrl-C does not reach them.
+# The server, and beside it a shell that watches the parent-death pipe for it.
 _COMMAND = 'exec 3<&0; (read -r _ <&3; kill -TERM $$) & exec "$1" "$2" </dev/null 3<&-'
 
 
-class RedisServer:
+class RedisServer(ChildProcess):
     """A server that runs. `url` is for `RedisStreamWriter` and `RedisStreamReader`; it may have a password in it."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path, socket_folder: Path | None) -> None:
+    def __init__(self, url: str, program: str, configuration: Path, log: Path, socket_folder: Path | None) -> None:
         self.url = url
-        self._process = process
-        self._log = log
         self._socket_folder = socket_folder
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        command = ["/bin/sh", "-c", _COMMAND, "sh", program, str(configuration)]
+        super().__init__(command, log=log, watches_parent=True, patience_s=STOP_TIMEOUT_S)
 
     def failure(self) -> str | None:
         """Why it does not run, in a line; None while it does."""
-        code = self._process.poll()
-        if code is None:
+        if self.running:
             return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return f"redis-server (pid {self.pid}) {how}; its log, {self._log}{_last_line(self._log)}"
+        last = f"ends with: {lines[-1].strip()}" if (lines := self.log_lines()) else "is empty"
+        return f"redis-server (pid {self.pid}) {self.how_it_ended()}; its log, {self.log}, {last}"
 
-    def close(self) -> None:
-        """End it, and wait until it has ended. Closing twice is fine."""
-        if self._process.stdin is None or self._process.stdin.closed:
-            return
-        self._signal(signal.SIGTERM)
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
-        self._process.stdin.close()
+    def stop(self) -> None:
+        super().stop()
         if self._socket_folder is not None:
             shutil.rmtree(self._socket_folder, ignore_errors=True)
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To the server and the shell beside it. While one of them is there, the group's number is nobody else's."""
-        try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:
-            return
 
 
 @contextmanager
@@ -92,7 +69,7 @@ def start_server(
     directory = directory.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     server = _start(path, directory, port, durable)
-    with closing(server):
+    with server:
         _wait_until_ready(server)
         yield server
 
@@ -101,7 +78,7 @@ def _start(program: str, directory: Path, port: int | None, durable: bool) -> Re
     folder: Path | None = None
     lines = ["daemonize no", "protected-mode yes", 'save ""', "maxmemory-policy noeviction"]
     lines += [f"appendonly {'yes' if durable else 'no'}", "appendfsync everysec"]
-    lines += [f"dir {_quoted(directory)}", f"logfile {_quoted(directory / 'redis.log')}"]
+    lines += [f"dir {_quoted(directory)}"]
     if port is None:
         address = directory / "redis.sock"
         if len(os.fsencode(address)) > _LONGEST_SOCKET_PATH:
@@ -117,14 +94,7 @@ def _start(program: str, directory: Path, port: int | None, durable: bool) -> Re
     configuration.unlink(missing_ok=True)
     with os.fdopen(os.open(configuration, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write("\n".join(lines) + "\n")
-    process = subprocess.Popen(  # noqa: S603 (a fixed command; the program and its file are arguments)
-        ["/bin/sh", "-c", _COMMAND, "sh", program, str(configuration)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    return RedisServer(url, process, directory / "redis.log", folder)
+    return RedisServer(url, program, configuration, directory / "redis.log", folder)
 
 
 def _wait_until_ready(server: RedisServer) -> None:
@@ -147,11 +117,3 @@ def _quoted(path: Path) -> str:
     if not text.isprintable():
         raise StreamError(f"redis-server can't be started in {text!r}: choose a run_dir of printable characters")
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = log.read_bytes()[-2000:].decode(errors="replace").splitlines()
-    except OSError:
-        return ", can't be read"
-    return f", ends with: {lines[-1].strip()}" if lines else ", is empty"
