@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from pipelinerl.checkpoint import checkpoints, load_checkpoint
 from pipelinerl.cli import main
-from pipelinerl.errors import StalledError
+from pipelinerl.errors import StalledError, UserError
 from pipelinerl.launch.run_directory import RunDirectory, RunLock
 from tests.integration.runs import (
     command,
@@ -317,3 +317,10 @@ def test_a_reward_that_loops_for_ever_is_named_on_the_board_and_ends_the_run(tmp
     assert ended.status == 1
     assert "16 of them by `timeout`: the code ran for 5 s without yielding, in Task.reward (task.py, line 9)" in ended.error
     assert "every time so far" in ended.error
+
+
+def test_a_run_whose_servers_can_not_be_reached_has_an_outcome(tmp_path: Path) -> None:
+    settings = {"engine__kind": "http", "engine__urls": "[http://no-such-host.invalid:8000]", "weights__kind": "collective"}
+    with pytest.raises(UserError, match=r"^engine\.urls: there is no route to http://no-such-host\.invalid:8000"):
+        run(tmp_path / "r", launch__kind="processes", **settings)
+    assert summary(tmp_path / "r")["status"].startswith("failed: engine.urls: there is no route")

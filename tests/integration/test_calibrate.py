@@ -27,7 +27,7 @@ def test_a_training_process_that_fails_says_why(tmp_path: Path) -> None:
         TrainingProcess(broken, tmp_path / "stream", tmp_path, 1) as training,
         pytest.raises(PipelineRLError, match="rollouts"),
     ):
-        training.wait("ready")
+        training.wait_for("ready")
 
 
 @pytest.mark.slow

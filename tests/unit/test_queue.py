@@ -165,7 +165,7 @@ def test_a_group_that_is_delivered_twice_is_trained_on_once() -> None:
 def test_two_groups_of_one_index_are_an_error() -> None:
     queue = Setup([make_group(0), make_group(0, size=4)]).queue()
     queue.pull()
-    with pytest.raises(StreamError, match="two different groups 0 came"):
+    with pytest.raises(StreamError, match="two groups of index 0 came"):
         queue.pull()
 
 

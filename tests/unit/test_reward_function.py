@@ -103,7 +103,7 @@ def test_a_crash_costs_one_rollout_or_is_worth_what_the_user_says(task):
     environment = task(isolate=True, workers=1)
     problem = environment.problem(0)
     (died, right), _ = play(environment, problem, ["die", problem.payload["answer"]])
-    message = "ChildProcessError: reward: its process exited with status 1"
+    message = "ChildProcessError: reward: its process ended with status 1"
     assert died == Failure("raised", message, died.traceback)
     assert right.reward == 1.0
 

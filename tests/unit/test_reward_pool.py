@@ -96,8 +96,8 @@ def gone_soon(pid):
 
 
 DEADLY = {
-    "segfault": (ChildProcessError, "act: its process was ended by SIGSEGV"),
-    "_exit": (ChildProcessError, "act: its process exited with status 3"),
+    "segfault": (ChildProcessError, "act: its process was killed by SIGSEGV"),
+    "_exit": (ChildProcessError, "act: its process ended with status 3"),
     "memory": (MemoryError, "act: it needed more than 256 MB"),
     "forge": (ChildProcessError, "act: it replied to call 1000000, but was asked 8"),
 }
@@ -296,7 +296,7 @@ def test_a_name_that_is_no_functions_is_an_error(spec):
     ("text", "said"),
     [
         ("raise ValueError('no table')", "wrong.py can't be imported: line 1: ValueError: no table"),
-        ("import os\nos._exit(5)", "its process exited with status 5"),
+        ("import os\nos._exit(5)", "its process ended with status 5"),
         ("import time\ntime.sleep(60)", "it took longer than 0.7 s"),
     ],
 )

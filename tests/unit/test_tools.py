@@ -251,7 +251,7 @@ def test_tools_that_hang_or_die_are_told_to_the_model(project: dict[str, Any]) -
     environment = make_environment("tools", {**project, "isolate": True, "timeout_s": 1.0}, TOKENIZER, 0)
     for what, told in (
         ("hang", "Error: it took longer than 1 s"),
-        ("die", "Error: its process exited with status 3"),
+        ("die", "Error: its process ended with status 3"),
         ("object", "Error: TypeError: Encoding objects of type object is unsupported"),
         ("x", "Error: line 26: KeyError: 'x'"),
     ):

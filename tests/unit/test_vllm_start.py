@@ -57,13 +57,15 @@ def test_the_guard_ends_well_when_it_is_asked_to(tmp_path: Path) -> None:
     assert until(lambda: "ready" in server.log.read_text())
     os.kill(server.pid, signal.SIGTERM)
     assert until(lambda: group_is_gone(server.pid))
-    assert server._guard.wait(5.0) == 0
+    assert server.wait(5.0)
+    assert server.status == 0
 
 
 @pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
 def test_the_guards_status_is_that_of_a_command_that_ends_by_itself(tmp_path: Path, script: str, status: int) -> None:
     server = VllmProcess(stand_in(tmp_path, f"sleep 100 & {script}"), tmp_path / "log")
-    assert server._guard.wait(20.0) == status
+    assert server.wait(20.0)
+    assert server.status == status
     assert group_is_gone(server.pid)
 
 
@@ -94,7 +96,7 @@ def test_a_server_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
             "import sys, time\nfrom pathlib import Path\n"
             "from pipelinerl.serving.vllm.start import VllmProcess, VllmSettings\n"
             "settings = VllmSettings(python=sys.argv[1], model='m', slots=1, max_length=8)\n"
-            "print(VllmProcess(settings, Path(sys.argv[2])).pid, flush=True)\ntime.sleep(100)",
+            "server = VllmProcess(settings, Path(sys.argv[2]))\nprint(server.pid, flush=True)\ntime.sleep(100)",
             stand_in(tmp_path, "sleep 100 & sleep 100").python,
             str(tmp_path / "log"),
         ],

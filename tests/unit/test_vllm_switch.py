@@ -111,6 +111,14 @@ def test_what_may_be_half_done_is_never_computed_with(failures: dict[str, list[B
     assert vllm.asked.count("/resume") in (0, RESUME_TRIES)
 
 
+def test_a_server_that_neither_pauses_nor_resumes_is_used_no_more_and_both_errors_are_named() -> None:
+    vllm = FakeVllm(pause=[busy("no pause")], resume=[busy("no resume")] * RESUME_TRIES)
+    with pytest.raises(HalfUpdatedError, match=r"may be paused.*no pause.*no resume.*restart it") as caught:
+        run(vllm)
+    assert "\n" not in str(caught.value)
+    assert vllm.asked == ["/pause", *["/resume"] * RESUME_TRIES]
+
+
 def test_a_cancelled_update_may_be_half_done_too() -> None:
     vllm = FakeVllm(update_weights=[asyncio.CancelledError()])
     with pytest.raises(asyncio.CancelledError) as caught:

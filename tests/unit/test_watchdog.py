@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.interfaces import PipelineState, Schedule
-from pipelinerl.launch.hosts import supervisor
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.watchdog import Stall, Watchdog, find_cycle, waits_on
 from pipelinerl.types import ActorProgress, EngineProgress, StageState, StageStatus, TrainerProgress
@@ -241,33 +239,3 @@ def test_every_wait_of_a_schedule_names_the_stage_that_can_end_it(
     admission, training = schedule.may_start(state, 2), schedule.may_train(trainer, outstanding)
     assert admission.allowed or admission.waits_for in {("trainer",), ("actor",)}
     assert training.allowed or training.waits_for == ("actor",)
-
-
-def test_after_a_stall_what_hangs_is_killed_soon_and_the_others_may_finish(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "HUNG_PATIENCE_S", 0.05)
-
-    class Stuck:
-        running = True
-
-        def ask_to_stop(self) -> None:
-            """It does not hear."""
-
-        def kill(self) -> None:
-            self.running = False
-
-    class Saving(Stuck):
-        """Has its checkpoint written once the other one has ended."""
-
-        def __init__(self, other: Stuck) -> None:
-            self.other = other
-
-        @property
-        def running(self) -> bool:  # type: ignore[override]
-            return self.other.running
-
-        def kill(self) -> None:
-            raise AssertionError
-
-    stuck = Stuck()
-    workers: list[Any] = [stuck, Saving(stuck)]
-    assert supervisor.stop_all(workers, 60.0, lambda: False, hung=workers[:1]) == [stuck]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+from pipelinerl.child import ChildProcess
 from pipelinerl.errors import MissingDependencyError, StreamError
 from pipelinerl.stream.redis import is_ready
 
@@ -21,55 +20,24 @@ STOP_TIMEOUT_S = 20.0
 _LONGEST_SOCKET_PATH = 100
 """Bytes; the system's limit is 107."""
 
-# The server, and beside it a shell that waits for the end of a pipe whose other end this process holds: when this process
-# ends, however it ends, so does the server. Both are in a session of their own: Ctrl-C does not reach them.
+# The server, and beside it a shell that watches the parent-death pipe for it.
 _COMMAND = 'exec 3<&0; (read -r _ <&3; kill -TERM $$) & exec "$1" "$2" </dev/null 3<&-'
 
 
-class RedisServer:
+class RedisServer(ChildProcess):
     """A running server. `url` is for `RedisStreamWriter` and `RedisStreamReader`."""
 
     def __init__(self, program: str, configuration: Path, socket: Path, log: Path) -> None:
         self.url = f"unix://{quote(str(socket))}"
-        self._log = log
-        self._process = subprocess.Popen(  # noqa: S603 (a fixed command; the program and its file are arguments)
-            ["/bin/sh", "-c", _COMMAND, "sh", program, str(configuration)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        command = ["/bin/sh", "-c", _COMMAND, "sh", program, str(configuration)]
+        super().__init__(command, log=log, watches_parent=True, patience_s=STOP_TIMEOUT_S)
 
     def failure(self) -> str | None:
         """Why the server has ended, in one line; None while it runs."""
-        code = self._process.poll()
-        if code is None:
+        if self.running:
             return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        try:
-            lines = self._log.read_bytes()[-2000:].decode(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        last = lines[-1].strip() if lines else "no output"
-        return f"redis-server (pid {self.pid}) {how}; its log, {self._log}, ends with: {last}"
-
-    def close(self) -> None:
-        """Stop the server, and wait until it has ended. May be called twice."""
-        if self._process.stdin is None or self._process.stdin.closed:
-            return
-        try:
-            os.killpg(self.pid, signal.SIGTERM)
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
-        except ProcessLookupError:
-            self._process.wait()
-        self._process.stdin.close()
+        last = f"ends with: {lines[-1].strip()}" if (lines := self.log_lines()) else "is empty"
+        return f"redis-server (pid {self.pid}) {self.how_it_ended()}; its log, {self.log}, {last}"
 
 
 @contextmanager
@@ -94,10 +62,10 @@ def start_server(directory: Path, *, durable: bool = False, program: str = "redi
         if len(os.fsencode(socket)) > _LONGEST_SOCKET_PATH:
             socket = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-redis-"))) / "redis.sock"
         lines = ["port 0", f"unixsocket {_quoted(socket)}", "unixsocketperm 700", "daemonize no", "protected-mode yes"]
-        lines += [f"dir {_quoted(directory)}", f"logfile {_quoted(log)}", "maxmemory-policy noeviction", 'save ""']
+        lines += [f"dir {_quoted(directory)}", "maxmemory-policy noeviction", 'save ""']
         lines += [f"appendonly {'yes' if durable else 'no'}", "appendfsync everysec"]
         configuration.write_text("\n".join(lines) + "\n")
-        server = stack.enter_context(closing(RedisServer(path, configuration, socket, log)))
+        server = stack.enter_context(RedisServer(path, configuration, socket, log))
         deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
         while not is_ready(server.url):
             if failure := server.failure():

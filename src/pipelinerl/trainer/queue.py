@@ -140,7 +140,7 @@ class SampleQueue:
             self._next_offset = offset + 1
             if (first := self._groups.get(group.index)) is not None:
                 if first.open_ids | first.retired_ids != set(group.ids):
-                    raise StreamError(f"two different groups {group.index} came, the second at offset {offset} of the stream")
+                    raise StreamError(f"two groups of index {group.index} came, the second at offset {offset} of the stream")
             elif group.index not in self._ledger:  # otherwise it was retired, before a resume or a repeated delivery
                 self._admit(offset, group)
         return bool(items)

@@ -24,11 +24,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's only argument: functions (`file.py:function`) by name, limits, and its end of the parent-death pipe."""
+    """A worker's only argument: functions (`file.py:function`) by name, and limits."""
 
     functions: dict[str, str]
     limits: Limits
-    parent_pipe_fd: int
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

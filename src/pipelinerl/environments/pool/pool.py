@@ -40,7 +40,7 @@ class FunctionPool:
     @property
     def pids(self) -> list[int]:
         """The ids of the processes that are running now."""
-        return sorted(worker.pid for worker in self._all if not worker.has_exited())
+        return sorted(worker.pid for worker in self._all if worker.running)
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """What the function returns for these arguments. The wait for a free process has no time limit.
@@ -69,7 +69,7 @@ class FunctionPool:
         """An idle process that is still running, if there is one."""
         while self._idle:
             worker = self._idle.pop()
-            if not worker.has_exited():
+            if worker.running:
                 return worker
             worker.kill()
         return None
@@ -78,7 +78,7 @@ class FunctionPool:
         """A new process that is ready for calls."""
         if not self._close.alive:
             raise RuntimeError("the pool is closed")
-        self._all -= {worker for worker in self._all if worker.has_exited()}
+        self._all -= {worker for worker in self._all if not worker.running}
         try:
             worker = WorkerProcess(self._functions, self._limits)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The pool's handle of one worker process: starts it, sends calls, kills it."""
+"""One worker process, as the pool sees it: starts it and sends calls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from pipelinerl.child import ChildProcess
 from pipelinerl.environments.pool.messages import MAX_REPLY_BYTES, OUT_OF_MEMORY, Call, Limits, Reply, Start
 
 EXIT_TIMEOUT_S = 1.0
@@ -22,36 +21,26 @@ EXIT_TIMEOUT_S = 1.0
 POLL_S = 0.005
 
 
-class WorkerProcess:
-    """The process leads its own process group: its children are killed with it, and Ctrl-C does not reach it."""
+class WorkerProcess(ChildProcess):
+    """A process that runs user functions."""
 
     def __init__(self, functions: Mapping[str, str], limits: Limits) -> None:
         """Returns at once; reply 0 arrives when the process is ready. Raises OSError if it can't be started."""
         self._memory_mb = limits.memory_mb
-        self._killed = False
-        # SIGIO ownership is a property of the pipe, so each process needs its own.
-        worker_fd, self._parent_pipe_fd = os.pipe()
-        start = Start(functions=dict(functions), limits=limits, parent_pipe_fd=worker_fd)
+        start = msgspec.json.encode(Start(functions=dict(functions), limits=limits)).decode()
         self._socket, worker_socket = socket.socketpair()
         self._socket.setblocking(False)
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", "pipelinerl.environments.pool.worker", msgspec.json.encode(start).decode()],
+            super().__init__(
+                [sys.executable, "-P", "-m", "pipelinerl.environments.pool.worker", start],
                 stdin=worker_socket.fileno(),
-                pass_fds=[worker_fd],
-                process_group=0,
-                env={"OMP_NUM_THREADS": "1", **os.environ},  # several workers, one thread each
+                environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},  # several workers, one thread each
             )
         except OSError:
-            self._close_fds()
+            self._socket.close()
             raise
         finally:
-            os.close(worker_fd)
             worker_socket.close()
-
-    @property
-    def pid(self) -> int:
-        return int(self._process.pid)
 
     async def ask(self, call: Call, timeout_s: float) -> Reply:
         """Send a call and return the reply.
@@ -97,25 +86,8 @@ class WorkerProcess:
         return reply
 
     def kill(self) -> None:
-        """Kill the process group. Idempotent."""
-        if self._killed:
-            return
-        self._killed = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._close_fds()
-
-    def has_exited(self) -> bool:
-        """Whether the process has exited. Poll until it has: polling reaps the zombie."""
-        return self._process.poll() is not None
-
-    def wait(self, timeout_s: float) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-
-    def _close_fds(self) -> None:
+        super().kill()
         self._socket.close()
-        os.close(self._parent_pipe_fd)
 
     async def _wait(self, add: Callable[..., Any], remove: Callable[..., Any], deadline_s: float) -> None:
         """Wait until the socket is ready. Readiness wins over the deadline, because the event loop itself may be late."""
@@ -131,14 +103,12 @@ class WorkerProcess:
     async def _exit_error(self) -> Exception:
         """The error that explains why the process closed its socket."""
         until_s = time.monotonic() + EXIT_TIMEOUT_S
-        while not self.has_exited() and time.monotonic() < until_s:
+        while self.running and time.monotonic() < until_s:
             await asyncio.sleep(POLL_S)
-        status = self._process.returncode
-        if status is None:
+        if self.status is None:
             return ChildProcessError("it closed the pool's socket")
-        if status == OUT_OF_MEMORY:
+        if self.status == OUT_OF_MEMORY:
             return MemoryError(f"it needed more than {self._memory_mb} MB")
-        if status == -signal.SIGXCPU:
+        if self.status == -signal.SIGXCPU:
             return TimeoutError("it used up its CPU time")
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        return ChildProcessError(f"its process {how}")
+        return ChildProcessError(f"its process {self.how_it_ended()}")

@@ -6,18 +6,14 @@ START is a `Start` as JSON. Standard input is a socket for calls and replies, on
 code, standard input is empty and standard output goes to standard error.
 
 The process exits with the pool. While it waits for a call, it reads end-of-file from the socket. During a call, the kernel
-sends SIGIO when the other end of the parent-death pipe closes, which kills the process even if the call never returns to
-Python. On systems that don't send SIGIO, the limit on CPU time still applies.
+kills it (see `child`), even if the call never returns to Python. Where no kernel does, the limit on CPU time still applies.
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import resource
-import select
-import signal
 import socket
 import sys
 from contextlib import suppress
@@ -25,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipelinerl.child import take_stdin
 from pipelinerl.environments.pool.messages import OUT_OF_MEMORY, Call, Limits, Reply, Start
 from pipelinerl.environments.user.code import UserFunction, describe, find_function, not_finite, plain
 from pipelinerl.errors import EnvironmentSetupError
@@ -34,9 +31,8 @@ EXTRA_CPU_S = 1
 
 def main(argument: str) -> int:
     start = msgspec.json.decode(argument.encode(), type=Start)
-    connection = _take_connection()
-    if not _exit_with_pool(start.parent_pipe_fd):
-        return 0
+    connection = socket.socket(fileno=take_stdin())
+    os.dup2(2, 1)
     try:
         functions = {name: find_function(spec) for name, spec in start.functions.items()}
     except EnvironmentSetupError as error:
@@ -67,24 +63,6 @@ def answer(call: Call, function: UserFunction, spec: str) -> bytes:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included; only this call fails
         return _encode(Reply(number=call.number, outcome="raised", error=f"{call.name}: {describe(error, spec)}"))
-
-
-def _take_connection() -> socket.socket:
-    connection = socket.socket(fileno=os.dup(0))
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    os.dup2(2, 1)
-    return connection
-
-
-def _exit_with_pool(pipe_fd: int) -> bool:
-    """Have the kernel kill this process group when the parent-death pipe closes. False if it is closed already."""
-    os.set_inheritable(pipe_fd, False)
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(pipe_fd, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(pipe_fd, fcntl.F_SETFL, fcntl.fcntl(pipe_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    return not select.select([pipe_fd], [], [], 0)[0]
 
 
 def _limit_memory(limits: Limits) -> None:

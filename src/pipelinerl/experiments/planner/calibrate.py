@@ -15,20 +15,17 @@ import asyncio
 import datetime
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
-from typing import Self
 
 import msgspec
 import torch
 
+from pipelinerl.child import ChildProcess
 from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
@@ -64,13 +61,13 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         sampled = asyncio.run(produce(generator, folder / "first", seconds=0, rollouts=config.trainer.batch_size)).first
         report("starting the training process" if together else "measuring training")
         with TrainingProcess(config, folder / "first" / "stream", folder, threads.training) as training:
-            training.wait(READY)
+            training.wait_for(READY)
             if not together:
-                training.wait(ENOUGH)
+                training.wait_for(ENOUGH)
                 training_cost = training.result()
             report("measuring generation")
             generation_cost = measure(
-                generator, sampled, folder / "second", lambda: together and not training.has_printed(ENOUGH)
+                generator, sampled, folder / "second", lambda: together and not training.has_said(ENOUGH)
             )
             if together:
                 training_cost = training.result()
@@ -121,76 +118,52 @@ def rollout_overhead_s(production: Production, decode: list[DecodeCost]) -> floa
     return max(0.0, production.wall_s - decoding_s) / production.rollouts
 
 
-class TrainingProcess:
+class TrainingProcess(ChildProcess):
     """Runs `measure_training` in a process. Leaving the context kills the process if it is still running."""
 
     def __init__(self, config: RunConfig, stream: Path, folder: Path, threads: int) -> None:
         path = folder / "config.yaml"
         path.write_text(config_to_yaml(config), encoding="utf-8")
-        self._errors = (folder / "training.log").open("w+", encoding="utf-8")
-        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this package
-            [sys.executable, "-m", "pipelinerl.experiments.planner.measure_training", str(path), str(stream)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**os.environ, **thread_environment(threads)},
-        )
-        self._lines: list[str] = []
-        self._changed = threading.Condition()
-        self._ended = False
+        self._messages = folder / "training.messages"
+        self._messages.touch()
         self._timeout_s = config.launch.startup_timeout_s
-        threading.Thread(target=self._listen, daemon=True).start()
+        arguments = [str(path), str(stream), str(self._messages)]
+        super().__init__(
+            [sys.executable, "-m", "pipelinerl.experiments.planner.measure_training", *arguments],
+            log=folder / "training.log",
+            environment=thread_environment(threads),
+        )
 
-    def has_printed(self, word: str) -> bool:
-        """Whether the process has printed `word`. Raises PipelineRLError if it ended without printing it."""
-        if word not in self._lines and self._ended:
-            self._raise()
-        return word in self._lines
+    def has_said(self, word: str) -> bool:
+        """Whether the process has said `word`. Raises PipelineRLError if it ended without saying it."""
+        ended = not self.running
+        found = word in self._said()
+        if ended and not found:
+            raise self._error()
+        return found
 
-    def wait(self, word: str) -> None:
+    def wait_for(self, word: str) -> None:
         """Wait for `word`. Raises PipelineRLError if the process ends first or exceeds `launch.startup_timeout_s`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: word in self._lines or self._ended, self._timeout_s):
-                raise PipelineRLError(f"the training process did not print {word!r} within {self._timeout_s:.0f} s")
-        self.has_printed(word)
+        if not self.wait_until(lambda: self.has_said(word), self._timeout_s):
+            raise PipelineRLError(f"the training process did not say {word!r} within {self._timeout_s:.0f} s")
 
     def result(self) -> TrainingCost:
         """Stop the process and return what it measured. Raises PipelineRLError."""
-        assert self._process.stdin is not None  # noqa: S101 - a pipe, see above
-        self._process.stdin.close()
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ended, self._timeout_s):
-                raise PipelineRLError(f"the training process did not end within {self._timeout_s:.0f} s")
-        if self._process.wait() != 0 or not self._lines:
-            self._raise()
-        return msgspec.json.decode(self._lines[-1], type=TrainingCost)
+        self.ask_to_stop()
+        if not self.wait(self._timeout_s):
+            raise PipelineRLError(f"the training process did not end within {self._timeout_s:.0f} s")
+        if self.status != 0:
+            raise self._error()
+        return msgspec.json.decode(self._said()[-1], type=TrainingCost)
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None  # noqa: S101 - a pipe, see above
-        for line in self._process.stdout:
-            with self._changed:
-                self._lines.append(line.strip())
-                self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+    def _said(self) -> list[str]:
+        """The complete lines of its messages."""
+        return self._messages.read_text(encoding="utf-8").split("\n")[:-1]
 
-    def _raise(self) -> None:
-        status = self._process.wait()
-        self._errors.seek(0)
-        last = next((line for line in reversed(self._errors.read().splitlines()) if line.strip()), "no output")
-        kind = UserError if status == UserError.exit_status else PipelineRLError
-        raise kind(f"training could not be measured (exit status {status}): {last.removeprefix('error: ')}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        self._errors.close()
+    def _error(self) -> PipelineRLError:
+        last = next((line for line in reversed(self.log_lines()) if line.strip()), "no output")
+        kind = UserError if self.status == UserError.exit_status else PipelineRLError
+        return kind(f"training could not be measured (it {self.how_it_ended()}): {last.removeprefix('error: ')}")
 
 
 def describe_machine(device: str, threads: int) -> Machine:

@@ -1,15 +1,16 @@
 """Measures the cost of an optimizer step, in a separate process, as training is in a run.
 
-    python -m pipelinerl.experiments.planner.measure_training CONFIG.yaml STREAM_DIR
+    python -m pipelinerl.experiments.planner.measure_training CONFIG.yaml STREAM_DIR MESSAGES
 
-The process prepares the groups of a rollout stream, prints `ready`, and trains on them repeatedly. After a few steps of each
-size it prints `enough` and continues, because generation is being measured at the same time. When its stdin closes (also
-because the parent has died), it prints the result as JSON and exits.
+The process prepares the groups of a rollout stream, says `ready`, and trains on them repeatedly. After a few steps of each
+size it says `enough` and continues, because generation is being measured at the same time. At SIGTERM it gives the result as
+JSON and exits. What it says are lines of the file MESSAGES.
 """
 
 from __future__ import annotations
 
 import itertools
+import signal
 import sys
 import threading
 import time
@@ -55,25 +56,30 @@ class PreparedSamples(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    config_path, stream = arguments
-    try:
-        cost = _measure(config_from_yaml(Path(config_path).read_text(encoding="utf-8")), Path(stream))
-    except PipelineRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    _print_line(msgspec.json.encode(cost).decode())
+    config_path, stream, messages = map(Path, arguments)
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    with messages.open("a", buffering=1, encoding="utf-8") as file:
+
+        def say(line: str) -> None:
+            file.write(f"{line}\n")
+
+        try:
+            cost = _measure(config_from_yaml(config_path.read_text(encoding="utf-8")), stream, say, stopping.is_set)
+        except PipelineRLError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_status
+        say(msgspec.json.encode(cost).decode())
     return 0
 
 
-def _measure(config: RunConfig, stream: Path) -> TrainingCost:
+def _measure(config: RunConfig, stream: Path, say: Callable[[str], None], stop: Callable[[], bool]) -> TrainingCost:
     threads = torch.get_num_threads()
-    closed = threading.Event()
-    threading.Thread(target=_wait_for_end_of_input, args=(closed,), daemon=True).start()
     prepared = prepare(config, stream)
     learner = make_learner(config)
     # Give every sample a gradient: otherwise a model that fails at every problem could not be measured.
     weighted = [msgspec.structs.replace(sample, advantage=sample.advantage or 1.0) for sample in prepared.samples]
-    steps = take_steps(config, learner, weighted, closed.is_set)
+    steps = take_steps(config, learner, weighted, say, stop)
     step_s, token_s = fit_steps(steps)
     return TrainingCost(
         threads=threads,
@@ -127,9 +133,13 @@ def used_tokens(config: RunConfig, samples: Sequence[TrainingSample]) -> int:
 
 
 def take_steps(
-    config: RunConfig, learner: Learner, samples: Sequence[TrainingSample], closed: Callable[[], bool]
+    config: RunConfig,
+    learner: Learner,
+    samples: Sequence[TrainingSample],
+    say: Callable[[str], None],
+    stop: Callable[[], bool],
 ) -> list[Step]:
-    """Alternate steps of B and of B / SMALL rollouts, publishing included, until `closed()` and enough steps of each."""
+    """Alternate steps of B and of B / SMALL rollouts, publishing included, until `stop()` and enough steps of each."""
     sender = MemoryChannel().sender
     sizes = (config.trainer.batch_size, max(1, config.trainer.batch_size // SMALL))
     rollouts = itertools.cycle(samples)
@@ -142,10 +152,10 @@ def take_steps(
         steps.append(Step(used_tokens(config, batch), time.perf_counter() - begin_s))
         measured = len(steps) - 2  # the first two warm up
         if number == 1:
-            _print_line(READY)
+            say(READY)
         if measured == 2 * MIN_STEPS:
-            _print_line(ENOUGH)
-        if measured >= 2 * MIN_STEPS and closed():
+            say(ENOUGH)
+        if measured >= 2 * MIN_STEPS and stop():
             break
     return steps[2:]
 
@@ -168,15 +178,6 @@ def fit_steps(steps: Sequence[Step]) -> tuple[float, float]:
     if slope <= 0 or y1 - slope * x1 < 0:
         return 0.0, float(y1 / x1)
     return float(y1 - slope * x1), float(slope)
-
-
-def _wait_for_end_of_input(closed: threading.Event) -> None:
-    sys.stdin.read()
-    closed.set()
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

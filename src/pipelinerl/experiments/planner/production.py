@@ -76,7 +76,7 @@ async def produce(
     """Run an actor that writes its groups and records to `folder`, as to a run directory.
 
     The actor warms up until as many rollouts as there are slots have ended. The measurement then runs for at least
-    `seconds`, until the first `rollouts` rollouts in order of their start have ended, and while `keep_going()`.
+    `seconds` and one rollout, until the first `rollouts` rollouts in order of start have ended, and while `keep_going()`.
     """
     with _actor(generator, folder) as (actor, records):
         try:
@@ -86,8 +86,8 @@ async def produce(
 
             def done() -> bool:
                 active.append(generator.engine.in_progress)
-                enough = time.perf_counter() - begin_s >= seconds and records.first_rollouts >= rollouts
-                return enough and not keep_going()
+                long = time.perf_counter() - begin_s >= seconds and records.rollouts > before
+                return long and records.first_rollouts >= rollouts and not keep_going()
 
             await _until(actor, done)
             wall_s = time.perf_counter() - begin_s

@@ -15,8 +15,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RunInterruptedError, StageDiedError, StalledError
 from pipelinerl.launch.hosts.interrupts import Interrupts, counted_interrupts
@@ -35,7 +37,7 @@ from pipelinerl.launch.hosts.roles import (
     worker_roles,
     worker_stages,
 )
-from pipelinerl.launch.hosts.supervisor import ParentDeathPipe, Worker, stop_all, worker_files
+from pipelinerl.launch.hosts.supervisor import Worker
 from pipelinerl.launch.outcome import Outcome, goal_reached, interruption, last_statuses
 from pipelinerl.launch.run import Broker
 from pipelinerl.launch.run_directory import RunLock
@@ -79,25 +81,23 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | 
     """
     begin_s = time.monotonic()
     board = MmapBoard(session.run.control)
-    channel_fd = make_channel(session.config)
-    death_pipe, servers_death_pipe = ParentDeathPipe(), ParentDeathPipe()
     processes = Processes(broker)
     error: PipelineRLError | None = None
-    with counted_interrupts() as interrupts:
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(counted_interrupts())
         try:
-            _start_servers(session, processes, [servers_death_pipe.read_fd, lock.fd])
-            # The workers hold the servers' pipe open too: if the launcher is killed, servers end after the last worker.
-            _start_workers(session, processes, channel_fd, [death_pipe.read_fd, lock.fd, servers_death_pipe.write_fd])
+            channel_fd = make_channel(session.config)
+            stack.callback(os.close, channel_fd)
+            _start(session, processes, channel_fd, lock.fd)
             error = _watch(session.config, board, processes, view=view, interrupts=interrupts, begin_s=begin_s)
+        except PipelineRLError as raised:
+            error = raised
         finally:
             error = _stop(session, processes.workers, view, interrupts, error)
-            servers_death_pipe.close_write_end()
-            _stop_servers(processes.servers, interrupts)
+            asked = interrupts.count
+            stop_all(processes.servers, SERVER_PATIENCE_S, lambda: interrupts.count > asked)
             for worker in processes.workers:
                 remove_weights_of(worker.pid)
-            os.close(channel_fd)
-            death_pipe.close()
-            servers_death_pipe.close()
     statuses = last_statuses(board)
     view.update(statuses, time.monotonic())
     in_streams: dict[int, int] = {}
@@ -116,25 +116,22 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | 
     )
 
 
-def _start_servers(session: Session, processes: Processes, fds: Sequence[int]) -> None:
-    """`fds` are inherited; the first is the read end of the servers' parent-death pipe."""
-    threads = plan_threads(session.config, session.schedule, usable_cores())
-    for role in server_roles(session.config):
-        processes.servers.append(_worker(session, role, threads.generation, -1, fds))
-
-
-def _start_workers(session: Session, processes: Processes, channel_fd: int, fds: Sequence[int]) -> None:
-    config = session.config
-    cores = usable_cores()
-    counts = {TRAINING: plan_threads(config, session.schedule, cores).training, PREPROCESSING: PREPROCESSING_THREADS}
+def _start(session: Session, processes: Processes, channel_fd: int, lock_fd: int) -> None:
+    """Start the servers, then the workers."""
+    config, cores = session.config, usable_cores()
+    threads = plan_threads(config, session.schedule, cores)
+    for role in server_roles(config):
+        processes.servers.append(_worker(session, role, threads.generation, -1, [lock_fd]))
+    # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
+    fds = [lock_fd, channel_fd, *(server.parent_fd for server in processes.servers)]
+    counts = {TRAINING: threads.training, PREPROCESSING: PREPROCESSING_THREADS}
     for role in worker_roles(config):
         count = counts.get(role, generation_threads(config, session.schedule, cores))
-        processes.workers.append(_worker(session, role, count, channel_fd, [*fds, channel_fd]))
+        processes.workers.append(_worker(session, role, count, channel_fd, fds))
 
 
 def _worker(session: Session, role: str, threads: int, channel_fd: int, fds: Sequence[int]) -> Worker:
-    arguments = [str(session.run.root), str(channel_fd), str(fds[0]), str(session.records_from_s)]
-    return Worker(role, arguments, thread_environment(threads), fds, worker_files(session.run, role))
+    return Worker(session.run, role, [str(channel_fd), str(session.records_from_s)], thread_environment(threads), fds)
 
 
 def _watch(
@@ -183,7 +180,7 @@ def _stop(
     if isinstance(error, StalledError):
         for worker in workers:
             worker.dump_stacks()
-        logs = ", ".join(str(worker.files.log) for worker in workers)
+        logs = ", ".join(str(worker.log) for worker in workers)
         error = StalledError(f"{error}\nstacks of all threads are in {logs}")
         patience_s = min(patience_s, session.config.launch.watchdog_s)  # a hung process will not stop cleanly either
         hung = [worker for worker in workers if worker.role in generation_roles(session.config)]
@@ -203,14 +200,6 @@ def _stop(
         roles = " and ".join(worker.role for worker in killed)
         return RunInterruptedError(f"ended at once: {roles} had no time to finish; {interruption(session)}")
     return interruption(session)
-
-
-def _stop_servers(servers: Sequence[Worker], interrupts: Interrupts) -> None:
-    """Stop the servers, whose parent-death pipe has closed. Kill what is left, with the children of killed servers."""
-    asked = interrupts.count
-    stop_all(servers, SERVER_PATIENCE_S, lambda: interrupts.count > asked)
-    for server in servers:
-        server.kill()
 
 
 def _not_ready(stage: str, status: StageStatus | None) -> str | None:

@@ -1,12 +1,12 @@
 """The entry point of a run's processes.
 
-    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR WEIGHTS_FD DEATH_PIPE_FD RECORDS_FROM_S
+    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR WEIGHTS_FD RECORDS_FROM_S
 
 ROLE is one of `roles.worker_roles` or `roles.server_roles`.
 
 A worker runs its stages until the run is over, it is told to stop, or its launcher has ended. SIGTERM ends it at once while
-it loads, and asks for a clean stop afterwards. It notices the end of the launcher by its parent-death pipe. At the end it
-writes a result or an error report to the run directory.
+it loads, and asks for a clean stop afterwards. Its standard input is the parent-death pipe, by which it notices the end of
+the launcher. At the end it writes a result or an error report to the run directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import closing
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipelinerl.child import take_stdin, when_closed
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.hosts.resources import (
@@ -39,7 +39,7 @@ from pipelinerl.launch.hosts.resources import (
     usable_cores,
 )
 from pipelinerl.launch.hosts.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
-from pipelinerl.launch.hosts.supervisor import ErrorReport, WorkerResult, worker_files
+from pipelinerl.launch.hosts.supervisor import ErrorReport, WorkerResult
 from pipelinerl.launch.outcome import goal_reached
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Session, read_session
@@ -55,15 +55,15 @@ YOUNG_OBJECTS = 50_000
 
 
 def main(arguments: list[str]) -> int:
-    role, run_dir, weights_fd, death_pipe_fd, records_from_s = arguments
+    role, run_dir, weights_fd, records_from_s = arguments
     run = RunDirectory(Path(run_dir))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     for client in ("httpx", "httpx2"):
         logging.getLogger(client).setLevel(logging.WARNING)  # at INFO it logs every request
-    threading.Thread(target=_watch_launcher, args=(int(death_pipe_fd),), daemon=True).start()
-    files = worker_files(run, role)
+    parent_pipe = take_stdin()
+    when_closed(parent_pipe, lambda: os.kill(os.getpid(), signal.SIGTERM), ORPHAN_PATIENCE_S)
     try:
         session = read_session(run, float(records_from_s))
         if role == TRAINING:
@@ -71,17 +71,17 @@ def main(arguments: list[str]) -> int:
         elif role == PREPROCESSING:
             _preprocessing(session)
         elif role in server_roles(session.config):
-            _server(session, role, int(death_pipe_fd))
+            _server(session, role, parent_pipe)
         else:
             _generation(session, int(weights_fd), generation_roles(session.config).index(role))
     except PipelineRLError as error:
-        _write_error_report(files.error_report, type(error).__name__, str(error))
+        _write_error_report(run.error_report(role), type(error).__name__, str(error))
         return error.exit_status
     except Exception as error:  # noqa: BLE001 - the launcher reports whatever ends this process
-        message = f"the {role} process (pid {os.getpid()}) failed: {type(error).__name__}: {error} (its log: {files.log})"
-        _write_error_report(files.error_report, "StageDiedError", message)
+        message = f"the {role} process (pid {os.getpid()}) failed: {type(error).__name__}: {error} (log: {run.log(role)})"
+        _write_error_report(run.error_report(role), "StageDiedError", message)
         return 1
-    write_atomically(files.result, msgspec.json.encode(WorkerResult(peak_memory_bytes=peak_memory_bytes())))
+    write_atomically(run.result(role), msgspec.json.encode(WorkerResult(peak_memory_bytes=peak_memory_bytes())))
     return 0
 
 
@@ -119,12 +119,12 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
         asyncio.run(generate(generation, stop=_stop_on_sigterm(threading.Event())))
 
 
-def _server(session: Session, role: str, death_pipe_fd: int) -> None:
+def _server(session: Session, role: str, parent_pipe: int) -> None:
     from pipelinerl.launch.stages.servers import become_vllm, serve_engine  # noqa: PLC0415 - as above
 
     _yield_to_the_trainer(session)
     if session.config.engine.kind == "vllm":
-        become_vllm(session, role, death_pipe_fd)
+        become_vllm(session, role, parent_pipe)
     serve_engine(session, role)
 
 
@@ -168,14 +168,6 @@ def _stop_on_sigterm(stopping: threading.Event) -> Callable[[], bool]:
     """From now on SIGTERM asks for a clean stop. Before, it ends the process, which has nothing to save yet."""
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     return stopping.is_set
-
-
-def _watch_launcher(death_pipe_fd: int) -> None:
-    """Once the launcher has ended, ask this process to stop; end it after `ORPHAN_PATIENCE_S`."""
-    os.read(death_pipe_fd, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_PATIENCE_S)
-    os._exit(1)
 
 
 def _write_error_report(path: Path, kind: str, message: str) -> None:

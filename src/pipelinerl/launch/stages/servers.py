@@ -58,14 +58,14 @@ def serve_engine(session: Session, role: str) -> None:
     )
 
 
-def become_vllm(session: Session, role: str, death_pipe_fd: int) -> None:
+def become_vllm(session: Session, role: str, parent_pipe: int) -> None:
     """Replace this process with vLLM and its guard process. Does not return. Raises ModelLoadError."""
     from pipelinerl.serving.vllm.start import command_line, environment  # noqa: PLC0415 - as above
 
     settings = _vllm_settings(session)
     port = free_port()
     write_atomically(session.run.ready_file(role), msgspec.json.encode(ReadyFile(f"http://{HOST}:{port}")))
-    os.dup2(death_pipe_fd, 0)  # the guard ends vLLM when its standard input closes
+    os.dup2(parent_pipe, 0)  # the guard watches it there
     command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port)]
     os.execve(sys.executable, command, environment(settings, os.environ))  # noqa: S606 - our own module
 

@@ -22,6 +22,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
+from pipelinerl.child import when_closed
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.serving.server.app import make_apps
@@ -116,21 +117,18 @@ class _Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._request_stop)
         if (fd := self._options.lifeline_fd) is not None:
-            threading.Thread(target=self._watch_lifeline, args=(loop, fd), daemon=True).start()
+            when_closed(fd, lambda: self._stop_without_waiting(loop), 2 * CLOSE_S)
 
     def _request_stop(self) -> None:
         """First call: finish the requests in progress, then stop. Second call: stop now."""
         self._stop_now = self._stop.is_set()
         self._stop.set()
 
-    def _watch_lifeline(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
-        """Wait until the parent process has exited, then stop without waiting for requests."""
-        os.read(fd, 1)
+    def _stop_without_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The parent process has ended. Called in another thread."""
         with contextlib.suppress(RuntimeError):  # the event loop has already ended
             for _ in range(2):
                 loop.call_soon_threadsafe(self._request_stop)
-        time.sleep(2 * CLOSE_S)
-        os._exit(1)
 
     def _begin(self, holder: ServiceHolder, service: Service) -> None:
         # Exclude all loaded objects from garbage collection: they stay, and every full collection would visit them.

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from pipelinerl.child import exit_words
+
 POLL_EVERY_S = 0.2
 TERM_TIMEOUT_S = 10.0
 CLEAN_UP_S = 15.0
@@ -47,7 +49,7 @@ def main(command: Sequence[str]) -> int:
         pass
     code = child.poll()
     if code is not None:
-        log(f"{command[0]} ended with status {code}")
+        log(f"{command[0]} {exit_words(code)}")
     _end_others(child)
     return 0 if code is None else code if code >= 0 else 128 - code
 

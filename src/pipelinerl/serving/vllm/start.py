@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import http.client
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.errors import StageDiedError, StalledError, UserError
 from pipelinerl.ports import free_port
 from pipelinerl.serving.vllm.guard import LOG_PREFIX
@@ -95,8 +93,8 @@ def _visible(device: str, outer: Mapping[str, str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": number if gpus is None else gpus[int(number)]}
 
 
-class VllmProcess:
-    """One server process. The constructor starts it and does not wait until it is healthy."""
+class VllmProcess(ChildProcess):
+    """One server, as its guard process. The constructor starts it and does not wait until it is healthy."""
 
     def __init__(self, settings: VllmSettings, log: Path) -> None:
         """Start the server. Raises UserError if the interpreter does not exist."""
@@ -104,69 +102,39 @@ class VllmProcess:
             raise UserError(
                 f"{settings.python} is not a Python interpreter; scripts/install_vllm_cpu.sh installs one with vLLM"
             )
-        self.log = log
         self._port = free_port()
-        command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, self._port)]
-        with log.open("ab") as output:
-            self._guard = subprocess.Popen(  # noqa: S603 - our own module, the run file's interpreter
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(settings, os.environ),
-                start_new_session=True,
-            )
+        super().__init__(
+            [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, self._port)],
+            log=log,
+            environment=environment(settings, os.environ),
+            watches_parent=True,
+            patience_s=STOP_TIMEOUT_S,
+        )
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self._port}"
 
-    @property
-    def pid(self) -> int:
-        """The guard's process id, which is also the id of the server's process group."""
-        return self._guard.pid
-
     def failure(self) -> str | None:
         """Why the server ended, with the end of its log; None while it runs."""
-        if self._guard.poll() is None:
-            return None
-        return f"the vLLM server at {self.url} ended{self._log_excerpt()}"
+        return None if self.running else f"the vLLM server at {self.url} ended{self._log_excerpt()}"
 
     def wait_until_healthy(self, timeout_s: float = 180.0) -> None:
         """Wait until the server is healthy.
 
         Raises StageDiedError if it exits, StalledError if it does not answer in time, both with the end of its log.
         """
-        deadline_s = time.monotonic() + timeout_s
-        while not _healthy(self._port):
-            if (failure := self.failure()) is not None:
-                raise StageDiedError(failure)
-            if time.monotonic() > deadline_s:
-                raise StalledError(
-                    f"the vLLM server at {self.url} is not ready after {timeout_s:.0f} s{self._log_excerpt()}"
-                )
-            time.sleep(POLL_EVERY_S)
-
-    def ask_to_stop(self) -> None:
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()
-
-    def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
-        """End all its processes; kill them if they do not end in time."""
-        self.ask_to_stop()
-        with suppress(subprocess.TimeoutExpired):
-            self._guard.wait(patience_s)
-        with suppress(ProcessLookupError):  # if the guard itself was killed, other processes may remain
-            os.killpg(self._guard.pid, signal.SIGKILL)
-        self._guard.wait()
+        if self.wait_until(lambda: _healthy(self._port), timeout_s, POLL_EVERY_S):
+            return
+        if (failure := self.failure()) is not None:
+            raise StageDiedError(failure)
+        raise StalledError(f"the vLLM server at {self.url} is not ready after {timeout_s:.0f} s{self._log_excerpt()}")
 
     def _log_excerpt(self) -> str:
-        lines = _end_of(self.log)
-        tail = "\n".join(lines[-LOG_LINES:])
+        lines, excerpt = self.log_lines(), self.log_excerpt(LOG_LINES)
         notes = [line.removeprefix(LOG_PREFIX) for line in lines if line.startswith(LOG_PREFIX)][-1:]
-        notes += [hint for sign, hint in _HINTS.items() if sign in tail]
-        excerpt = f"; the end of its log:\n{tail}\n" if tail else "; its log is empty "
-        return "".join(f" ({note})" for note in notes) + f"{excerpt}(log: {self.log})"
+        notes += [hint for sign, hint in _HINTS.items() if sign in excerpt]
+        return "".join(f" ({note})" for note in notes) + excerpt
 
 
 @contextmanager
@@ -179,10 +147,7 @@ def running_vllm(settings: VllmSettings, logs: Sequence[Path], timeout_s: float 
             server.wait_until_healthy(timeout_s)
         yield servers
     finally:
-        for server in servers:
-            server.ask_to_stop()
-        for server in servers:
-            server.stop()
+        stop_all(servers, STOP_TIMEOUT_S)
 
 
 def _healthy(port: int) -> bool:
@@ -194,13 +159,3 @@ def _healthy(port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _end_of(path: Path) -> list[str]:
-    """The last lines of a log (16 KiB)."""
-    try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - (16 << 10)))
-            return log.read().decode(errors="replace").strip().splitlines()
-    except OSError:
-        return []

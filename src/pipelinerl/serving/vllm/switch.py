@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -31,7 +30,7 @@ RESUME_TRIES = 3
 
 
 class HalfUpdatedError(WeightUpdateError):
-    """The server may hold a mixture of old and new weights. It stays paused and must not be used."""
+    """The server may hold a mixture of old and new weights, or stay paused. It must not be used."""
 
 
 class WeightSwitch:
@@ -89,8 +88,13 @@ class WeightSwitch:
         try:
             await self._post("/pause", params={"mode": "keep", "clear_cache": "false"})
         except ServerError as error:
-            with suppress(ServerError):
+            try:
                 await self._resume()
+            except ServerError as second:
+                raise HalfUpdatedError(
+                    f"engine server {self._http.url} may be paused for good: /pause failed ({worker_error(error.problem)}), "
+                    f"and so did /resume ({worker_error(second.problem)}); restart it"
+                ) from second
             raise self._refusal("did not pause", error) from error
 
     async def _replace(self, update: WeightSource) -> None:

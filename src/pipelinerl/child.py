@@ -1,0 +1,246 @@
+"""Child processes: started in a process group of their own, watched, and ended with all processes that they started.
+
+No child outlives this process. Each inherits the read end of a pipe whose write end this process holds and never writes
+to: the parent-death pipe. It closes when this process exits or crashes. Then either the kernel kills the child's process
+group, or the child, which watches the pipe, ends by itself.
+
+Errors are plain `OSError`: only the caller can say what the process is to the user.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+HUNG_PATIENCE_S = 5.0
+"""Time to end for a process that may be stuck in user code and has nothing to save."""
+KILL_TIMEOUT_S = 5.0
+"""Time for the kernel to end a killed process."""
+LOG_TAIL_BYTES = 16 << 10
+
+
+class ChildProcess:
+    """A process that leads a session of its own: Ctrl-C in the terminal does not reach it, and its children die with it.
+
+    As a context manager it is stopped at the end. It ends as without a parent when this object is garbage-collected.
+    `asked_to_stop`: `ask_to_stop` was called while it ran.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        fds: Sequence[int] = (),
+        watches_parent: bool = False,
+        patience_s: float = 0.0,
+    ) -> None:
+        """Start it. Raises OSError if that fails.
+
+        log              its output is appended to this file; None: its output is this process's
+        environment      variables that it has in addition to those of this process
+        stdin, fds       files that it inherits; those in `fds` keep their numbers
+        watches_parent   its standard input is the parent-death pipe, which it watches. Otherwise the kernel kills its
+                         process group when the pipe closes (on Linux; other kernels can't)
+        patience_s       how long `stop` gives it to end by itself
+        """
+        self.log = log
+        self.asked_to_stop = False
+        self._patience_s = patience_s
+        pipe, write_fd = os.pipe()
+        self._parent_pipe = open(write_fd, "wb", buffering=0)  # noqa: SIM115 - closed by `kill`
+        try:
+            with ExitStack() as stack:
+                stack.callback(os.close, pipe)
+                output = None if log is None else stack.enter_context(log.open("ab"))
+                self._process = subprocess.Popen(  # noqa: S603 - our commands, or named in the run file
+                    command,
+                    stdin=pipe if watches_parent else stdin,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **(environment or {})},
+                    pass_fds=fds if watches_parent else (*fds, pipe),
+                    start_new_session=True,
+                )
+                if not watches_parent:
+                    _have_group_killed_at_end_of(pipe, self.pid)
+        except OSError:
+            self._parent_pipe.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also that of its process group."""
+        return self._process.pid
+
+    @property
+    def parent_fd(self) -> int:
+        """The write end of its parent-death pipe. Processes that inherit it are its parents too: the last one counts."""
+        return self._parent_pipe.fileno()
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, or minus the number of the signal that ended it; None while it runs."""
+        return self._process.poll()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, not to its group, if it runs."""
+        self._process.send_signal(number)
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the process if it runs."""
+        if self.running:
+            self.asked_to_stop = True
+            self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill what is left of its process group. Does not wait. Idempotent."""
+        if not self._parent_pipe.closed:
+            self._parent_pipe.close()
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Ask it to stop, and kill it after `patience_s`, or what is left of its process group. Idempotent."""
+        stop_all([self], self._patience_s)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended, for at most `timeout_s`. Returns whether it has."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return not self.running
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float, poll_s: float = 0.05) -> bool:
+        """Wait until `ready()`. Returns False if it is not within `timeout_s`, or when the process has ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            last = not self.running or time.monotonic() > deadline_s
+            if ready():
+                return True
+            if last:
+                return False
+            time.sleep(poll_s)
+
+    def how_it_ended(self) -> str:
+        """For example "ended with status 3" or "was killed by SIGKILL"."""
+        return exit_words(self._process.returncode or 0)
+
+    def log_lines(self) -> list[str]:
+        """The last lines of its log, of 16 KiB; empty if there is no log."""
+        if self.log is None:
+            return []
+        with suppress(OSError), self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace").strip().splitlines()
+        return []
+
+    def log_excerpt(self, count: int = 5) -> str:
+        """The end of an error message: the last lines of the log, and its path."""
+        if not (lines := self.log_lines()[-count:]):
+            return f"; its log, {self.log}, is empty"
+        return "\n".join(["; the end of its log:", *lines, f"(log: {self.log})"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+ChildT = TypeVar("ChildT", bound=ChildProcess)
+
+
+def stop_all(
+    children: Sequence[ChildT],
+    patience_s: float,
+    hurry: Callable[[], bool] = lambda: False,
+    *,
+    hung: Sequence[ChildT] = (),
+) -> list[ChildT]:
+    """Ask all to stop, and kill those that still run after `patience_s` or once `hurry` returns True.
+
+    Those in `hung` have at most `HUNG_PATIENCE_S`. At the end the process groups of all are killed. Returns the children
+    that were killed while they ran.
+    """
+    killed: list[ChildT] = []
+
+    def kill_running(late: Sequence[ChildT]) -> None:
+        for child in late:
+            if child.running:
+                child.kill()
+                killed.append(child)
+        for child in killed:
+            child.wait(KILL_TIMEOUT_S)
+
+    for child in children:
+        child.ask_to_stop()
+    deadline_s, hung_deadline_s = time.monotonic() + patience_s, time.monotonic() + min(patience_s, HUNG_PATIENCE_S)
+    try:
+        while any(child.running for child in children) and time.monotonic() < deadline_s and not hurry():
+            if time.monotonic() > hung_deadline_s:
+                kill_running(hung)
+            time.sleep(0.02)
+    finally:
+        kill_running(children)
+        for child in children:
+            child.kill()
+    return killed
+
+
+def exit_words(status: int) -> str:
+    """What an exit status means; a negative one is minus the number of a signal."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
+
+
+def _have_group_killed_at_end_of(pipe: int, group: int) -> None:
+    """Have the kernel kill a process group when the pipe's write end closes, as long as a process has the read end."""
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -group)
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+# ---- in the child
+
+
+def take_stdin() -> int:
+    """The file of standard input under a new number, which programs started from here do not inherit.
+
+    Standard input is empty from now on: user code must not read what is ours.
+    """
+    fd = os.dup(0)
+    with open(os.devnull, "rb") as empty:
+        os.dup2(empty.fileno(), 0)
+    return fd
+
+
+def when_closed(pipe_fd: int, stop: Callable[[], None], patience_s: float) -> None:
+    """Once the parent-death pipe has closed, call `stop` in a thread, and end this process after `patience_s`."""
+
+    def watch() -> None:
+        os.read(pipe_fd, 1)
+        stop()
+        time.sleep(patience_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
