@@ -286,6 +286,17 @@ def test_a_reward_that_hangs_is_interrupted(hang):
     assert "hang()" in outcome.traceback
 
 
+def test_the_engine_is_not_interrupted_when_a_rollout_calls_it():
+    class Slow(ScriptedEngine):
+        def submit(self, request):
+            time.sleep(0.2)
+            super().submit(request)
+
+    engine = Slow(lambda r: say("hello"), max_length=60)
+    play(single_turn, limits=TimeLimits(5.0, CodeAlarm(0.05)), engine=engine)
+    assert len(engine.requests) == 1
+
+
 def test_a_deadline_within_a_task_group_is_still_a_timeout():
     async def child():
         time.sleep(60)

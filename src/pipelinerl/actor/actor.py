@@ -104,7 +104,7 @@ class Actor:
         self._idle_s = idle_s
         self._idle_iterations = 0
         gives_up = config.max_failure_fraction < 1
-        self._alarm = CodeAlarm(config.code_timeout_s, stays=True, gives_up=gives_up, on_slow=self._publish_slow)
+        self._alarm = CodeAlarm(config.code_timeout_s, gives_up=gives_up, on_slow=self._publish_slow)
         self._limits = TimeLimits(config.rollout_timeout_s, self._alarm)
         self._sampling = SamplingParams(
             max_tokens=config.max_tokens,
@@ -324,7 +324,6 @@ class Actor:
         await let_rollouts_run()  # they cancel their requests
         await self._client.step()  # the engine ends these requests
         self._hand_over()
-        self._alarm.release()
         self._engine_status.report("done", "", self._engine_progress, now=True)
         self._actor_status.report("done", "", self._actor_progress, now=True)
 

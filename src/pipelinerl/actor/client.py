@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipelinerl.actor.deadline import own_code
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import Engine, StepOutput, Tokenizer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
@@ -109,14 +110,17 @@ class EngineClient:
     def _submit(self, request: GenerationRequest, tokens: asyncio.Queue[TokenEvent | None] | None) -> _Open:
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request an id of its own")
-        self._engine.submit(request)
-        opened = _Open(asyncio.get_running_loop().create_future(), tokens)
-        self._open[request.id] = opened
+        with own_code():
+            self._engine.submit(request)
+            opened = _Open(asyncio.get_running_loop().create_future(), tokens)
+            self._open[request.id] = opened
         return opened
 
     def _cancel(self, request_id: str) -> None:
-        if self._open.pop(request_id, None) is not None:
-            self._engine.cancel(request_id)
+        if request_id in self._open:
+            with own_code():
+                del self._open[request_id]
+                self._engine.cancel(request_id)
 
 
 class Produced(NamedTuple):

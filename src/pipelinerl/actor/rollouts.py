@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 
@@ -60,7 +60,7 @@ async def attempt(
 
     timer = asyncio.get_running_loop().call_later(limits.rollout_s, expire)
     try:
-        outcome = await _run_rollout(environment, problem, client, deadline, task)
+        outcome = await _run_rollout(environment, problem, client, deadline)
     except asyncio.CancelledError as error:
         if not expired:
             raise
@@ -93,21 +93,18 @@ def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tup
 
 
 async def _run_rollout(
-    environment: Environment,
-    problem: Problem,
-    client: RolloutClient,
-    deadline: CodeDeadline,
-    task: asyncio.Task[Any] | None,
+    environment: Environment, problem: Problem, client: RolloutClient, deadline: CodeDeadline
 ) -> Rollout | Failure:
     async def play() -> Rollout:  # puts a `rollout` that is not `async def` under the deadline, too
         return await environment.rollout(problem, client)
 
     try:
-        returned = await deadline.run(play(), task)
+        returned = await deadline.run(play())
         return check_rollout(returned, client.produced())
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except asyncio.CancelledError as error:
+        task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
         return Failure("raised", "the environment awaited something that was cancelled", _format(error))
