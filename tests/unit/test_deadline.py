@@ -226,8 +226,9 @@ def test_tasks_that_the_code_leaves_behind_are_cancelled():
     assert left[1:] == ["cancelled"]
 
 
+@pytest.mark.parametrize("uncancels", [False, True])
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "only cancelled by asyncio.run"])
-def test_code_that_refuses_to_be_cancelled_is_closed_in_the_end(ended, monkeypatch):
+def test_code_that_refuses_to_be_cancelled_is_closed_in_the_end(ended, uncancels, monkeypatch):
     """asyncio.run would wait for it for ever."""
     monkeypatch.setattr(deadline, "GRACE_S", 0.02)
     cancellations = []
@@ -238,6 +239,8 @@ def test_code_that_refuses_to_be_cancelled_is_closed_in_the_end(ended, monkeypat
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
                 cancellations.append(True)
+                if uncancels:
+                    asyncio.current_task().uncancel()
 
     async def supervisor():
         guard = CodeDeadline(CodeAlarm(SHORT_S))

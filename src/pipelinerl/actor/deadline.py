@@ -120,8 +120,8 @@ class CodeAlarm:
         """Code inside is user code, with `deadline`. Tasks that it creates in `loop` belong to the deadline."""
         token = IN_ROLLOUT.set(deadline)
         self._open += 1
-        self._install(loop)
         try:
+            self._install(loop)
             yield
         finally:
             self._open -= 1
@@ -206,7 +206,7 @@ class CodeDeadline:
     def __init__(self, alarm: CodeAlarm) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
         self._alarm = alarm
-        self._closing = False
+        self._ended = self._closing = False
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await `coroutine` in the current task.
@@ -224,7 +224,8 @@ class CodeDeadline:
             self.end()
 
     def end(self) -> None:
-        """Cancel the coroutine and its tasks."""
+        """Cancel the coroutine and its tasks. Those that have not ended `GRACE_S` later are closed and not resumed again."""
+        self._ended = True
         for task in tuple(self.tasks):
             task.cancel()
 
@@ -263,10 +264,10 @@ class CodeDeadline:
                 step, argument = coroutine.throw, error
 
     def _close_if_refused(self) -> None:
-        """Close code that has neither ended after its cancellation nor been uncancelled.
+        """Close code that has not ended after its cancellation, unless the deadline goes on and the code was uncancelled.
 
         Otherwise code that ignores cancellation would live as long as the event loop and keep it from closing.
         """
-        if any(task.cancelling() for task in self.tasks):
+        if self._ended or any(task.cancelling() for task in self.tasks):
             self._closing = True
             self.end()
