@@ -22,7 +22,11 @@ from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission, make_record
 from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import Failure, FailureLog, TimeLimits, attempt, check_rollout
+from pipelinerl.actor.evaluation import Evaluations
+from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.probe import WeightProbe
+from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, TimeLimits, attempt, check_rollout
+from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
 from pipelinerl.interfaces import Verdict, WeightUpdate
@@ -286,6 +290,17 @@ def test_a_reward_that_hangs_is_interrupted(hang):
     assert "hang()" in outcome.traceback
 
 
+def test_the_engine_is_not_interrupted_when_a_rollout_calls_it():
+    class Slow(ScriptedEngine):
+        def submit(self, request):
+            time.sleep(0.2)
+            super().submit(request)
+
+    engine = Slow(lambda r: say("hello"), max_length=60)
+    play(single_turn, limits=TimeLimits(5.0, CodeAlarm(0.05)), engine=engine)
+    assert len(engine.requests) == 1
+
+
 def test_a_deadline_within_a_task_group_is_still_a_timeout():
     async def child():
         time.sleep(60)
@@ -507,9 +522,12 @@ class Harness:
         version=0,
         in_stream=0,
         settled_before=0,
+        evaluation=None,
+        until=100,
+        reached=0,
         **config,
     ):
-        """`groups`: how many there are; after these, admission says no."""
+        """`groups`: how many there are; after these, admission says no. `until`, `reached`: of `Evaluations`."""
         self.engine = ScriptedEngine(script, slots=slots, version=version)
         self.board, self.receiver, self.records = MemoryBoard(), Receiver(), []
         self.writer, self.reader = memory_stream(capacity=capacity, when_full=when_full, on_drop=self.dropped)
@@ -519,25 +537,35 @@ class Harness:
             Path(self.folder.name) / "admission", Limited(schedule or PipelineSchedule(batch_size=4), groups, k), self.board
         )
         self.admission.open()
-        self.actor = Actor(
-            environment=environment or Task(),
-            engine=self.engine,
-            tokenizer=TOKENIZER,
-            admission=self.admission,
-            writer=self.writer,
-            receiver=self.receiver,
-            board=self.board,
-            records=self,
-            config=ActorConfig(**{"group_size": k, "max_tokens": 20, **config}),
-            seed=5,
-            slots=slots,
-            stop_token_ids=[STOP],
-            clock=Clock(),
-            idle_s=0.0,
+        config = ActorConfig(**{"group_size": k, "max_tokens": 20, **config})
+        context = RolloutContext.of(
+            config, environment or Task(), self.engine, TOKENIZER, seed=5, slots=slots, stop_token_ids=[STOP]
         )
+        self.groups = GroupRunner(context, config)
+        self.evaluated = []
+        self.evaluations = Evaluations(
+            context, evaluation or EvaluationConfig(), on_done=self.evaluated.append, until=until, reached=reached
+        )
+        probe = WeightProbe(self.groups.context.client, self.board, "engine")
+        self.actor = Actor(
+            groups=self.groups,
+            admission=self.admission,
+            writer=self,
+            receiver=self.receiver,
+            probe=probe,
+            evaluations=self.evaluations,
+            status=GenerationStatus(self.board, self.groups, self.evaluations, probe, clock=Clock()),
+        )
+        self.actor.idle_s = 0.0
 
     def dropped(self, group):
         self.actor.stream_dropped(len(group.rollouts))
+
+    def try_write(self, item, encoded=None):
+        return self.writer.try_write(item, encoded)
+
+    def stats(self):
+        return self.writer.stats()
 
     def write(self, record):
         self.records.append(record)
@@ -554,7 +582,7 @@ class Harness:
     async def iterate(self, times):
         for _ in range(times):
             await self.actor.iterate()
-            progress = self.actor._actor_progress()
+            progress = self.groups.progress()
             dropped = sum(progress.rollouts_dropped.values())
             assert progress.rollouts_started == progress.rollouts_handed_over + dropped + progress.rollouts_in_progress
 
@@ -736,7 +764,7 @@ def test_a_full_stream_holds_groups_back_and_starts_no_more():
 
 def test_a_ring_stream_counts_what_it_drops():
     harness = run(Harness(k=2, slots=2, capacity=2, when_full="drop_oldest"), 60)
-    progress = harness.actor._actor_progress()
+    progress = harness.groups.progress()
     assert progress.rollouts_dropped["stream_full"] == 2 * harness.writer.stats().dropped > 0
     assert progress.rollouts_handed_over == 4
     assert harness.admission.read().rollouts == 4
@@ -795,7 +823,7 @@ def test_what_was_sampled_for_a_dropped_rollout_is_counted_with_the_reason():
         return Rollout(turns=(Turn(prompt_ids=(1,), completion=first),), reward=1)
 
     harness = run(Harness(Task(play), script=lambda r: say("four"), groups=3), 40)
-    assert harness.actor._actor_progress().dropped_tokens == {"raised": 3 * 5}
+    assert harness.groups.progress().dropped_tokens == {"raised": 3 * 5}
 
     harness = Harness(script=lambda r: say("x" * 900), groups=1, max_tokens=900, rollout_timeout_s=0.1)
 
@@ -805,8 +833,8 @@ def test_what_was_sampled_for_a_dropped_rollout_is_counted_with_the_reason():
             await asyncio.sleep(0.001)
 
     asyncio.run(main())
-    assert harness.actor._actor_progress().rollouts_dropped == {"timeout": 2}
-    sampled = harness.actor._actor_progress().dropped_tokens["timeout"]
+    assert harness.groups.progress().rollouts_dropped == {"timeout": 2}
+    sampled = harness.groups.progress().dropped_tokens["timeout"]
     assert 0 < sampled <= sum(harness.engine.batch_sizes)
 
 
@@ -823,11 +851,11 @@ def test_lengths_by_order_of_start_wait_for_the_oldest_group():
     async def main():
         await harness.iterate(8)
         assert {group.index for group in harness.read()} == {1, 2, 3}
-        assert harness.actor._actor_progress().started_length_mean is None
+        assert harness.groups.progress().started_length_mean is None
         await harness.iterate(20)
 
     asyncio.run(main())
-    progress = harness.actor._actor_progress()
+    progress = harness.groups.progress()
     assert (progress.started_length_mean, progress.started_lengths) == ((15 + 3 + 4 + 5) / 4, 8)
 
 
@@ -904,7 +932,7 @@ def test_finish_cancels_and_keeps_the_count():
 
     async def main():
         await harness.iterate(5)
-        await harness.actor.finish()
+        await harness.actor.stop()
 
     asyncio.run(main())
     progress = harness.progress()
@@ -971,11 +999,11 @@ def test_evaluation_answers_every_held_out_problem_once():
         return msgspec.structs.replace(rollout, reward=problem.payload["n"] % 2)
 
     def evaluated(version):
-        harness = Harness(Task(code), version=version)
-        lines = []
-        sink = type("Sink", (), {"write": staticmethod(lines.append)})
-        result = asyncio.run(harness.actor.evaluate("before", EvaluationConfig(problems=10, temperature=0.0), sink))
-        assert list(result.problems) == lines
+        config = EvaluationConfig(problems=10, temperature=0.0)
+        harness = Harness(Task(code), version=version, evaluation=config)
+        asyncio.run(harness.actor.evaluate("before"))
+        (result,) = harness.evaluated
+        assert (result.name, result.when, result.version) == ("before", "before", version)
         return harness, result
 
     harness, result = evaluated(version=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from pipelinerl.actor import deadline
-from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, deadlines_work
+from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, deadlines_work, own_code
 
 SHORT_S = 0.03
 ENOUGH_S = 0.5
@@ -77,20 +78,22 @@ def test_except_exception_does_not_swallow_it():
         run(code())
 
 
-def test_code_that_swallows_everything_gets_it_again(monkeypatch):
-    monkeypatch.setattr(deadline, "REPEAT_S", 0.01)
+def test_code_that_swallows_everything_gets_it_again():
+    caught = []
 
-    async def code():
-        caught = 0
-        while caught < 3:
+    def code():
+        while len(caught) < 3:
             try:
                 spin()
             except BaseException:  # noqa: BLE001 - what users write
-                caught += 1
+                caught.append(True)
         spin()
 
+    alarm = CodeAlarm(SHORT_S)
     with pytest.raises(CodeDeadlineError):
-        run(code())
+        alarm.call(code)
+    assert len(caught) == 3
+    assert alarm.interruptions == 1
 
 
 def test_waiting_is_not_computing():
@@ -109,6 +112,46 @@ def test_the_deadline_is_for_each_stretch_of_code():
         return "done"
 
     assert run(code(), ENOUGH_S) == "done"
+
+
+def test_rollouts_that_run_one_after_another_have_a_deadline_each():
+    """They finish in the same pass of the event loop."""
+
+    async def code():
+        await asyncio.sleep(0)
+        time.sleep(0.6 * ENOUGH_S)
+        return "done"
+
+    async def main():
+        alarm = CodeAlarm(ENOUGH_S)
+        return await asyncio.gather(*(CodeDeadline(alarm).run(code()) for _ in range(3)))
+
+    assert asyncio.run(main()) == ["done"] * 3
+
+
+def test_code_that_waits_is_not_interrupted_for_what_blocks_the_thread_meanwhile():
+    async def main():
+        waiting = asyncio.get_running_loop().create_future()
+        rollout = asyncio.create_task(CodeDeadline(CodeAlarm(SHORT_S)).run(asyncio.wait_for(waiting, 60)))
+        await asyncio.sleep(0)
+        time.sleep(4 * SHORT_S)
+        waiting.set_result("done")
+        return await rollout
+
+    assert asyncio.run(main()) == "done"
+
+
+def test_our_own_code_runs_to_its_end_when_a_rollout_calls_it():
+    done = []
+
+    async def code():
+        with own_code():
+            time.sleep(4 * SHORT_S)
+            done.append(True)
+
+    with contextlib.suppress(CodeDeadlineError):  # after `own_code` the rollout may be interrupted
+        run(code())
+    assert done
 
 
 def test_cleanup_after_the_deadline_may_await():
@@ -183,8 +226,9 @@ def test_tasks_that_the_code_leaves_behind_are_cancelled():
     assert left[1:] == ["cancelled"]
 
 
+@pytest.mark.parametrize("uncancels", [False, True])
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "only cancelled by asyncio.run"])
-def test_code_that_refuses_to_be_cancelled_is_closed_in_the_end(ended, monkeypatch):
+def test_code_that_refuses_to_be_cancelled_is_closed_in_the_end(ended, uncancels, monkeypatch):
     """asyncio.run would wait for it for ever."""
     monkeypatch.setattr(deadline, "GRACE_S", 0.02)
     cancellations = []
@@ -195,6 +239,8 @@ def test_code_that_refuses_to_be_cancelled_is_closed_in_the_end(ended, monkeypat
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
                 cancellations.append(True)
+                if uncancels:
+                    asyncio.current_task().uncancel()
 
     async def supervisor():
         guard = CodeDeadline(CodeAlarm(SHORT_S))
@@ -279,33 +325,62 @@ def test_outside_the_main_thread_it_runs_without_and_says_so():
     assert deadlines_work()
 
 
-def test_an_alarm_that_stays_keeps_its_handler_until_it_is_released() -> None:
-    before = signal.getsignal(signal.SIGALRM)
-    alarm = CodeAlarm(SHORT_S, stays=True)
-    for _ in range(2):
+def test_handler_and_timer_stay_while_a_rollout_is_open():
+    before, timer_before = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 0)
+    seen = []
+
+    async def code():
+        for _ in range(2):
+            await asyncio.sleep(0.01)
+            seen.append((signal.getsignal(signal.SIGALRM) is not before, signal.getitimer(signal.ITIMER_REAL)[1]))
+            signal.alarm(0)  # the next rollout starts the timer again
+
+    async def main():
+        alarm = CodeAlarm(4.0)
+        await asyncio.gather(CodeDeadline(alarm).run(code()), CodeDeadline(alarm).run(asyncio.sleep(0.1)))
         with pytest.raises(CodeDeadlineError):
-            alarm.call(spin)
-        assert signal.getsignal(signal.SIGALRM) is not before
-    alarm.release()
-    assert signal.getsignal(signal.SIGALRM) is before
+            CodeAlarm(SHORT_S).call(spin)
 
-
-def test_between_calls_the_timer_of_an_alarm_that_stays_runs_on_unheard() -> None:
-    """Two system calls less for every stretch of a rollout's code. Whoever else sets the timer has it restored, as ever."""
-    outer = signal.setitimer(signal.ITIMER_REAL, 0)  # the test runner's
-    alarm = CodeAlarm(0.1, stays=True)
     try:
-        alarm.call(lambda: None)
-        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
-        time.sleep(0.3)  # it rings, and nobody is interrupted
-        for seconds, late in ((0.1, alarm), (0.05, CodeAlarm(0.05)), (0.1, alarm)):
-            with pytest.raises(CodeDeadlineError, match=f"ran for {seconds:g} s"):
-                late.call(lambda: time.sleep(10))
-        alarm.release()
+        asyncio.run(main())
+        assert seen == [(True, deadline.TICK_S), (True, 0.0)]
+        assert signal.getsignal(signal.SIGALRM) is before
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     finally:
-        alarm.release()
-        signal.setitimer(signal.ITIMER_REAL, *outer)
+        signal.setitimer(signal.ITIMER_REAL, *timer_before)
+
+
+def test_code_that_stops_the_timer_is_interrupted_in_the_next_rollout():
+    async def stops():
+        signal.alarm(0)
+        await asyncio.sleep(0.2)
+
+    async def spins():
+        await asyncio.sleep(0)
+        spin()
+
+    async def main():
+        alarm = CodeAlarm(SHORT_S)
+        first = asyncio.create_task(CodeDeadline(alarm).run(stops()))
+        await asyncio.sleep(0)
+        with pytest.raises(CodeDeadlineError):
+            await CodeDeadline(alarm).run(spins())
+        await first
+
+    asyncio.run(main())
+
+
+def test_the_timer_of_others_goes_off_while_a_rollout_is_open():
+    rang = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(True))
+    timer_before = signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        run(asyncio.sleep(0.4), ENOUGH_S)
+        assert signal.getitimer(signal.ITIMER_REAL)[1] == 0.05
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer_before)
+        signal.signal(signal.SIGALRM, before)
+    assert rang
 
 
 CODE = """
@@ -320,7 +395,6 @@ def helper():
 
 def test_code_that_holds_the_thread_is_named_while_it_runs_and_when_it_is_interrupted(monkeypatch):
     monkeypatch.setattr(deadline, "SLOW_S", 0.05)
-    monkeypatch.setattr(deadline, "REPEAT_S", 0.02)
     told = []
     alarm = CodeAlarm(0.3, on_slow=told.append)
 

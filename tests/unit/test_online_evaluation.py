@@ -8,26 +8,25 @@ import logging
 import msgspec
 import pytest
 
-from pipelinerl.actor.evaluation import Evaluation, EvaluationPass, OnlineEvaluation
+from pipelinerl.actor.evaluation import Evaluation
 from pipelinerl.config.schema import EvaluationConfig
-from pipelinerl.types import Problem, VersionSpan
+from pipelinerl.types import VersionSpan
 
 from .test_actor import Harness, Task, single_turn
 
 
 class Watched:
-    """A harness whose actor evaluates online; `done` are the versions and results of evaluations that ended."""
+    """A harness whose actor evaluates online."""
 
-    def __init__(self, environment=None, *, every=2, until=100, reached=0, share=0.25, problems=6, slots=8, **options):
-        self.harness = Harness(environment, slots=slots, **options)
-        self.done: list[tuple[int, Evaluation]] = []
+    def __init__(self, environment=None, *, every=2, share=0.25, slots=8, **options):
+        evaluation = EvaluationConfig(problems=6, every=every, share=share)
+        self.harness = Harness(environment, slots=slots, evaluation=evaluation, **options)
+        self.evaluations = self.harness.evaluations
         self.most = 0
-        self.harness.actor.evaluate_online(
-            EvaluationConfig(problems=problems, every=every, share=share),
-            until=until,
-            reached=reached,
-            on_done=lambda version, evaluation: self.done.append((version, evaluation)),
-        )
+
+    @property
+    def done(self) -> list[Evaluation]:
+        return self.harness.evaluated
 
     def at(self, version: int) -> None:
         self.harness.engine.version = version
@@ -35,7 +34,7 @@ class Watched:
     async def iterate(self, times: int) -> None:
         for _ in range(times):
             await self.harness.iterate(1)
-            self.most = max(self.most, len(self.asked()) - self.harness.actor._online.answered)
+            self.most = max(self.most, len(self.asked()) - self.evaluations.answered)
 
     def asked(self) -> list[str]:
         return [request.id for request in self.harness.engine.requests if request.id.startswith("evaluation")]
@@ -49,13 +48,14 @@ def test_it_goes_on_between_rollouts_in_its_share_of_the_slots():
         watched.at(2)
         await watched.iterate(8)
         watched.at(3)
-        assert "evaluates since version 2" in watched.harness.actor._online.status
+        assert "evaluates since version 2" in watched.evaluations.status
         await watched.iterate(60)
         return watched
 
     watched = asyncio.run(main())
-    ((version, evaluation),) = watched.done
-    assert (version, evaluation.reward, evaluation.failed) == (2, 1.0, {})
+    (evaluation,) = watched.done
+    assert (evaluation.name, evaluation.when, evaluation.version) == ("v2", "online", 2)
+    assert (evaluation.reward, evaluation.failed, evaluation.skipped) == (1.0, {}, 0)
     assert [problem.problem_id for problem in evaluation.problems] == [f"h{n}" for n in range(6)]
     assert watched.most == 2
     assert evaluation.tokens_by_version.keys() == {2, 3}
@@ -97,8 +97,6 @@ def test_due_at_every_multiple_that_is_passed_and_never_two_at_once(caplog):
         await watched.iterate(1)
         watched.at(23)
         await watched.iterate(30)
-        assert watched.harness.actor.take_skipped() == 1
-        assert watched.harness.actor.take_skipped() == 0
         watched.at(26)
         await watched.iterate(30)
         watched.at(40)
@@ -106,7 +104,7 @@ def test_due_at_every_multiple_that_is_passed_and_never_two_at_once(caplog):
         return watched
 
     watched = asyncio.run(main())
-    assert [version for version, _ in watched.done] == [11, 26]
+    assert [(evaluation.version, evaluation.skipped) for evaluation in watched.done] == [(11, 1), (26, 0)]
     assert "the evaluation due at version 23 is skipped: evaluates since version 11: 0 of 6" in caplog.text
     assert watched.harness.progress().evaluations == {"v26": 1.0}
 
@@ -125,7 +123,7 @@ def test_one_that_fails_costs_its_problem_and_no_rollout():
         return watched
 
     watched = asyncio.run(main())
-    ((_, evaluation),) = watched.done
+    (evaluation,) = watched.done
     assert evaluation.failed == {"raised": 1}
     assert evaluation.reward == pytest.approx(5 / 6)
     assert [problem.metrics for problem in evaluation.problems[:2]] == [{"even": 1.0}, {}]
@@ -139,17 +137,18 @@ def test_training_does_not_wait_for_one_at_its_end(caplog):
         watched = Watched(groups=2)
         watched.at(4)
         await watched.iterate(3)
-        await watched.harness.actor.finish()
-        await watched.harness.actor.finish()
+        await watched.harness.actor.stop()
+        assert watched.done == []
+        assert watched.harness.engine.in_progress == 0
+        assert sorted(watched.asked()) == sorted(
+            request for request in watched.harness.engine.cancelled if request.startswith("evaluation")
+        )
+        await watched.harness.actor.stop()
+        await watched.harness.actor.evaluate("after")
         return watched
 
     watched = asyncio.run(main())
-    assert watched.done == []
-    assert watched.harness.actor.take_skipped() == 1
-    assert sorted(watched.asked()) == sorted(
-        request for request in watched.harness.engine.cancelled if request.startswith("evaluation")
-    )
-    assert watched.harness.engine.in_progress == 0
+    assert [(evaluation.name, evaluation.skipped) for evaluation in watched.done] == [("after", 1)]
     assert "cancelled because training is over" in caplog.text
 
 
@@ -161,39 +160,26 @@ def test_an_environment_without_held_out_problems_evaluates_nothing():
     watched = Watched(Nothing(), groups=1)
     watched.at(8)
     asyncio.run(watched.harness.iterate(10))
-    assert (watched.asked(), watched.done, watched.harness.actor.take_skipped()) == ([], [], 0)
+    assert (watched.asked(), watched.done) == ([], [])
 
 
 def test_one_that_ends_with_training_is_not_given_up():
     async def main():
-        harness = Harness(slots=4, groups=0)
-        done = []
-
-        def begin(version):
-            return EvaluationPass(
-                Task(),
-                [Problem(id="h0", payload={})],
-                client=harness.actor._client,
-                tokenizer=harness.actor._tokenizer,
-                sampling=harness.actor._sampling,
-                limits=harness.actor._limits,
-                name=f"evaluation-v{version}",
-            )
-
-        online = OnlineEvaluation(
-            begin, every=1, until=9, slots=1, reached=0, on_done=lambda version, _evaluation: done.append(version)
-        )
-        assert online.advance(3)
+        watched = Watched(groups=0, every=1, share=1.0)
+        evaluations = watched.evaluations
+        assert evaluations.advance(3)
         for _ in range(20):
-            await harness.iterate(1)
-        online.end()
-        assert (done, online.skipped, online.answered, online.running) == ([3], 0, 1, 0)
+            await asyncio.sleep(0)
+            await watched.harness.groups.context.client.step()
+        evaluations.end()
+        assert [(evaluation.version, evaluation.skipped) for evaluation in watched.done] == [(3, 0)]
+        assert (evaluations.answered, evaluations.running) == (6, 0)
 
     asyncio.run(main())
 
 
 def test_tokens_are_counted_by_the_weights_that_sampled_them():
-    evaluation = Evaluation.of([])
+    evaluation = Evaluation(name="v2", when="online", version=2, problems=())
     assert (evaluation.reward, evaluation.tokens_by_version) == (None, {})
     watched = Watched(groups=0, share=1.0)
 
@@ -203,6 +189,6 @@ def test_tokens_are_counted_by_the_weights_that_sampled_them():
             await watched.iterate(1)
 
     asyncio.run(main())
-    first = watched.done[0][1]
+    first = watched.done[0]
     assert first.problems[0].weight_versions == tuple(VersionSpan(2 + i, i, i + 1) for i in range(6))
     assert first.tokens_by_version == dict.fromkeys(range(2, 8), 6)

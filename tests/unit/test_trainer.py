@@ -24,7 +24,7 @@ from pipelinerl.preprocess import PreparingReader, Preprocessor, pack
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.memory import memory_stream
-from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
+from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
 from pipelinerl.trainer.records import TrainedRecord
 from pipelinerl.types import (
     ActorProgress,
@@ -124,9 +124,11 @@ class Setup:
             self.queue,
             schedule or PipelineSchedule(self.config.batch_size),
             self.channel.sender,
-            board=self.board,
-            sink=make_sink(run_dir),
-            trained_log=JsonLines(run_dir / "rollouts" / "trained.jsonl"),
+            output=TrainerOutput(
+                board=self.board,
+                sink=make_sink(run_dir),
+                trained_log=JsonLines(run_dir / "rollouts" / "trained.jsonl"),
+            ),
             checkpoints=CheckpointPlan(
                 directory=run_dir / "checkpoints", tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer)
             ),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipelinerl.actor.deadline import own_code
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import Engine, StepOutput, Tokenizer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
@@ -37,7 +38,7 @@ class EngineClient:
     """Lets coroutines await completions of an `Engine`. The owner of the client calls `step`."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._open: dict[str, _Open] = {}
         self._cancelled: deque[Completion] = deque(maxlen=CANCELLED)
 
@@ -80,9 +81,9 @@ class EngineClient:
 
     async def step(self) -> bool:
         """Run one engine step, deliver its output and let rollouts react. Returns False, without a step, if it is empty."""
-        if self._engine.in_progress + self._engine.queued == 0:
+        if self.engine.in_progress + self.engine.queued == 0:
             return False
-        output = self._engine.step()
+        output = self.engine.step()
         self.deliver(output)
         await let_rollouts_run(PASSES_TO_REACT if output.finished or output.failed else 1)
         return True
@@ -109,14 +110,17 @@ class EngineClient:
     def _submit(self, request: GenerationRequest, tokens: asyncio.Queue[TokenEvent | None] | None) -> _Open:
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request an id of its own")
-        self._engine.submit(request)
-        opened = _Open(asyncio.get_running_loop().create_future(), tokens)
-        self._open[request.id] = opened
+        with own_code():
+            self.engine.submit(request)
+            opened = _Open(asyncio.get_running_loop().create_future(), tokens)
+            self._open[request.id] = opened
         return opened
 
     def _cancel(self, request_id: str) -> None:
-        if self._open.pop(request_id, None) is not None:
-            self._engine.cancel(request_id)
+        if request_id in self._open:
+            with own_code():
+                del self._open[request_id]
+                self.engine.cancel(request_id)
 
 
 class Produced(NamedTuple):

@@ -1,12 +1,12 @@
 """A deadline for user code: environments and rewards must not be able to block the run.
 
-`asyncio` can cancel a coroutine that awaits for too long, but not one that computes or sleeps without awaiting, which
-blocks the thread and with it the engine. Here the coroutine is driven by explicit `send` calls. During each of them a
-timer (SIGALRM) is armed, which raises `CodeDeadlineError` inside the code.
+`asyncio` can cancel a coroutine that awaits for too long, but not one that computes or sleeps without awaiting, which blocks
+the thread and with it the engine. So while rollouts are open, a timer sends SIGALRM a few times a second. If the handler
+finds that it interrupts user code (`IN_ROLLOUT` is set in its context) that has not yielded to the event loop for too long,
+it raises CodeDeadlineError in that code.
 
-Signals reach only the main thread of a POSIX process. Elsewhere the code runs without this deadline, and
-`deadlines_work()` returns False. A call into C code that does not return to the interpreter can't be interrupted; the
-run's watchdog handles that case.
+Signals reach only the main thread of a POSIX process. Elsewhere there is no deadline, and `deadlines_work()` returns False.
+A call into C code that does not return to the interpreter can't be interrupted; the run's watchdog handles that case.
 """
 
 from __future__ import annotations
@@ -15,14 +15,29 @@ import asyncio
 import signal
 import sysconfig
 import threading
-import time
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import suppress
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from math import inf
 from pathlib import Path
+from time import monotonic
 from types import FrameType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+IN_ROLLOUT: ContextVar[CodeDeadline | None] = ContextVar("IN_ROLLOUT", default=None)
+"""The deadline of the user code that runs in this context. Tasks that the code starts inherit it."""
+
+TICK_S = 0.25
+"""Longest interval of the timer. Code that swallows the error and continues gets it again at the next tick."""
+GRACE_S = 1.0
+"""Time that cancelled code has to end."""
+SLOW_S = 2.0
+"""Code that has blocked the thread for this long is reported while it runs."""
+GIVE_UP_AFTER = 4
+"""After this many interruptions without a successful rollout, the code is no longer run."""
 
 _NOT_USER_CODE = (
     str(Path(__file__).parents[1]),
@@ -30,19 +45,6 @@ _NOT_USER_CODE = (
     "<frozen",
 )
 """Paths of code that is not the user's: this package, the standard library, installed packages."""
-
-REPEAT_S = 0.25
-"""Code that swallows the error and continues gets it again after this time."""
-
-
-GRACE_S = 1.0
-"""Time that cancelled code has to end."""
-
-
-SLOW_S = 2.0
-"""Code that has blocked the thread for this long is reported while it runs."""
-GIVE_UP_AFTER = 4
-"""After this many interruptions without a successful rollout, the code is no longer run."""
 
 
 class CodeDeadlineError(BaseException):
@@ -58,108 +60,131 @@ def deadlines_work() -> bool:
     return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
 
 
+@contextmanager
+def own_code() -> Iterator[None]:
+    """For code of this package that user code calls: it is not interrupted, so that no request is submitted by half."""
+    token = IN_ROLLOUT.set(None)
+    try:
+        yield
+    finally:
+        IN_ROLLOUT.reset(token)
+
+
 class CodeAlarm:
-    """The timer that interrupts code that blocks the thread for longer than `code_timeout_s`.
+    """Interrupts user code that blocks the thread for longer than `code_timeout_s`.
 
-    The previous signal handler and timer are restored after each call. With `stays`, only `release` restores them, which
-    saves most of the cost of a call; between calls the timer keeps running and its signals are ignored.
+    The previous signal handler, timer and task factory are restored when no user code is open any more. If the previous
+    timer is due before, its handler is called. A process can use one alarm at a time.
 
-    `on_slow` is called a few times a second while code runs for longer than `SLOW_S`, with a message that says where it is.
-    With `gives_up`, code that was interrupted `GIVE_UP_AFTER` times before `worked` was set is no longer run: each call
-    raises CodeGivenUpError at once.
+    `on_slow` is called at each tick while code runs for longer than `SLOW_S`, with a message that says where it is. With
+    `gives_up`, code that was interrupted `GIVE_UP_AFTER` times before `worked` was set gets a CodeGivenUpError instead of
+    being run.
     """
 
     def __init__(
-        self,
-        code_timeout_s: float,
-        *,
-        stays: bool = False,
-        gives_up: bool = False,
-        on_slow: Callable[[str], object] | None = None,
+        self, code_timeout_s: float, *, gives_up: bool = False, on_slow: Callable[[str], object] | None = None
     ) -> None:
-        self._seconds = code_timeout_s
-        self._on_slow = on_slow
-        self._gives_up = gives_up
-        self._began_s = 0.0
-        self._interrupted = ""
+        self.on_slow = on_slow
         self.interruptions = 0
         self.worked = False
-        self._works = deadlines_work()
-        self._stays = stays
-        self._armed = False
-        self._handling = False
-        self._installed = False
-        self._timer_left_on = False
-        self._previous: Any = signal.SIG_DFL
+        self._seconds = code_timeout_s
+        self._patience = GIVE_UP_AFTER if gives_up else inf
+        self._began_s = inf  # when the user code that is running was resumed; inf while none is
+        self._interrupted_s = inf  # `_began_s` of the code that was interrupted last
+        self._interrupted = ""
+        self._open = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outer_factory: Any = None
+        self._outer_handler: Any = None
+        self._outer_due_s, self._outer_repeat_s = inf, 0.0
 
-    def call(self, step: Callable[[], T]) -> T:
-        """Run `step` with the timer armed. Raises CodeDeadlineError inside it, and RuntimeError if it calls `sys.exit`."""
-        if self._gives_up and not self.worked and self.interruptions >= GIVE_UP_AFTER:
+    def call(self, function: Callable[[], T]) -> T:
+        """Call `function` under the alarm. Raises CodeDeadlineError inside it, and RuntimeError if it calls `sys.exit`."""
+        with self.applied(CodeDeadline(self)):
+            return self.resume(function)
+
+    def resume(self, step: Callable[..., T], *arguments: Any) -> T:
+        """Run user code until it returns or yields to the event loop."""
+        if self.interruptions >= self._patience and not self.worked:
             raise CodeGivenUpError(f"{self._interrupted} (every time so far: it is no longer run)")
+        self._began_s = monotonic()
         try:
-            return self._timed(step) if self._works else step()
+            return step(*arguments)
         except SystemExit as error:  # would propagate through the event loop and end the process
             raise RuntimeError(f"the code called sys.exit({error.code!r})") from error
-
-    def release(self) -> None:
-        """Stop the timer and restore the previous signal handler."""
-        if self._timer_left_on:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            self._timer_left_on = False
-        if self._installed:
-            signal.signal(signal.SIGALRM, self._previous)
-            self._installed = False
-
-    def _timed(self, step: Callable[[], T]) -> T:
-        if not self._installed:
-            self._previous = signal.signal(signal.SIGALRM, self._on_alarm) or signal.SIG_DFL
-            self._installed = True
-        self._began_s = time.monotonic()
-        first_s = self._seconds if self._on_slow is None else min(self._seconds, SLOW_S)
-        outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, first_s, REPEAT_S)
-        if self._timer_left_on:
-            outer_s, self._timer_left_on = 0.0, False
-        started = time.monotonic() if outer_s else 0.0
-        try:
-            try:
-                self._armed = True
-                return step()
-            finally:
-                self._armed = False
-        finally:  # a second one, because the timer may fire in the inner `finally`, before it is disarmed
-            self._armed = False
-            if self._stays and not outer_s:
-                self._timer_left_on = True
-            else:
-                self._restore(outer_s and max(outer_s - (time.monotonic() - started), 1e-6), outer_repeat_s)
-
-    def _restore(self, outer_s: float, outer_repeat_s: float) -> None:
-        """Stop our timer, and resume the outer timer, if there was one, with its remaining time."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if not self._stays:
-            self.release()
-        if outer_s:
-            signal.setitimer(signal.ITIMER_REAL, outer_s, outer_repeat_s)
-
-    def _on_alarm(self, _signal: int, frame: FrameType | None) -> None:
-        if not self._armed or self._handling:  # ignored signals are not lost: the timer repeats
-            return
-        self._handling = True
-        try:
-            self._handle(frame)
         finally:
-            self._handling = False
+            self._began_s = inf
 
-    def _handle(self, frame: FrameType | None) -> None:
-        ran_s = time.monotonic() - self._began_s
-        if self._on_slow is not None and ran_s < 0.99 * self._seconds:
-            times = f"; interrupted {self.interruptions} times before" if self.interruptions else ""
-            self._on_slow(f"environment code has run for {ran_s:.0f} s without yielding, {place_of(frame)}{times}")
+    @contextmanager
+    def applied(self, deadline: CodeDeadline, loop: asyncio.AbstractEventLoop | None = None) -> Iterator[None]:
+        """Code inside is user code, with `deadline`. Tasks that it creates in `loop` belong to the deadline."""
+        token = IN_ROLLOUT.set(deadline)
+        self._open += 1
+        try:
+            self._install(loop)
+            yield
+        finally:
+            self._open -= 1
+            if self._open == 0:
+                self._restore()
+            IN_ROLLOUT.reset(token)
+
+    def _install(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        if loop is not None and loop is not self._loop:
+            self._loop, self._outer_factory = loop, loop.get_task_factory()
+            loop.set_task_factory(self._create_task)
+        if not deadlines_work():
             return
-        if ran_s < self._seconds + REPEAT_S:  # a later signal is for the same code, which swallowed the error
-            self.interruptions += 1
-        self._interrupted = f"the code ran for {self._seconds:g} s without yielding, {place_of(frame)}"
-        raise CodeDeadlineError(self._interrupted)
+        if self._outer_handler is None:
+            outer_s, self._outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, 0)
+            self._outer_due_s = monotonic() + outer_s if outer_s else inf
+            self._outer_handler = signal.signal(signal.SIGALRM, self._on_alarm) or signal.SIG_DFL
+        tick_s = max(min(TICK_S, self._seconds / 4), 0.001)
+        signal.setitimer(signal.ITIMER_REAL, tick_s, tick_s)  # also if it is on: user code may have stopped it
+
+    def _restore(self) -> None:
+        if self._loop is not None:
+            self._loop.set_task_factory(self._outer_factory)
+            self._loop = None
+        if self._outer_handler is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._outer_handler)
+            self._outer_handler = None
+            if self._outer_due_s < inf:
+                left_s = max(self._outer_due_s - monotonic(), 1e-6)
+                signal.setitimer(signal.ITIMER_REAL, left_s, self._outer_repeat_s)
+
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        now_s = monotonic()
+        if now_s >= self._outer_due_s:
+            self._outer_due_s = now_s + self._outer_repeat_s if self._outer_repeat_s else inf
+            if callable(self._outer_handler):
+                self._outer_handler(number, frame)
+        ran_s = now_s - self._began_s
+        if IN_ROLLOUT.get() is None or ran_s < min(self._seconds, SLOW_S):
+            return
+        if ran_s >= self._seconds:
+            if self._interrupted_s != self._began_s:  # otherwise it is the same code, which swallowed the error
+                self._interrupted_s = self._began_s
+                self.interruptions += 1
+            self._interrupted = f"the code ran for {self._seconds:g} s without yielding, {place_of(frame)}"
+            raise CodeDeadlineError(self._interrupted)
+        if self.on_slow is not None:
+            times = f"; interrupted {self.interruptions} times before" if self.interruptions else ""
+            with own_code():  # no signal is handled meanwhile
+                self.on_slow(f"environment code has run for {ran_s:.0f} s without yielding, {place_of(frame)}{times}")
+
+    def _create_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+        """Task factory: creates tasks like the outer factory, but those of user code under its deadline."""
+        deadline = IN_ROLLOUT.get() if self._began_s < inf else None
+        if deadline is not None:
+            coroutine = deadline.guard(coroutine)
+        outer = self._outer_factory
+        task = outer(loop, coroutine, **options) if outer else asyncio.Task(coroutine, loop=loop, **options)
+        if deadline is not None:
+            deadline.tasks.add(task)
+            task.add_done_callback(deadline.tasks.discard)
+        return task
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -179,119 +204,70 @@ class CodeDeadline:
     """Runs one coroutine, and the tasks that it starts, under the deadline of `alarm`."""
 
     def __init__(self, alarm: CodeAlarm) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
         self._alarm = alarm
-        self._task: asyncio.Task[Any] | None = None
-        self._started: set[asyncio.Task[Any]] = set()
-        self._outer_factory: Any = None
-        self._watched = False
-        self.closing = False
+        self._ended = self._closing = False
 
-    async def run(self, coroutine: Coroutine[Any, Any, T], task: asyncio.Task[Any] | None = None) -> T:
-        """Await `coroutine` in `task`, which must be the current task.
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await `coroutine` in the current task.
 
         Between two awaits, the coroutine must not block the thread for longer than the alarm allows. The same holds for
-        tasks that it starts, which are cancelled when it ends. Costs a few microseconds per resumption. Raises
-        CodeDeadlineError, RuntimeError for code that calls `sys.exit`, and whatever the coroutine raises.
+        tasks that it starts, which are cancelled when it ends. Raises CodeDeadlineError, RuntimeError for code that calls
+        `sys.exit`, and whatever the coroutine raises.
         """
-        self._task = task or asyncio.current_task()
+        task: Any = asyncio.current_task()
+        self.tasks.add(task)
         try:
-            return await self._guard(coroutine)
+            return await self.guard(coroutine)
         finally:
-            self._task = None
+            self.tasks.discard(task)
             self.end()
 
     def end(self) -> None:
-        """Cancel the coroutine and its tasks. Those that have not ended `GRACE_S` later are closed and not resumed again.
-
-        Otherwise code that ignores cancellation would live as long as the event loop and keep it from closing.
-        """
-        if self._cancel():
-            asyncio.get_running_loop().call_later(GRACE_S, self._close)
-
-    def close_if_refused(self) -> None:
-        """After a cancellation: close the code if it has neither ended nor been uncancelled `GRACE_S` later."""
-        if not self._watched:
-            self._watched = True
-            asyncio.get_running_loop().call_later(GRACE_S, self._close_if_cancelling)
-
-    def _close_if_cancelling(self) -> None:
-        self._watched = False
-        if any(task.cancelling() for task in (self._task, *self._started) if task is not None):
-            self._close()
-
-    def _close(self) -> None:
-        self.closing = True
-        self._cancel()
-
-    def _cancel(self) -> bool:
-        running = [task for task in (self._task, *self._started) if task is not None]
-        for task in running:
+        """Cancel the coroutine and its tasks. Those that have not ended `GRACE_S` later are closed and not resumed again."""
+        self._ended = True
+        for task in tuple(self.tasks):
             task.cancel()
-        return bool(running)
 
-    async def _guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return await _GuardedAwait(coroutine, self)
+    async def guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await `coroutine`, one of those under this deadline."""
+        with self._alarm.applied(self, asyncio.get_running_loop()):
+            return await self._drive(coroutine)
 
-    def resume(self, step: Callable[[], T]) -> T:
-        """One resumption of a coroutine, in the running loop."""
-        loop = asyncio.get_running_loop()
-        self._outer_factory = loop.get_task_factory()
-        loop.set_task_factory(self._spawn)
-        try:
-            return self.call(step)
-        finally:
-            loop.set_task_factory(self._outer_factory)
-
-    def _spawn(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        """Task factory for the code: creates tasks like the outer factory, but under the deadline."""
-        guarded, factory = self._guard(coroutine), self._outer_factory
-        made = factory(loop, guarded, **options) if factory else asyncio.Task(guarded, loop=loop, **options)
-        task = cast("asyncio.Task[Any]", made)
-        self._started.add(task)
-        task.add_done_callback(self._started.discard)
-        return task
-
-    def call(self, step: Callable[[], T]) -> T:
-        return self._alarm.call(step)
-
-
-class _GuardedAwait(Generic[T]):
-    """Awaits a coroutine as `await` does, with every resumption under the deadline."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T], deadline: CodeDeadline) -> None:
-        self._coroutine = coroutine
-        self._deadline = deadline
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        coroutine, deadline = self._coroutine, self._deadline
-        error: BaseException | None = None
+    @types.coroutine
+    def _drive(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+        """As `await coroutine`, but resumes it through the alarm, and ends even if it refuses to be cancelled."""
+        resume = self._alarm.resume
+        step: Callable[..., Any] = coroutine.send
+        argument: BaseException | None = None
         while True:
             try:
-                waits_on = deadline.resume(_throw(coroutine, error) if error else _send(coroutine))
+                waits_on = resume(step, argument)
             except StopIteration as end:
                 result: T = end.value
                 return result
             except CodeDeadlineError:
-                # Usually the error was raised inside the coroutine and has ended it. But if the timer fired just after
+                # Usually the error was raised inside the coroutine and has ended it. But if the signal came just after
                 # the coroutine yielded, it is still suspended and is closed here.
-                deadline.call(coroutine.close)
+                resume(coroutine.close)
                 raise
             try:
                 yield waits_on
-                error = None
-            except BaseException as thrown:
-                error = thrown
-                if isinstance(thrown, asyncio.CancelledError):
-                    deadline.close_if_refused()
-                if deadline.closing and isinstance(thrown, asyncio.CancelledError):
-                    with suppress(RuntimeError, CodeDeadlineError):  # if it refuses this, too, it is left suspended
-                        deadline.call(coroutine.close)
-                    raise
+                step, argument = coroutine.send, None
+            except BaseException as error:
+                if isinstance(error, asyncio.CancelledError):
+                    if self._closing:
+                        with suppress(RuntimeError, CodeDeadlineError):  # if it refuses this, too, it is left suspended
+                            resume(coroutine.close)
+                        raise
+                    asyncio.get_running_loop().call_later(GRACE_S, self._close_if_refused)
+                step, argument = coroutine.throw, error
 
+    def _close_if_refused(self) -> None:
+        """Close code that has not ended after its cancellation, unless the deadline goes on and the code was uncancelled.
 
-def _send(coroutine: Coroutine[Any, Any, Any]) -> Callable[[], Any]:
-    return lambda: coroutine.send(None)
-
-
-def _throw(coroutine: Coroutine[Any, Any, Any], error: BaseException) -> Callable[[], Any]:
-    return lambda: coroutine.throw(error)
+        Otherwise code that ignores cancellation would live as long as the event loop and keep it from closing.
+        """
+        if self._ended or any(task.cancelling() for task in self.tasks):
+            self._closing = True
+            self.end()

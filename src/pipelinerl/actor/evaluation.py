@@ -1,29 +1,29 @@
-"""Evaluation: held-out problems, answered once each by the training run's engine and never trained on."""
+"""Evaluation: held-out problems, answered once each by the training run's engine and never trained on.
+
+Attempts of an evaluation are not rollouts: admission and the schedule do not count them, and rounds and weight updates do
+not wait for them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import msgspec
 
-from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed, let_rollouts_run
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
+from pipelinerl.actor.client import RolloutClient, derive_seed, let_rollouts_run
+from pipelinerl.actor.rollouts import Failure, RolloutContext, attempt
+from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError
 from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.types import (
-    FinishReason,
-    Problem,
-    Rollout,
-    SamplingParams,
-    VersionSpan,
-    spans_from_versions,
-    versions_from_spans,
-)
+from pipelinerl.metrics.records import When
+from pipelinerl.types import FinishReason, Problem, Rollout, VersionSpan, spans_from_versions, versions_from_spans
+
+logger = logging.getLogger(__name__)
 
 IDLE_S = 0.002
 
@@ -53,20 +53,29 @@ class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """`reward` is the mean over all problems, failed attempts as 0; None without problems. `failed` counts by reason."""
+    """One evaluation, with the answers in the order of the problems.
 
+    `name` is `before`, `after`, or for the online one that began with the weights of version 20 `v20`. `skipped` counts the
+    evaluations that were skipped since the previous one.
+    """
+
+    name: str
+    when: When
+    version: int
     problems: tuple[EvaluatedProblem, ...]
-    reward: float | None
-    failed: dict[str, int]
+    skipped: int = 0
 
-    @classmethod
-    def of(cls, problems: Iterable[EvaluatedProblem]) -> Evaluation:
-        answered = tuple(problems)
-        reward = sum(record.reward for record in answered) / len(answered) if answered else None
-        failed = Counter(record.failure.partition(":")[0] for record in answered if record.failure is not None)
-        return cls(answered, reward, dict(failed))
+    @property
+    def reward(self) -> float | None:
+        """The mean over all problems, failed attempts as 0; None without problems."""
+        return sum(record.reward for record in self.problems) / len(self.problems) if self.problems else None
+
+    @property
+    def failed(self) -> dict[str, int]:
+        """Number of failed attempts by reason."""
+        return dict(Counter(record.failure.partition(":")[0] for record in self.problems if record.failure is not None))
 
     @property
     def tokens_by_version(self) -> dict[int, int]:
@@ -78,31 +87,19 @@ class Evaluation:
         return dict(sorted(tokens.items()))
 
 
-class EvaluationPass:
-    """EvaluationPass each problem once. The caller steps the engine.
+class _Pass:
+    """The attempts of one evaluation. The caller steps the engine.
 
     Seeds depend only on a problem's position in `problems`, so that evaluations of different weights, or in different runs,
-    differ only by the weights. `name` is the prefix of the request ids and must be unique in the engine.
+    differ only by the weights.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        problems: Sequence[Problem],
-        *,
-        client: EngineClient,
-        tokenizer: Tokenizer,
-        sampling: SamplingParams,
-        limits: TimeLimits,
-        name: str,
-    ) -> None:
-        self._environment = environment
+    def __init__(self, context: RolloutContext, problems: Sequence[Problem], when: When, version: int) -> None:
+        self._when: When = when
+        self._version = version
+        self._name = f"v{version}" if when == "online" else when
+        self._context = context
         self._problems = problems
-        self._client = client
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._limits = limits
-        self._name = name
         self._waiting = deque(range(len(problems)))
         self._running: dict[asyncio.Task[Rollout | Failure], int] = {}
         self._done: dict[int, EvaluatedProblem] = {}
@@ -113,24 +110,29 @@ class EvaluationPass:
         return len(self._done)
 
     @property
-    def total(self) -> int:
-        return len(self._problems)
+    def complete(self) -> bool:
+        return self.done == len(self._problems)
 
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def status(self) -> str:
+        when = f" since version {self._version}" if self._when == "online" else f", {self._when} training"
+        return f"evaluates{when}: {self.done} of {len(self._problems)} held-out problems"
 
     def start(self, slots: int) -> bool:
         """Start attempts until `slots` are running or none are left. They begin in the next event-loop pass.
 
         Returns whether any was started.
         """
-        before = self.running
+        context, before = self._context, self.running
         while self._waiting and self.running < slots:
             number = self._waiting.popleft()
-            seed = derive_seed("evaluation", number)
-            view = RolloutClient(self._client, self._tokenizer, self._sampling, name=f"{self._name}.{number}", seed=seed)
-            attempted = attempt(self._environment, self._problems[number], view, self._limits)
+            name, seed = f"evaluation-{self._name}.{number}", derive_seed("evaluation", number)
+            client = RolloutClient(context.client, context.tokenizer, context.sampling, name=name, seed=seed)
+            attempted = attempt(context.environment, self._problems[number], client, context.limits)
             self._running[asyncio.create_task(attempted)] = number
         return self.running > before
 
@@ -138,44 +140,140 @@ class EvaluationPass:
         """Record the attempts that have ended. A failed attempt fails one problem only."""
         for task in [task for task in self._running if task.done()]:
             number = self._running.pop(task)
-            self._done[number] = evaluated(self._problems[number], task.result(), self._tokenizer)
+            self._done[number] = evaluated(self._problems[number], task.result(), self._context.tokenizer)
 
     def cancel(self) -> None:
         """Cancel running attempts."""
         for task in self._running:
             task.cancel()
 
-    def result(self) -> Evaluation | None:
-        """The evaluation, in the order of `problems`, or None while attempts are missing."""
-        return Evaluation.of(self._done[number] for number in range(self.total)) if self.done == self.total else None
+    def result(self, skipped: int) -> Evaluation:
+        problems = tuple(self._done[number] for number in range(len(self._problems)))
+        return Evaluation(name=self._name, when=self._when, version=self._version, problems=problems, skipped=skipped)
 
 
-async def evaluate(
-    evaluation_pass: EvaluationPass,
-    client: EngineClient,
-    *,
-    slots: int,
-    records: RecordSink,
-    on_progress: Callable[[int], None] = lambda _done: None,
-) -> Evaluation:
-    """Run `evaluation_pass` to its end, at most `slots` attempts at a time, stepping the engine of `client`.
+class Evaluations:
+    """The evaluations of a run, one at a time: before and after training, and `online` between the rollouts in training.
 
-    Nothing else may use the engine meanwhile. `on_progress` is called after every engine step with the number of problems
-    done. Records are written at the end, in the order of the problems.
+    Before and after training, nothing else uses the engine. During training, an evaluation takes a share of the engine's
+    slots. One is due when the engine's version reaches or passes a multiple of `config.every`, before version `until`, which
+    is evaluated after training. Weights keep changing while it runs; each token records the version that sampled it. An
+    evaluation that is due while another one runs is skipped and counted, as is one that is still running when training ends.
+
+    `rewards` maps the name of each evaluation to its reward; of the online ones, only the latest is kept. `answered` counts
+    problems that were answered or failed.
     """
-    try:
-        while (evaluation := evaluation_pass.result()) is None:
-            evaluation_pass.start(slots)
-            await let_rollouts_run(2)
-            if not await client.step():
-                await asyncio.sleep(IDLE_S)
-            evaluation_pass.collect()
-            on_progress(evaluation_pass.done)
-    finally:
-        evaluation_pass.cancel()
-    for record in evaluation.problems:
-        write_record(records, record)
-    return evaluation
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        config: EvaluationConfig,
+        *,
+        on_done: Callable[[Evaluation], object] = lambda _: None,
+        until: int = 0,
+        reached: int = 0,
+    ) -> None:
+        """`on_done` records an evaluation that has ended. Those due up to version `reached` have already taken place.
+
+        Raises EnvironmentSetupError if the environment fails to return its held-out problems.
+        """
+        self.rewards: dict[str, float] = {}
+        self._problems = held_out_problems(context.environment, config.problems) if config.problems else ()
+        sampling = msgspec.structs.replace(context.sampling, temperature=config.temperature, top_p=1.0, top_k=0)
+        self._context = replace(context, sampling=sampling)
+        self._config = config
+        self._online_slots = max(1, int(context.slots * config.share))
+        self._on_done = on_done
+        self._until = until
+        self._due = reached // config.every if config.every else 0
+        self._pass: _Pass | None = None
+        self._latest_online = ""
+        self._ended = 0
+        self._skipped = 0
+
+    @property
+    def running(self) -> int:
+        """Attempts in progress."""
+        return self._pass.running if self._pass else 0
+
+    @property
+    def answered(self) -> int:
+        return self._ended + (self._pass.done if self._pass else 0)
+
+    @property
+    def status(self) -> str:
+        """Progress in words; empty when no evaluation is running."""
+        return self._pass.status if self._pass else ""
+
+    async def run(self, when: Literal["before", "after"], on_step: Callable[[], None]) -> bool:
+        """Run an evaluation to its end, stepping the engine; `on_step` is called after each step.
+
+        Returns False if the run has no evaluations.
+        """
+        if not self._config.problems:
+            return False
+        client = self._context.client
+        self._pass = running = _Pass(self._context, self._problems, when, client.engine.version)
+        try:
+            while not running.complete:
+                running.start(self._context.slots)
+                await let_rollouts_run(2)
+                if not await client.step():
+                    await asyncio.sleep(IDLE_S)
+                running.collect()
+                on_step()
+        finally:
+            running.cancel()
+            self._pass = None
+        self._finish(running)
+        return True
+
+    def advance(self, version: int) -> bool:
+        """Between two engine steps: record finished attempts, begin an evaluation if one is due, start attempts.
+
+        Returns whether any attempt was started. Raises what `on_done` raises.
+        """
+        if not (self._problems and self._config.every):
+            return False
+        self._collect()
+        if version < self._until and version // self._config.every > self._due:
+            self._due = version // self._config.every
+            if self._pass is None:
+                self._pass = _Pass(self._context, self._problems, "online", version)
+            else:
+                self._skip(f"the evaluation due at version {version} is skipped: {self.status}")
+        return self._pass is not None and self._pass.start(self._online_slots)
+
+    def end(self) -> None:
+        """End of training: cancel and skip the running evaluation, unless it has just ended."""
+        self._collect()
+        if self._pass is not None:
+            self._skip(f"the evaluation is cancelled because training is over: {self.status}")
+            self._pass.cancel()
+            self._pass = None
+
+    def _collect(self) -> None:
+        if self._pass is None:
+            return
+        self._pass.collect()
+        if self._pass.complete:
+            ended, self._pass = self._pass, None
+            self._finish(ended)
+
+    def _finish(self, ended: _Pass) -> None:
+        evaluation = ended.result(self._skipped)
+        self._skipped = 0
+        self._ended += len(evaluation.problems)
+        if evaluation.when == "online":
+            self.rewards.pop(self._latest_online, None)
+            self._latest_online = evaluation.name
+        if evaluation.reward is not None:
+            self.rewards[evaluation.name] = evaluation.reward
+        self._on_done(evaluation)
+
+    def _skip(self, why: str) -> None:
+        self._skipped += 1
+        logger.warning("%s", why)
 
 
 def write_record(records: RecordSink, record: object) -> None:
@@ -225,100 +323,3 @@ def evaluated(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer
         finish_reason=completions[-1].finish_reason,
         metrics=outcome.metrics,
     )
-
-
-# ---- evaluation during training, in the engine that generates rollouts
-# Its attempts are not rollouts: admission and the schedule do not count them, and rounds and weight updates do not wait
-# for them.
-
-
-logger = logging.getLogger(__name__)
-
-
-class OnlineEvaluation:
-    """Evaluations one at a time, in a share of the engine's slots.
-
-    One is due when the engine's version reaches or passes a multiple of `every`, before version `until`, which is evaluated
-    after training. Weights keep changing while it runs; each token records the version that sampled it. An evaluation that
-    is due while another one runs is skipped and counted, as is one that is still running when training ends.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[int], EvaluationPass],
-        *,
-        every: int,
-        until: int,
-        slots: int,
-        reached: int,
-        on_done: Callable[[int, Evaluation], None],
-    ) -> None:
-        """`begin(version)` creates the pass of an evaluation; `on_done(version, evaluation)` receives its result.
-
-        Evaluations due up to version `reached` have already taken place.
-        """
-        self.skipped = 0
-        """Evaluations skipped since the last reset. The caller resets it to 0 after recording it."""
-        self._begin = begin
-        self._every = every
-        self._until = until
-        self._slots = slots
-        self._due = reached // every
-        self._on_done = on_done
-        self._running: tuple[int, EvaluationPass] | None = None
-        self._ended = 0
-
-    @property
-    def running(self) -> int:
-        """Attempts in progress."""
-        return self._running[1].running if self._running else 0
-
-    @property
-    def answered(self) -> int:
-        """Problems done over all evaluations."""
-        return self._ended + (self._running[1].done if self._running else 0)
-
-    @property
-    def status(self) -> str:
-        """Progress in words; empty when no evaluation is running."""
-        if self._running is None:
-            return ""
-        version, running = self._running
-        return f"evaluates since version {version}: {running.done} of {running.total} held-out problems"
-
-    def advance(self, version: int) -> bool:
-        """Between two engine steps: record finished attempts, begin an evaluation if one is due, start attempts.
-
-        Returns whether any attempt was started. Raises what `on_done` raises.
-        """
-        self._collect()
-        if version < self._until and version // self._every > self._due:
-            self._due = version // self._every
-            if self._running is None:
-                self._running = (version, self._begin(version))
-            else:
-                self._skip(f"the evaluation due at version {version} is skipped: {self.status}")
-        return self._running is not None and self._running[1].start(self._slots)
-
-    def end(self) -> None:
-        """End of training: cancel and skip the running evaluation, unless it has just ended."""
-        self._collect()
-        if self._running is not None:
-            self._skip(f"the evaluation is cancelled because training is over: {self.status}")
-            self._running[1].cancel()
-            self._running = None
-
-    def _collect(self) -> None:
-        if self._running is None:
-            return
-        version, running = self._running
-        running.collect()
-        evaluation = running.result()
-        if evaluation is not None:
-            self._running = None
-            self._ended += running.total
-            self._on_done(version, evaluation)
-
-    def _skip(self, why: str) -> None:
-        self.skipped += 1
-        logger.warning("%s", why)

@@ -1,4 +1,4 @@
-"""Runs the K attempts of each open group."""
+"""Runs the K attempts of each open group, and counts what becomes of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from statistics import fmean
 
 import msgspec
 
-from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
-from pipelinerl.actor.rollouts import Failure, FailureLog, TimeLimits, attempt, problem_for
-from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.types import Group, Problem, Rollout, SamplingParams
+from pipelinerl.actor.client import RolloutClient, derive_seed, rollout_of
+from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, attempt, problem_for
+from pipelinerl.config.schema import ActorConfig
+from pipelinerl.types import ActorProgress, Group, Problem, Rollout
 
 RECENT_ATTEMPTS = 1024
 """Number of attempts that `started_length_mean` is computed over."""
+RECENT_ROLLOUTS = 256
+"""Number of rollouts that `recent_reward` is computed over."""
+STREAM_DROP = "stream_full"
 
 
 @dataclass
@@ -75,32 +78,20 @@ class GroupRunner:
     `finished` holds complete groups in order of completion. `running` counts attempts that have not ended.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        client: EngineClient,
-        tokenizer: Tokenizer,
-        *,
-        sampling: SamplingParams,
-        limits: TimeLimits,
-        group_size: int,
-        seed: int,
-        failures: FailureLog,
-    ) -> None:
-        self.group_size = group_size
+    def __init__(self, context: RolloutContext, config: ActorConfig) -> None:
+        self.context = context
+        self.config = config
         self.finished: deque[Group] = deque()
         self.groups_started = 0
         self.running = 0
-        self._environment = environment
-        self._client = client
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._limits = limits
-        self._seed = seed
-        self._failures = failures
+        self._failures = FailureLog(config.max_failure_fraction, config.failure_window)
         self._open: dict[int, OpenGroup] = {}
         self._waiting_lengths: dict[int, list[int]] = {}  # lengths of complete groups started after an open one
         self._started_lengths: deque[int] = deque(maxlen=RECENT_ATTEMPTS)
+        self._handed_over = 0
+        self._cut = 0
+        self._dropped_by_stream = 0
+        self._recent_rewards: deque[float] = deque(maxlen=RECENT_ROLLOUTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._crash: BaseException | None = None
 
@@ -110,18 +101,27 @@ class GroupRunner:
         waiting = sum(len(group.rollouts) for group in self.finished)
         return waiting + sum(group.in_progress for group in self._open.values())
 
-    @property
-    def started_lengths(self) -> int:
-        """Number of attempts that `started_length_mean` is computed over."""
-        return len(self._started_lengths)
+    def progress(self) -> ActorProgress:
+        """Counts since the actor was made, without those of evaluations.
 
-    @property
-    def started_length_mean(self) -> float | None:
-        """Mean sampled tokens of the latest attempts in order of start, among groups started before the oldest open group.
-
-        A mean over completed attempts would be biased: of the latest groups, short attempts complete first.
+        `started_length_mean` is over the latest attempts in order of start, among groups started before the oldest open
+        group. A mean over completed attempts would be biased: of the latest groups, short attempts complete first.
         """
-        return fmean(self._started_lengths) if self._started_lengths else None
+        dropped = self._failures.counts
+        if self._dropped_by_stream:
+            dropped[STREAM_DROP] = self._dropped_by_stream
+        return ActorProgress(
+            groups_started=self.groups_started,
+            rollouts_started=self.groups_started * self.config.group_size,
+            rollouts_handed_over=self._handed_over - self._dropped_by_stream,
+            rollouts_cut=self._cut,
+            rollouts_dropped=dropped,
+            dropped_tokens=self._failures.tokens,
+            rollouts_in_progress=self.in_progress,
+            started_length_mean=fmean(self._started_lengths) if self._started_lengths else None,
+            started_lengths=len(self._started_lengths),
+            recent_reward=fmean(self._recent_rewards) if self._recent_rewards else None,
+        )
 
     def start(self, index: int, version: int) -> None:
         """Start the attempts at problem `index`; `version` is the engine's. They begin in the next event-loop pass.
@@ -129,12 +129,12 @@ class GroupRunner:
         If the environment fails to create the problem, all attempts of the group count as failed.
         """
         self.groups_started += 1
-        made = problem_for(self._environment, index, self._limits)
+        made = problem_for(self.context.environment, index, self.context.limits)
         recorded = Problem(id=f"problem {index}", payload={}) if isinstance(made, Failure) else made[1]
-        group = OpenGroup(index, recorded, self.group_size, version)
+        group = OpenGroup(index, recorded, self.config.group_size, version)
         self._open[index] = group
         self.running += group.size
-        for number in range(self.group_size):
+        for number in range(group.size):
             if isinstance(made, Failure):
                 self._ended(group, number, made, 0)
                 continue
@@ -144,9 +144,22 @@ class GroupRunner:
 
     def check(self) -> None:
         """Raises TooManyFailuresError when too many attempts failed, and errors that are not the environment's."""
+        for completion in self.context.client.take_cancelled():
+            self._failures.cancelled(rollout_of(completion.request_id), len(completion.token_ids))
         if self._crash is not None:
             raise self._crash
         self._failures.check()
+
+    def handed_over(self) -> None:
+        """Remove the oldest finished group, which is in the stream now."""
+        group = self.finished.popleft()
+        self._handed_over += len(group.rollouts)
+        self._cut += sum(rollout.turns[-1].completion.finish_reason == "length" for rollout in group.rollouts)
+        self._recent_rewards.extend(rollout.reward for rollout in group.rollouts)
+
+    def stream_dropped(self, rollouts: int) -> None:
+        """Count `rollouts` that were handed over as dropped: the stream replaced their group by a newer one."""
+        self._dropped_by_stream += rollouts
 
     def cancel(self) -> None:
         """Cancel running attempts. They stay counted as in progress."""
@@ -154,10 +167,15 @@ class GroupRunner:
             task.cancel()
 
     async def _attempt(self, group: OpenGroup, number: int, problem: Problem) -> None:
-        seed = derive_seed(self._seed, group.index, number)
-        name = group.rollout_name(number)
-        client = RolloutClient(self._client, self._tokenizer, self._sampling, name=name, seed=seed)
-        outcome = await attempt(self._environment, problem, client, self._limits)
+        context = self.context
+        client = RolloutClient(
+            context.client,
+            context.tokenizer,
+            context.sampling,
+            name=group.rollout_name(number),
+            seed=derive_seed(context.seed, group.index, number),
+        )
+        outcome = await attempt(context.environment, problem, client, context.limits)
         self._ended(group, number, outcome, sum(len(one.token_ids) for one in client.completions))
 
     def _ended(self, group: OpenGroup, number: int, outcome: Rollout | Failure, length: int) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.errors import RequestError
-from pipelinerl.interfaces import Engine
-from pipelinerl.types import GenerationRequest, ProbeReading, SamplingParams
+from pipelinerl.interfaces import Board
+from pipelinerl.types import TRAINER, GenerationRequest, ProbeReading, SamplingParams, TrainerProgress
 
 READINGS_KEPT = 16
 TIMEOUT_S = 60.0
@@ -21,31 +20,33 @@ TIMEOUT_S = 60.0
 
 
 class WeightProbe:
-    """Probes an engine's weights.
+    """Probes the weights of the engine of `client`, with the prompt that the trainer publishes on `board`.
 
-    `readings` are the latest results, oldest first. `unreported` is true if there are new ones; the reader resets it.
-    `asked` is the version probed last.
+    `stage` is the engine's name there. `readings` are the latest results, oldest first. `unreported` is true if there are
+    new ones; the reader resets it.
     """
 
-    def __init__(self, engine: Engine, client: EngineClient, name: str) -> None:
+    def __init__(self, client: EngineClient, board: Board, stage: str) -> None:
         self.readings: deque[ProbeReading] = deque(maxlen=READINGS_KEPT)
         self.unreported = False
-        self._engine = engine
         self._client = client
-        self._name = name
-        self.asked = -1
+        self._engine = client.engine
+        self._board = board
+        self._stage = stage
+        self._prompt_ids: tuple[int, ...] = ()
+        self._asked = -1
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def ask(self, prompt_ids: Sequence[int]) -> None:
+    def ask(self) -> None:
         """Probe every replica of the model, once per version. Does not wait."""
         version = self._engine.version
-        if version == self.asked or not prompt_ids:
+        if version == self._asked or not self._find_prompt():
             return
-        self.asked = version
+        self._asked = version
         for copy in range(self._engine.copies):
             request = GenerationRequest(
                 id=f"probe-v{version}.{copy}",
-                prompt_ids=tuple(prompt_ids),
+                prompt_ids=self._prompt_ids,
                 sampling=SamplingParams(max_tokens=1),
                 copy=copy,
             )
@@ -57,6 +58,13 @@ class WeightProbe:
         for task in tuple(self._tasks):
             task.cancel()
 
+    def _find_prompt(self) -> bool:
+        if not self._prompt_ids:
+            trainer = self._board.read(TRAINER)
+            if trainer is not None and isinstance(trainer.progress, TrainerProgress):
+                self._prompt_ids = tuple(trainer.progress.probe_ids)
+        return bool(self._prompt_ids)
+
     async def _read(self, request: GenerationRequest, copy: int) -> None:
         try:
             completion = await asyncio.wait_for(self._client.generate(request), TIMEOUT_S)
@@ -64,7 +72,7 @@ class WeightProbe:
             return
         versions = {span.version for span in (*completion.prompt_versions, *completion.weight_versions)}
         if len(versions) == 1 and completion.token_ids:  # otherwise an update came during the probe
-            name = self._name if self._engine.copies == 1 else f"{self._name}[{copy}]"
+            name = self._stage if self._engine.copies == 1 else f"{self._stage}[{copy}]"
             reading = ProbeReading(
                 engine=name, version=versions.pop(), token_id=completion.token_ids[0], logprob=completion.logprobs[0]
             )

@@ -1,5 +1,7 @@
 """Runs one attempt at one problem: the environment's code under deadlines, with everything it returns checked.
 
+`RolloutContext` is what all attempts of a generation process share.
+
 An attempt ends in a checked `Rollout` or in a `Failure` with one of four reasons. Errors of the environment are not
 propagated, so that a bad attempt costs only itself.
 """
@@ -13,17 +15,19 @@ import numbers
 import traceback
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, Self, cast
 
 import msgspec
 
-from pipelinerl.actor.client import Produced, RolloutClient
+from pipelinerl.actor.client import EngineClient, Produced, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, CodeGivenUpError
+from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import PromptTooLongError, RolloutError, TooManyFailuresError
-from pipelinerl.interfaces import Environment
-from pipelinerl.types import Completion, Problem, Rollout, Turn
+from pipelinerl.interfaces import Engine, Environment, Tokenizer
+from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 
 FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
 
@@ -45,6 +49,50 @@ class TimeLimits(NamedTuple):
     alarm: CodeAlarm
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutContext:
+    """What training rollouts and evaluations of a generation process share. `slots` is the engine's H."""
+
+    environment: Environment
+    client: EngineClient
+    tokenizer: Tokenizer
+    sampling: SamplingParams
+    limits: TimeLimits
+    seed: int
+    slots: int
+
+    @classmethod
+    def of(
+        cls,
+        config: ActorConfig,
+        environment: Environment,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        slots: int,
+        stop_token_ids: Sequence[int],
+    ) -> Self:
+        """The context of a run: sampling parameters and limits of `config`."""
+        return cls(
+            environment=environment,
+            client=EngineClient(engine),
+            tokenizer=tokenizer,
+            sampling=SamplingParams(
+                max_tokens=config.max_tokens,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                stop_token_ids=tuple(stop_token_ids),
+            ),
+            limits=TimeLimits(
+                config.rollout_timeout_s, CodeAlarm(config.code_timeout_s, gives_up=config.max_failure_fraction < 1)
+            ),
+            seed=seed,
+            slots=slots,
+        )
+
+
 async def attempt(
     environment: Environment, problem: Problem, client: RolloutClient, limits: TimeLimits
 ) -> Rollout | Failure:
@@ -60,7 +108,7 @@ async def attempt(
 
     timer = asyncio.get_running_loop().call_later(limits.rollout_s, expire)
     try:
-        outcome = await _run_rollout(environment, problem, client, deadline, task)
+        outcome = await _run_rollout(environment, problem, client, deadline)
     except asyncio.CancelledError as error:
         if not expired:
             raise
@@ -93,21 +141,18 @@ def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tup
 
 
 async def _run_rollout(
-    environment: Environment,
-    problem: Problem,
-    client: RolloutClient,
-    deadline: CodeDeadline,
-    task: asyncio.Task[Any] | None,
+    environment: Environment, problem: Problem, client: RolloutClient, deadline: CodeDeadline
 ) -> Rollout | Failure:
     async def play() -> Rollout:  # puts a `rollout` that is not `async def` under the deadline, too
         return await environment.rollout(problem, client)
 
     try:
-        returned = await deadline.run(play(), task)
+        returned = await deadline.run(play())
         return check_rollout(returned, client.produced())
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except asyncio.CancelledError as error:
+        task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
         return Failure("raised", "the environment awaited something that was cancelled", _format(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
+from pipelinerl.trainer.status import TrainerOutput
 from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.trainer.trainer import CheckpointPlan, Trainer, TrainerCounters, TrainerState
 
@@ -19,5 +20,6 @@ __all__ = [
     "StepResult",
     "Trainer",
     "TrainerCounters",
+    "TrainerOutput",
     "TrainerState",
 ]

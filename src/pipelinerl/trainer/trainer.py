@@ -13,7 +13,7 @@ unblocked by  the actor, when it writes groups to the stream
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,12 @@ import msgspec
 from pipelinerl.checkpoint import WEIGHTS_FOLDER, Checkpoint, rng_state, save_checkpoint, save_weights
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
-from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Board, Schedule, WeightSender
-from pipelinerl.metrics.sinks import Sink
-from pipelinerl.metrics.totals import actor_total, engine_total
-from pipelinerl.status.reporter import ALONE, StatusReporter
+from pipelinerl.interfaces import Schedule, Verdict, WeightSender
 from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
-from pipelinerl.trainer.records import EngineWatch, step_record, trained_record
+from pipelinerl.trainer.status import TrainerOutput, TrainerStatus
 from pipelinerl.trainer.step import Learner, StepResult
-from pipelinerl.types import TRAINER, EngineProgress, StageState, TrainerProgress, TrainingSample
+from pipelinerl.types import TrainerProgress, TrainingSample
 
 POLL_S = 0.002
 
@@ -79,10 +75,9 @@ class CheckpointPlan:
 
 
 class Trainer:
-    """Trains the model from `state` to `config.steps` optimizer steps.
+    """The trainer process of Algorithm 2: trains the model from `state` to `config.steps` optimizer steps.
 
-    `queue` must continue from `state.position` and `state.counters.queue`. Records contain the time since `started_s`, on
-    the scale of `clock`, and the progress of the stages `engines` and `actors`. Without `checkpoints`, none are written.
+    `queue` must continue from `state.position` and `state.counters.queue`. Without `checkpoints`, none are written.
     """
 
     def __init__(
@@ -93,15 +88,9 @@ class Trainer:
         schedule: Schedule,
         sender: WeightSender,
         *,
-        board: Board,
-        sink: Sink,
-        trained_log: JsonLines | None = None,
+        output: TrainerOutput,
         checkpoints: CheckpointPlan | None = None,
         state: TrainerState | None = None,
-        engines: Sequence[str] = (ALONE.engine,),
-        actors: Sequence[str] = (ALONE.actor,),
-        clock: Callable[[], float] = time.monotonic,
-        started_s: float | None = None,
     ) -> None:
         state = state or TrainerState()
         self._config = config
@@ -110,25 +99,14 @@ class Trainer:
         self._schedule = schedule
         self._sender = sender
         self._probe = ProbeCheck(learner.model)
-        self._board = board
-        self._sink = sink
-        self._trained_log = trained_log
         self._checkpoints = checkpoints
-        self._clock = clock
-        self._ready_s = self._step_end_s = clock()
-        self._started_s = self._ready_s if started_s is None else started_s
-        self._status = StatusReporter(board, TRAINER, clock)
-        self._engines = engines
-        self._actors = actors
-        self._engine = EngineWatch()
+        self._status = TrainerStatus(output, self._progress)
         self._version = state.version
         self._saved_version = state.version if state.version else -1
         self._published_version = -1
         self._micro_batches = state.counters.micro_batches
         self._tokens_trained = state.counters.tokens_trained
         self._ess_guard_trips = state.counters.ess_guard_trips
-        self._busy_s = self._step_end_busy_s = self._saving_s = 0.0
-        self._latest: dict[str, float] = {}
         self._drop_stale()
 
     @property
@@ -150,7 +128,7 @@ class Trainer:
 
     def start(self) -> None:
         """Publish the current weights. Engines can't generate before."""
-        self._report("working", f"publishing the weights of version {self._version}", now=True)
+        self._status.report("working", f"publishing the weights of version {self._version}", now=True)
         self._publish()
 
     def pump(self) -> bool:
@@ -160,39 +138,95 @@ class Trainer:
         CheckpointError, and errors of reading and preparing groups.
         """
         self._sender.receipts()
-        self._check_probes()
+        self._probe.check(self._status.probe_readings())
         if self.goal_reached:
             return False
-        begin_s = self._clock()
-        pulled = False
+        self._status.begin()
+        read, verdict = self._read_groups()
+        if verdict.allowed:
+            self._train(self._queue.take(self._config.batch_size))
+            return True
+        if read:
+            self._status.count_as_busy()
+        self._status.report_wait(verdict)
+        return read
+
+    def _train(self, samples: list[TrainingSample]) -> None:
+        """One optimizer step and the update of the engines, or the ESS guard."""
+        self._status.report("working", f"step {self._version + 1} on {len(samples)} rollouts")
+        result = self._learner.step(samples, self._version, self._on_micro_batch)
+        if not result.stepped:
+            self._reject_batch(samples, result)
+            return
+        self._queue.mark_trained(samples)
+        self._version += 1
+        self._tokens_trained += result.tokens_trained
+        self._drop_stale()
+        if self._schedule.publishes(self._version) or self.goal_reached:  # the evaluation after training uses the last ones
+            self._publish()
+        self._status.record(samples, result, self._queue, version=self._version, ess_guard_trips=self._ess_guard_trips)
+        self._save()
+        self._status.report("working", f"step {self._version} is done", now=True)
+
+    def _read_groups(self) -> tuple[bool, Verdict]:
+        """Read groups until the schedule allows a step or none are left. Returns whether any was read, and its verdict."""
+        read = False
         verdict = self._schedule.may_train(self._version, self._queue.queued)
         while not verdict.allowed and self._queue.pull():
-            pulled = True
-            self._report("working", f"preparing rollouts, {self._queue.queued} are ready")
+            read = True
+            self._status.report("working", f"preparing rollouts, {self._queue.queued} are ready")
             verdict = self._schedule.may_train(self._version, self._queue.queued)
-        if verdict.allowed:
-            self._train(self._queue.take(self._config.batch_size), begin_s)
-        else:
-            self._busy_s += self._clock() - begin_s if pulled else 0.0
-            self._status.report("waiting", verdict.waiting_for, self._progress, waits_for=verdict.waits_for)
-        return pulled or verdict.allowed
+        return read, verdict
 
-    def finish(self) -> None:
-        """Write a final checkpoint, unless this version has one, and report that training is done."""
-        if self._saved_version != self._version:
-            self.checkpoint()
-        reason = "all steps are taken" if self.goal_reached else "stopped"
-        self._report("done", f"{reason} at version {self._version}", now=True)
+    def _reject_batch(self, samples: list[TrainingSample], result: StepResult) -> None:
+        """The ESS guard (Algorithm 2): drop the batch, and all off-policy rollouts until a batch has been trained on.
 
-    def fail(self, why: str) -> None:
-        """Report that training failed, with final rollout counts. No checkpoint is written."""
-        self._report("failed", why, now=True)
+        Raises PolicyMismatchError if the batch was on-policy, since waiting for other data would not help.
+        """
+        self._ess_guard_trips += 1
+        self._queue.drop(samples, "ess_guard")
+        self._queue.require(self._version, "ess_guard")
+        # Published at once, so that the actor can start new groups.
+        self._status.report("working", "a batch was rejected: its ESS is too low", now=True)
+        metrics = result.metrics
+        if metrics is not None and metrics.lag_max == 0:
+            raise PolicyMismatchError(
+                f"ESS is {metrics.ess:.3f}, below trainer.ess_threshold {self._config.ess_threshold}, for tokens sampled by "
+                f"the weights being trained (version {self._version}): engine and trainer differ in log-probabilities "
+                f"by up to {metrics.on_policy_gap:.3g}; check that both run the same model and dtype"
+            )
+        self._status.count_as_busy()
+
+    def _drop_stale(self) -> None:
+        self._queue.require(self._schedule.oldest_trained(self._version), self._schedule.too_old_reason)
+
+    def _publish(self) -> None:
+        self._probe.expect(self._version)
+        self._sender.send(self._version, self._learner.weights())
+        self._published_version = self._version
+
+    # ---- checkpoints and the end of the run
+
+    def _save(self) -> None:
+        """Write a copy of the weights or a checkpoint if one is due."""
+        copy, checkpoint = (
+            every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
+        )
+        if self._checkpoints is None or not (copy or checkpoint):
+            return
+        with self._status.saving():
+            if copy:
+                self._status.report("working", f"writing the weights of version {self._version}", now=True)
+                folder = self._checkpoints.directory.parent / WEIGHTS_FOLDER
+                save_weights(folder, version=self._version, model=self._learner, tokenizer=self._checkpoints.tokenizer)
+            if checkpoint:
+                self.checkpoint()
 
     def checkpoint(self) -> None:
         """Write a checkpoint, then let the stream discard what is before it. Without a checkpoint plan, do nothing."""
         if self._checkpoints is None:
             return
-        self._report("working", f"writing the checkpoint of version {self._version}", now=True)
+        self._status.report("working", f"writing the checkpoint of version {self._version}", now=True)
         position = self._queue.position()
         counters = TrainerCounters(
             queue=self._queue.counts,
@@ -215,109 +249,20 @@ class Trainer:
         self._saved_version = self._version
         self._queue.commit(position)
 
-    def _train(self, samples: list[TrainingSample], begin_s: float) -> None:
-        def on_micro_batch(done: int, total: int) -> None:
-            self._micro_batches += 1
-            self._report("working", f"step {self._version + 1}: micro-batch {done} of {total}")
-
-        self._report("working", f"step {self._version + 1} on {len(samples)} rollouts")
-        result = self._learner.step(samples, self._version, on_micro_batch)
-        if not result.stepped:
-            self._reject_batch(samples, result)
-            self._busy_s += self._clock() - begin_s
-            return
-        self._queue.mark_trained(samples)
-        self._version += 1
-        self._drop_stale()
-        self._tokens_trained += result.tokens_trained
-        # The final weights are always published: the evaluation after training uses them.
-        if self._schedule.publishes(self._version) or self.goal_reached:
-            self._publish()
-        self._record(samples, result, begin_s)
-        self._save()
-        self._report("working", f"step {self._version} is done", now=True)
-
-    def _save(self) -> None:
-        """Write a checkpoint or a copy of the weights if one is due. The time it takes is in the next step's record."""
-        self._saving_s = 0.0
-        copy, checkpoint = (
-            every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
-        )
-        if self._checkpoints is None or not (copy or checkpoint):
-            return
-        begin_s = self._clock()
-        if copy:
-            self._report("working", f"writing the weights of version {self._version}", now=True)
-            folder = self._checkpoints.directory.parent / WEIGHTS_FOLDER
-            save_weights(folder, version=self._version, model=self._learner, tokenizer=self._checkpoints.tokenizer)
-        if checkpoint:
+    def finish(self) -> None:
+        """Write a final checkpoint, unless this version has one, and report that training is done."""
+        if self._saved_version != self._version:
             self.checkpoint()
-        self._saving_s = self._clock() - begin_s
-        self._busy_s += self._saving_s
+        reason = "all steps are taken" if self.goal_reached else "stopped"
+        self._status.report("done", f"{reason} at version {self._version}", now=True)
 
-    def _reject_batch(self, samples: list[TrainingSample], result: StepResult) -> None:
-        """The ESS guard (Algorithm 2): drop the batch, and all off-policy rollouts until a batch has been trained on.
+    def fail(self, why: str) -> None:
+        """Report that training failed, with final rollout counts. No checkpoint is written."""
+        self._status.report("failed", why, now=True)
 
-        Raises PolicyMismatchError if the batch was on-policy, since waiting for other data would not help.
-        """
-        self._ess_guard_trips += 1
-        self._queue.drop(samples, "ess_guard")
-        self._queue.require(self._version, "ess_guard")
-        # Published at once, so that the actor can start new groups.
-        self._report("working", "a batch was rejected: its ESS is too low", now=True)
-        metrics = result.metrics
-        if metrics is not None and metrics.lag_max == 0:
-            raise PolicyMismatchError(
-                f"ESS is {metrics.ess:.3f}, below trainer.ess_threshold {self._config.ess_threshold}, for tokens sampled by "
-                f"the weights being trained (version {self._version}): engine and trainer differ in log-probabilities "
-                f"by up to {metrics.on_policy_gap:.3g}; check that both run the same model and dtype"
-            )
-
-    def _drop_stale(self) -> None:
-        self._queue.require(self._schedule.oldest_trained(self._version), self._schedule.too_old_reason)
-
-    def _publish(self) -> None:
-        self._probe.expect(self._version)
-        self._sender.send(self._version, self._learner.weights())
-        self._published_version = self._version
-
-    def _check_probes(self) -> None:
-        for stage in self._engines:
-            status = self._board.read(stage)
-            if status is not None and isinstance(status.progress, EngineProgress):
-                self._probe.check(status.progress.probes)
-
-    def _record(self, samples: list[TrainingSample], result: StepResult, begin_s: float) -> None:
-        now_s = self._clock()
-        self._busy_s += now_s - begin_s
-        wait_s = (now_s - self._step_end_s) - (self._busy_s - self._step_end_busy_s)
-        self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
-        found = {stage: self._board.read(stage) for stage in (*self._engines, *self._actors)}
-        statuses = {stage: status for stage, status in found.items() if status is not None}
-        progress = engine_total(statuses)
-        record = step_record(
-            samples,
-            result,
-            self._queue,
-            version=self._version,
-            time_s=now_s - self._started_s,
-            train_s=now_s - begin_s,
-            wait_s=max(0.0, wait_s),
-            saving_s=self._saving_s,
-            ess_guard_trips=self._ess_guard_trips,
-            engine=self._engine.record(progress, now_s) if progress is not None else None,
-            actor=actor_total(statuses),
-        )
-        self._sink.write(record)
-        self._latest = record.headline()
-        lengths, ids = self._queue.dropped_lengths(), self._queue.dropped_ids()
-        if self._trained_log is not None:
-            self._trained_log.write(
-                trained_record(samples, version=self._version - 1, dropped_lengths=lengths, dropped_ids=ids)
-            )
-
-    def _report(self, state: StageState, detail: str, *, now: bool = False) -> None:
-        self._status.report(state, detail, self._progress, now=now)
+    def _on_micro_batch(self, done: int, total: int) -> None:
+        self._micro_batches += 1
+        self._status.report("working", f"step {self._version + 1}: micro-batch {done} of {total}")
 
     def _progress(self) -> TrainerProgress:
         return TrainerProgress(
@@ -328,10 +273,7 @@ class Trainer:
             steps_target=self._config.steps,
             micro_batches=self._micro_batches,
             tokens_trained=self._tokens_trained,
-            busy_s=self._busy_s,
-            ready_s=self._clock() - self._ready_s,
             published_version=self._published_version,
             goal_reached=self.goal_reached,
             probe_ids=self._probe.prompt_ids,
-            latest=self._latest,
         )

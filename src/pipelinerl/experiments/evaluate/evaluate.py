@@ -58,11 +58,8 @@ def evaluate(plan: EvaluationPlan, stop: Callable[[], bool], say: Callable[[str]
     """
     if plan.engine.threads is not None:
         torch.set_num_threads(plan.engine.threads)
-    alarm = CodeAlarm(plan.code_timeout_s, stays=True)
-    try:
-        return _Evaluation(plan, TimeLimits(plan.rollout_timeout_s, alarm), stop, say).run()
-    finally:
-        alarm.release()
+    limits = TimeLimits(plan.rollout_timeout_s, CodeAlarm(plan.code_timeout_s))
+    return _Evaluation(plan, limits, stop, say).run()
 
 
 class _Evaluation:

@@ -11,17 +11,22 @@ from typing import Any
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.actor.evaluation import Evaluations
+from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.probe import WeightProbe
+from pipelinerl.actor.rollouts import RolloutContext
+from pipelinerl.actor.status import GenerationStatus
+from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
-from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Environment, Tokenizer
+from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer
 from pipelinerl.launch.stages.engines import load_local_engine
+from pipelinerl.launch.stages.generation import RolloutWriter
 from pipelinerl.models.loading import load_tokenizer, stop_token_ids
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream import FileStreamWriter
-from pipelinerl.types import Group
+from pipelinerl.types import ENGINE, Group
 from pipelinerl.weights.memory import MemoryChannel
 
 
@@ -100,29 +105,28 @@ async def produce(
                 active=active,
             )
         finally:
-            await actor.finish()
+            await actor.stop()
 
 
-class _Records:
-    """A sink for the actor's records that writes them to disk, like a run, and keeps the groups in memory."""
+class _Records(RolloutWriter):
+    """Writes groups to disk as a run does, and keeps them in memory."""
 
-    def __init__(self, log: JsonLines) -> None:
+    def __init__(self, stream: StreamWriter[Group], rollouts: Path) -> None:
+        super().__init__(stream, rollouts)
         self.groups: list[Group] = []
         self.rollouts = 0
         self.first_rollouts = 0
-        self._log = log
         self._by_index: dict[int, Group] = {}
         self._complete = 0
 
-    def write(self, record: object) -> None:
-        self._log.write(record)
-        if isinstance(record, Group):
-            self.groups.append(record)
-            self.rollouts += len(record.rollouts)
-            self._by_index[record.index] = record
-            while self._complete in self._by_index:
-                self.first_rollouts += len(self._by_index[self._complete].rollouts)
-                self._complete += 1
+    def write(self, record: Group) -> None:
+        super().write(record)
+        self.groups.append(record)
+        self.rollouts += len(record.rollouts)
+        self._by_index[record.index] = record
+        while self._complete in self._by_index:
+            self.first_rollouts += len(self._by_index[self._complete].rollouts)
+            self._complete += 1
 
     @property
     def first(self) -> list[Group]:
@@ -135,28 +139,31 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
     folder.mkdir(parents=True, exist_ok=True)
     board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
     with (
-        closing(FileStreamWriter(folder / "stream", Group, capacity=1 << 20)) as writer,
+        closing(FileStreamWriter(folder / "stream", Group, capacity=1 << 20)) as stream,
         closing(Admission.alone(folder / "admission", schedule, board)) as admission,
-        JsonLines(folder / "rollouts.jsonl") as log,
+        closing(_Records(stream, folder / "rollouts.jsonl")) as records,
     ):
-        records = _Records(log)
-        yield (
-            Actor(
-                environment=generator.environment,
-                engine=generator.engine,
-                tokenizer=generator.tokenizer,
-                admission=admission,
-                writer=writer,
-                receiver=MemoryChannel().receiver,
-                board=board,
-                records=records,
-                config=config.actor,
-                seed=config.seed,
-                slots=config.engine.slots,
-                stop_token_ids=generator.stop_token_ids,
-            ),
-            records,
+        context = RolloutContext.of(
+            config.actor,
+            generator.environment,
+            generator.engine,
+            generator.tokenizer,
+            seed=config.seed,
+            slots=config.engine.slots,
+            stop_token_ids=generator.stop_token_ids,
         )
+        groups, evaluations = GroupRunner(context, config.actor), Evaluations(context, EvaluationConfig())
+        probe = WeightProbe(context.client, board, ENGINE)
+        actor = Actor(
+            groups=groups,
+            admission=admission,
+            writer=records,
+            receiver=MemoryChannel().receiver,
+            probe=probe,
+            evaluations=evaluations,
+            status=GenerationStatus(board, groups, evaluations, probe),
+        )
+        yield actor, records
 
 
 async def _until(actor: Actor, done: Callable[[], bool]) -> None:

@@ -1,6 +1,6 @@
 """A generation process: engine, environment and actor, in one thread.
 
-first weights ─▶ evaluate ─▶ iterate ... iterate ─▶ finish ─▶ last weights ─▶ evaluate
+first weights ─▶ evaluate ─▶ iterate ... iterate ─▶ stop ─▶ last weights ─▶ evaluate
                               (until the trainer has reached its goal, or the run is told to stop)
 
 With several generation processes, only the first evaluates: before and after training, and during it if `evaluation.every`
@@ -21,17 +21,22 @@ import msgspec
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
-from pipelinerl.actor.evaluation import Evaluation, held_out_problems, write_record
+from pipelinerl.actor.evaluation import Evaluation, Evaluations, held_out_problems, write_record
+from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.probe import WeightProbe
+from pipelinerl.actor.rollouts import RolloutContext
+from pipelinerl.actor.status import GenerationStatus
+from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Engine, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
 from pipelinerl.launch.hosts.roles import starting
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.engines import make_engine, waits_for
+from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
 from pipelinerl.launch.stages.weights import SenderAddress
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.metrics.records import EvaluationRecord, When, read_records
+from pipelinerl.metrics.records import EvaluationRecord, read_records
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
@@ -114,10 +119,27 @@ class Generation:
     receiver: WeightReceiver
     environment: Environment
     tokenizer: Tokenizer
-    engine: Engine
-    slots: int
-    stop_token_ids: tuple[int, ...]
-    close: Callable[[], None]
+    handle: EngineHandle
+
+    @property
+    def engine(self) -> Engine:
+        return self.handle.engine
+
+    @property
+    def evaluation(self) -> EvaluationConfig:
+        """The evaluations of this process: only the first one evaluates."""
+        return self.session.config.evaluation if self.index == 0 else EvaluationConfig()
+
+    @property
+    def trainer(self) -> TrainerProgress:
+        """What the trainer published last."""
+        status = self.board.read(TRAINER)
+        if status is not None and isinstance(status.progress, TrainerProgress):
+            return status.progress
+        return TrainerProgress()
+
+    def close(self) -> None:
+        self.handle.close()
 
 
 def build_generation(
@@ -143,7 +165,7 @@ def build_generation(
     if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
         raise no_held_out(config.environment.kind, config.evaluation.problems)
     starting(board, stages, waits_for(config.engine))
-    engine = make_engine(session, stages.engine, tokenizer, sender)
+    handle = make_engine(session, stages.engine, tokenizer, sender)
     return Generation(
         session=session,
         index=index,
@@ -154,10 +176,7 @@ def build_generation(
         receiver=receiver,
         environment=environment,
         tokenizer=tokenizer,
-        engine=engine.engine,
-        slots=engine.slots,
-        stop_token_ids=tuple(engine.stop_token_ids),
-        close=engine.close,
+        handle=handle,
     )
 
 
@@ -175,27 +194,25 @@ async def generate(
         closing(_admission(generation)) as admission,
         closing(RolloutWriter(generation.writer, session.run.rollouts / "rollouts.jsonl")) as rollout_writer,
         closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
+        closing(_make_actor(generation, admission, rollout_writer, timeline)) as actor,
     ):
-        actor = _make_actor(generation, admission, rollout_writer, timeline)
         generation.drops.listener = lambda group: actor.stream_dropped(
             session.plan.rollouts_left({group.index: len(group.rollouts)})
         )
         try:
+            if generation.evaluation.problems and session.plan.version == 0:
+                await _unless_stopped(actor.evaluate("before"), stop, between)
             if generation.index == 0:
-                if session.plan.version == 0:
-                    await _evaluate(generation, actor, "before", stop, between)
-                _evaluate_online(generation, actor)
-                admission.open()
-            while not stop() and not _trainer(generation).goal_reached:
+                admission.open()  # the other processes have waited for the evaluation
+            while not stop() and not generation.trainer.goal_reached:
                 await actor.iterate()
                 between()
-            if not stop():
-                await actor.finish()
-                await _take_last_weights(generation, stop)
-                if generation.index == 0:
-                    await _evaluate(generation, actor, "after", stop, between)
         finally:
-            await actor.finish()
+            await actor.stop()
+        if not stop():
+            await _take_last_weights(generation, stop)
+            if generation.evaluation.problems:
+                await _unless_stopped(actor.evaluate("after"), stop, between)
 
 
 def _admission(generation: Generation) -> Admission:
@@ -212,22 +229,58 @@ def _admission(generation: Generation) -> Admission:
 def _make_actor(
     generation: Generation, admission: Admission, rollout_writer: RolloutWriter, timeline: TimelineWriter
 ) -> Actor:
+    session, config, board, stages = generation.session, generation.session.config, generation.board, generation.stages
+    context = RolloutContext.of(
+        config.actor,
+        generation.environment,
+        generation.engine,
+        generation.tokenizer,
+        seed=config.seed,
+        slots=generation.handle.slots,
+        stop_token_ids=generation.handle.stop_token_ids,
+    )
+    groups = GroupRunner(context, config.actor)
+    evaluated = read_records(session.run.evaluations, EvaluationRecord)
+    evaluations = Evaluations(
+        context,
+        generation.evaluation,
+        on_done=lambda evaluation: _record(session, evaluation),
+        until=config.trainer.steps,
+        reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
+    )
+    probe = WeightProbe(context.client, board, stages.engine)
     return Actor(
-        environment=generation.environment,
-        engine=generation.engine,
-        tokenizer=generation.tokenizer,
+        groups=groups,
         admission=admission,
         writer=rollout_writer,
         receiver=generation.receiver,
-        board=generation.board,
-        records=rollout_writer,
-        config=generation.session.config.actor,
-        seed=generation.session.config.seed,
-        slots=generation.slots,
-        stop_token_ids=generation.stop_token_ids,
-        stages=generation.stages,
-        timeline=timeline,
+        probe=probe,
+        evaluations=evaluations,
+        status=GenerationStatus(board, groups, evaluations, probe, stages=stages, timeline=timeline),
     )
+
+
+def _record(session: Session, evaluation: Evaluation) -> None:
+    """Write the answers of an evaluation, and append its record."""
+    path = session.run.evaluation(evaluation.name)
+    path.unlink(missing_ok=True)  # left from before a resume
+    with closing(JsonLines(path)) as answers:
+        for problem in evaluation.problems:
+            write_record(answers, problem)
+    answered = [problem for problem in evaluation.problems if problem.failure is None]
+    record = EvaluationRecord.of(
+        [problem.reward for problem in evaluation.problems],
+        [problem.length for problem in answered],
+        when=evaluation.when,
+        version=evaluation.version,
+        time_s=time.monotonic() - session.records_from_s,
+        tokens_by_version=evaluation.tokens_by_version,
+        failed=evaluation.failed,
+        skipped=evaluation.skipped,
+        metrics=[problem.metrics for problem in answered],
+    )
+    with closing(make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard)) as sink:
+        sink.write(record)
 
 
 async def _wait_for_weights(generation: Generation, stop: Callable[[], bool]) -> bool:
@@ -247,72 +300,16 @@ async def _wait_for_weights(generation: Generation, stop: Callable[[], bool]) ->
 
 async def _take_last_weights(generation: Generation, stop: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + generation.session.config.launch.watchdog_s
-    while generation.engine.version != _trainer(generation).version and not stop():
+    while generation.engine.version != generation.trainer.version and not stop():
         update = generation.receiver.poll()
         if update is not None:
             generation.receiver.acknowledge(generation.engine.update_weights(update))
         elif time.monotonic() > deadline_s:
             raise StalledError(
-                f"the trainer reached version {_trainer(generation).version} but its weights have not arrived; the engine "
+                f"the trainer reached version {generation.trainer.version} but its weights have not arrived; the engine "
                 f"has version {generation.engine.version}"
             )
         await asyncio.sleep(0.002)
-
-
-async def _evaluate(
-    generation: Generation,
-    actor: Actor,
-    when: When,
-    stop: Callable[[], bool],
-    between: Callable[[], object],
-) -> None:
-    """Evaluate and write the record. A stopped evaluation writes no record."""
-    config = generation.session.config.evaluation
-    if config.problems == 0:
-        return
-    with closing(JsonLines(generation.session.run.evaluation(when))) as records:
-        evaluation = await _unless_stopped(actor.evaluate(when, config, records), stop, between)
-    if evaluation is not None:
-        _record(generation, actor, evaluation, when, generation.engine.version)
-
-
-def _evaluate_online(generation: Generation, actor: Actor) -> None:
-    """If `evaluation.every` is set, have the actor evaluate while it iterates, continuing after the run's last record."""
-    session = generation.session
-    config = session.config.evaluation
-    if config.every == 0:
-        return
-
-    def done(version: int, evaluation: Evaluation) -> None:
-        path = session.run.evaluation(f"v{version}")
-        path.unlink(missing_ok=True)  # left from before a resume
-        with closing(JsonLines(path)) as records:
-            for problem in evaluation.problems:
-                write_record(records, problem)
-        _record(generation, actor, evaluation, "online", version)
-
-    records = read_records(session.run.evaluations, EvaluationRecord)
-    known = [record.version for record in records if record.newest_version <= session.plan.version]
-    actor.evaluate_online(config, until=session.config.trainer.steps, reached=max(known, default=0), on_done=done)
-
-
-def _record(generation: Generation, actor: Actor, evaluation: Evaluation, when: When, version: int) -> None:
-    """Append the record of an evaluation that began with the weights of `version`."""
-    session = generation.session
-    answered = [problem for problem in evaluation.problems if problem.failure is None]
-    record = EvaluationRecord.of(
-        [problem.reward for problem in evaluation.problems],
-        [problem.length for problem in answered],
-        when=when,
-        version=version,
-        time_s=time.monotonic() - session.records_from_s,
-        tokens_by_version=evaluation.tokens_by_version,
-        failed=evaluation.failed,
-        skipped=actor.take_skipped(),
-        metrics=[problem.metrics for problem in answered],
-    )
-    with closing(make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard)) as sink:
-        sink.write(record)
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool], between: Callable[[], object]) -> T | None:
@@ -326,10 +323,3 @@ async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool]
         task.cancel()
         await asyncio.wait({task})
     return None if task.cancelled() else task.result()
-
-
-def _trainer(generation: Generation) -> TrainerProgress:
-    status = generation.board.read(TRAINER)
-    if status is not None and isinstance(status.progress, TrainerProgress):
-        return status.progress
-    return TrainerProgress()

@@ -20,7 +20,7 @@ from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
 from pipelinerl.preprocess import Prepared, pack
 from pipelinerl.status.reporter import generation_stages
-from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerState
+from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
 from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import TRAINER
 
@@ -96,20 +96,23 @@ def build_trainer(
         position=state.position,
         counts=state.counters.queue,
     )
+    generation = generation_stages(config.engine.processes)
     return Trainer(
         config.trainer,
         learner,
         queue,
         session.schedule,
         sender,
-        board=board,
-        sink=logs.metrics,
-        trained_log=logs.trained,
+        output=TrainerOutput(
+            board=board,
+            sink=logs.metrics,
+            trained_log=logs.trained,
+            engines=[stages.engine for stages in generation],
+            actors=[stages.actor for stages in generation],
+            started_s=session.records_from_s,
+        ),
         checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer),
         state=state,
-        engines=[stages.engine for stages in generation_stages(config.engine.processes)],
-        actors=[stages.actor for stages in generation_stages(config.engine.processes)],
-        started_s=session.records_from_s,
     )
 
 

@@ -1,0 +1,126 @@
+"""What the trainer publishes about itself: its status on the board, and the records of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from pipelinerl.files import JsonLines
+from pipelinerl.interfaces import Board, Verdict
+from pipelinerl.metrics.sinks import Sink
+from pipelinerl.metrics.totals import actor_total, engine_total
+from pipelinerl.status.reporter import ALONE, StatusReporter
+from pipelinerl.trainer.queue import SampleQueue
+from pipelinerl.trainer.records import EngineWatch, step_record, trained_record
+from pipelinerl.trainer.step import StepResult
+from pipelinerl.types import TRAINER, EngineProgress, ProbeReading, StageState, TrainerProgress, TrainingSample
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOutput:
+    """Where the trainer publishes its status and writes its records.
+
+    Records contain the time since `started_s` (by default the trainer's start), on the scale of `clock`, and the progress of
+    the stages `engines` and `actors`.
+    """
+
+    board: Board
+    sink: Sink
+    trained_log: JsonLines | None = None
+    engines: Sequence[str] = (ALONE.engine,)
+    actors: Sequence[str] = (ALONE.actor,)
+    clock: Callable[[], float] = time.monotonic
+    started_s: float | None = None
+
+
+class TrainerStatus:
+    """Publishes the trainer's status, records its steps, and measures the time in which it works.
+
+    `progress` returns the trainer's counts; times and the latest metrics are added here.
+    """
+
+    def __init__(self, output: TrainerOutput, progress: Callable[[], TrainerProgress]) -> None:
+        self._output = output
+        self._counts = progress
+        self._clock = output.clock
+        self._ready_s = self._step_end_s = self._begin_s = output.clock()
+        self._started_s = self._ready_s if output.started_s is None else output.started_s
+        self._reporter = StatusReporter(output.board, TRAINER, output.clock)
+        self._engine = EngineWatch()
+        self._busy_s = self._step_end_busy_s = self._saving_s = 0.0
+        self._latest: dict[str, float] = {}
+
+    def report(self, state: StageState, detail: str, *, now: bool = False) -> None:
+        self._reporter.report(state, detail, self._progress, now=now)
+
+    def report_wait(self, verdict: Verdict) -> None:
+        self._reporter.report("waiting", verdict.waiting_for, self._progress, waits_for=verdict.waits_for)
+
+    def begin(self) -> None:
+        """Start to measure the time of an iteration."""
+        self._begin_s = self._clock()
+
+    def count_as_busy(self) -> None:
+        """Count the iteration as work. Without this, it counts as waiting."""
+        self._busy_s += self._clock() - self._begin_s
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The time inside is in the record of the next step."""
+        begin_s = self._clock()
+        yield
+        self._saving_s = self._clock() - begin_s
+        self._busy_s += self._saving_s
+
+    def record(
+        self,
+        samples: Sequence[TrainingSample],
+        result: StepResult,
+        queue: SampleQueue,
+        *,
+        version: int,
+        ess_guard_trips: int,
+    ) -> None:
+        """Write the records of the step to `version`, and count the iteration as work."""
+        now_s = self._clock()
+        self._busy_s += now_s - self._begin_s
+        wait_s = (now_s - self._step_end_s) - (self._busy_s - self._step_end_busy_s)
+        self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
+        output = self._output
+        found = {stage: output.board.read(stage) for stage in (*output.engines, *output.actors)}
+        statuses = {stage: status for stage, status in found.items() if status is not None}
+        engine = engine_total(statuses)
+        record = step_record(
+            samples,
+            result,
+            queue,
+            version=version,
+            time_s=now_s - self._started_s,
+            train_s=now_s - self._begin_s,
+            wait_s=max(0.0, wait_s),
+            saving_s=self._saving_s,
+            ess_guard_trips=ess_guard_trips,
+            engine=self._engine.record(engine, now_s) if engine is not None else None,
+            actor=actor_total(statuses),
+        )
+        self._saving_s = 0.0
+        output.sink.write(record)
+        self._latest = record.headline()
+        lengths, ids = queue.dropped_lengths(), queue.dropped_ids()
+        if output.trained_log is not None:
+            output.trained_log.write(trained_record(samples, version=version - 1, dropped_lengths=lengths, dropped_ids=ids))
+
+    def probe_readings(self) -> Iterator[ProbeReading]:
+        """The weight probes that the engines have published."""
+        for stage in self._output.engines:
+            status = self._output.board.read(stage)
+            if status is not None and isinstance(status.progress, EngineProgress):
+                yield from status.progress.probes
+
+    def _progress(self) -> TrainerProgress:
+        ready_s = self._clock() - self._ready_s
+        return msgspec.structs.replace(self._counts(), busy_s=self._busy_s, ready_s=ready_s, latest=self._latest)
