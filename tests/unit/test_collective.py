@@ -26,7 +26,7 @@ from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.control import listen
-from pipelinerl.weights.broadcast.group import require_backend
+from pipelinerl.weights.broadcast.group import Group, require_backend
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver, decode_layout
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender, Member
 from pipelinerl.weights.layout import layout_of
@@ -111,7 +111,7 @@ def cut(channel: control.Channel[Any] | None) -> None:
 
 
 class Dying(CollectiveWeightReceiver):
-    """It dies when it is about to send a message of the step, or type, `dies`."""
+    """It dies when it is about to send a message of the step, or type, `dies`; or to `form` the group."""
 
     def __init__(self, dies: object, *arguments: Any, **options: Any) -> None:
         self._dies = dies
@@ -122,6 +122,12 @@ class Dying(CollectiveWeightReceiver):
         if step == self._dies:
             cut(self._channel)
         super()._send(message)
+
+    def _form_group(self, channel: control.Channel[control.FromSender], form: control.Form, index: int) -> Group:
+        if self._dies == "form":
+            cut(channel)
+            self._next(control.Close)  # It never comes.
+        return super()._form_group(channel, form, index)
 
 
 class Rig:
@@ -430,7 +436,7 @@ def test_an_update_that_one_receiver_does_not_get_is_applied_by_nobody(rig: Rig,
 
 def test_a_receiver_that_dies_before_the_group_is_formed_is_named(rig: Rig) -> None:
     sender = rig.sender(2, stall_s=1.0)
-    receivers = [rig.receiver(sender, 0), rig.receiver(sender, 1, dies="running")]
+    receivers = [rig.receiver(sender, 0), rig.receiver(sender, 1, dies="form")]
     sender.send(0, named_weights(Tied()))
     assert "engine number 1 (engine-1) is gone: its process exited unexpectedly" in problem(receivers[0])
 
