@@ -142,11 +142,11 @@ class Rig:
         self._closing.append(sender.close)
         return sender
 
-    def receiver(self, sender: CollectiveWeightSender, index: int | None = 0, **options: object) -> CollectiveWeightReceiver:
+    def receiver(self, sender: CollectiveWeightSender, index: int | None = 0, **options: Any) -> CollectiveWeightReceiver:
         return self.receiver_at(sender.port, index, **options)
 
     def receiver_at(
-        self, port: int, index: int | None = 0, *, key: str = KEY, dies: object = None, **options: object
+        self, port: int, index: int | None = 0, *, key: str = KEY, dies: object = None, **options: Any
     ) -> CollectiveWeightReceiver:
         """`dies`: see `Dying`."""
         defaults: dict[str, object] = {"engine": f"engine-{index}", "join_timeout_s": 10.0}

@@ -249,8 +249,8 @@ class Members:
             match message:
                 case control.Report("ready" | "staged" as step, number) if self.offer and number == self.offer.number:
                     member.done[step] = number
-                case control.Report("failed", error=error) if not member.failure:
-                    member.failure, member.failed_s = f"can't receive weights: {error}", now_s + _GRACE_S
+                case control.Report("failed", error=reason) if not member.failure:
+                    member.failure, member.failed_s = f"can't receive weights: {reason}", now_s + _GRACE_S
                 case control.Answer(number, receipt) if self.offer and member in self.answering:
                     if number == self.offer.number > member.done["answered"]:
                         member.done["answered"], member.engine = number, member.engine or receipt.engine[:100]
