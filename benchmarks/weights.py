@@ -40,6 +40,7 @@ from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
 from pipelinerl.weights.shared_file import create_shared_file
 
 IDLE_S = 0.0005
+KEY = "of the benchmark"
 SHARED, COLLECTIVE = "shared memory", "collective"
 SENT = [(SHARED, 1), (SHARED, 2), (COLLECTIVE, 1), (COLLECTIVE, 2)]
 
@@ -71,7 +72,7 @@ def receive(name: str, system: str, fd: int, index: int, updates: int) -> None:
     else:
         with socket.socket(fileno=fd) as listener:
             host, port = listener.getsockname()[:2]
-        receiver = CollectiveWeightReceiver(host, port, index)
+        receiver = CollectiveWeightReceiver(host, port, KEY, index)
     print("ready", flush=True)
     times: list[Record] = []
     while len(times) < updates:
@@ -142,7 +143,7 @@ def hand_over(name: str, system: str, engines: int, repetitions: int, threads: i
 def _sender(system: str, fd: int, engines: int) -> SharedWeightSender | CollectiveWeightSender:
     if system == SHARED:
         return SharedWeightSender(fd, engines)
-    return CollectiveWeightSender(socket.socket(fileno=fd), engines)
+    return CollectiveWeightSender(socket.socket(fileno=fd), KEY, engines)
 
 
 def _engine(fd: int, *arguments: str) -> subprocess.Popen[str]:

@@ -20,14 +20,14 @@ import msgspec
 T = TypeVar("T")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace the contents of the file at `path`, durably. Readers see the old or the new contents, never a mix.
 
     On OSError the old file is intact and no temporary file is left.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -36,7 +36,7 @@ from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 
 port, versions, devices = int(sys.argv[1]), int(sys.argv[2]), set()
-receiver = CollectiveWeightReceiver("127.0.0.1", port, 0, engine="second", device=torch.device("cuda:1"))
+receiver = CollectiveWeightReceiver("127.0.0.1", port, "secret", 0, engine="second", device=torch.device("cuda:1"))
 for version in range(versions):
     while (update := receiver.poll()) is None:
         time.sleep(0.001)
@@ -64,7 +64,7 @@ def model_on(device: str, seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_nccl_carries_weights_from_one_gpu_to_another() -> None:
     with closing(
-        CollectiveWeightSender(listen(), 1, timeout_s=BOUND_S, bucket_bytes=1 << 16, device=torch.device("cuda:0"))
+        CollectiveWeightSender(listen(), "secret", 1, timeout_s=BOUND_S, bucket_bytes=1 << 16, device=torch.device("cuda:0"))
     ) as sender:
         command = [sys.executable, "-c", ENGINE, str(sender.port), str(VERSIONS)]
         with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as engine:
@@ -84,8 +84,8 @@ def test_nccl_carries_weights_from_one_gpu_to_another() -> None:
 def test_gloo_carries_weights_where_both_ends_share_a_gpu() -> None:
     device = torch.device("cuda:0")
     with (
-        closing(CollectiveWeightSender(listen(), 1, timeout_s=BOUND_S, device=device)) as sender,
-        closing(CollectiveWeightReceiver("127.0.0.1", sender.port, 0, device=device)) as receiver,
+        closing(CollectiveWeightSender(listen(), "secret", 1, timeout_s=BOUND_S, device=device)) as sender,
+        closing(CollectiveWeightReceiver("127.0.0.1", sender.port, "secret", 0, device=device)) as receiver,
     ):
         weights = model_on("cuda:0", seed=1)
         digest = sender.send(0, weights)

@@ -20,6 +20,7 @@ from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 
 LAST = 6
+KEY = "a key that only this test has"
 
 
 class Doom(msgspec.Struct, frozen=True):
@@ -36,7 +37,7 @@ class Doom(msgspec.Struct, frozen=True):
 
 def trainer(doom: Doom | None, words: Connection, listener: socket.socket) -> None:
     _end_in_the_middle(doom)
-    sender = CollectiveWeightSender(listener, 3, timeout_s=30, stall_s=3, bucket_bytes=1 << 20)
+    sender = CollectiveWeightSender(listener, KEY, 3, timeout_s=30, stall_s=3, bucket_bytes=1 << 20)
     versions: list[int] = []
     error = None
     try:
@@ -57,7 +58,7 @@ def engine(doom: Doom | None, words: Connection, port: int, index: int) -> None:
     """It holds a copy of the weights it took last; at the end it says whether they are exactly those of one version."""
     _end_in_the_middle(doom)
     name = f"engine-{index}"
-    receiver = CollectiveWeightReceiver("127.0.0.1", port, index, engine=name, receivers=3)
+    receiver = CollectiveWeightReceiver("127.0.0.1", port, KEY, index, engine=name, receivers=3)
     held, version, error = None, -1, None
     try:
         while version < LAST:

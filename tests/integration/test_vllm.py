@@ -34,7 +34,7 @@ from pipelinerl.serving.vllm.start import VllmProcess, VllmSettings, running_vll
 from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
 from pipelinerl.weights.broadcast.control import listen
-from pipelinerl.weights.broadcast.coordinator import CollectiveWeightCoordinator
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
@@ -260,8 +260,10 @@ def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess,
     """Two updates over torch.distributed while requests are in progress; no file is written."""
     models = [perturbed(load_model(ModelConfig()), seed) for seed in (5, 6)]
     first = version_at(vllm) + 1
-    with closing(CollectiveWeightSender(listen(), 1, timeout_s=60.0, bucket_bytes=1 << 18, coordinated=True)) as sender:
-        coordinator = CollectiveWeightCoordinator(sender.host, sender.port, receivers=1)
+    with closing(
+        CollectiveWeightSender(listen(), "key", 1, timeout_s=60.0, bucket_bytes=1 << 18, coordinated=True)
+    ) as sender:
+        coordinator = CollectiveWeightReceiver(sender.host, sender.port, "key", None, receivers=1)
         engine = RemoteEngine([VllmServer(vllm.url)], weight_dirs=[tmp_path])
         done: dict[str, Completion] = {}
 
@@ -269,7 +271,7 @@ def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess,
             return {completion.request_id: completion for completion in engine.step().finished}
 
         with closing(coordinator), closing(engine):
-            engine.join_broadcast(sender.host, sender.port)
+            engine.join_broadcast(sender.host, sender.port, "key")
             for version, model in enumerate(models, first):
                 weights = named_weights(model)
                 digest = sender.send(version, weights)
@@ -303,7 +305,7 @@ def test_a_broadcast_that_never_begins_leaves_it_as_it_was(vllm: VllmProcess) ->
     async def join(client: VllmServer) -> Completion:
         with listen() as nobody:
             host, port = nobody.getsockname()
-            group = ProcessGroupRequest(host=host, port=port, index=0, receivers=1, timeout_s=0.5)
+            group = ProcessGroupRequest(host=host, port=port, key="secret", index=0, receivers=1, timeout_s=0.5)
             with pytest.raises(WeightUpdateError, match=r"did not join .* in 0\.5 s"):
                 await client.join_broadcast(group)
         with pytest.raises(WeightUpdateError, match="no broadcast was joined"):

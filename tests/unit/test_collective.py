@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import struct
 import subprocess
@@ -9,6 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,21 +24,11 @@ from pipelinerl.errors import UserError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.broadcast.control import (
-    PROTOCOL,
-    Close,
-    Connection,
-    FromSender,
-    Go,
-    Hello,
-    Offer,
-    ProtocolError,
-    connect,
-    listen,
-)
-from pipelinerl.weights.broadcast.group import require_backend
+from pipelinerl.weights.broadcast import control
+from pipelinerl.weights.broadcast.control import listen
+from pipelinerl.weights.broadcast.group import Group, require_backend
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver, decode_layout
-from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender, Member
 from pipelinerl.weights.layout import layout_of
 from tests.unit.test_weights import (  # noqa: F401 - the contract of every hand-over, run with this module's `ends`
     Tied,
@@ -48,6 +43,7 @@ from tests.unit.test_weights import (  # noqa: F401 - the contract of every hand
 )
 
 BOUND_S = 20.0
+KEY = "a key that only this test has"
 DTYPES = [
     torch.float64,
     torch.float32,
@@ -107,6 +103,33 @@ class SettledReceiver:
         self._receiver.close()
 
 
+def cut(channel: control.Channel[Any] | None) -> None:
+    """End a connection as the system does for a process that died."""
+    assert channel is not None
+    with socket.socket(fileno=os.dup(channel.fileno())) as connected:
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+class Dying(CollectiveWeightReceiver):
+    """It dies when it is about to send a message of the step, or type, `dies`; or to `form` the group."""
+
+    def __init__(self, dies: object, *arguments: Any, **options: Any) -> None:
+        self._dies = dies
+        super().__init__(*arguments, **options)
+
+    def _send(self, message: control.FromMember) -> None:
+        step = message.step if isinstance(message, control.Report) else type(message)
+        if step == self._dies:
+            cut(self._channel)
+        super()._send(message)
+
+    def _form_group(self, channel: control.Channel[control.FromSender], form: control.Form, index: int) -> Group:
+        if self._dies == "form":
+            cut(channel)
+            self._next(control.Close)  # It never comes.
+        return super()._form_group(channel, form, index)
+
+
 class Rig:
     """A sender and receivers in this process, closed at the end of the test."""
 
@@ -115,16 +138,20 @@ class Rig:
 
     def sender(self, receivers: int = 1, **options: object) -> CollectiveWeightSender:
         defaults: dict[str, object] = {"timeout_s": 0.3, "stall_s": 10.0, "join_timeout_s": 10.0}
-        sender = CollectiveWeightSender(listen(), receivers, **{**defaults, **options})  # type: ignore[arg-type]
+        sender = CollectiveWeightSender(listen(), KEY, receivers, **{**defaults, **options})  # type: ignore[arg-type]
         self._closing.append(sender.close)
         return sender
 
-    def receiver(self, sender: CollectiveWeightSender, index: int = 0, **options: object) -> CollectiveWeightReceiver:
+    def receiver(self, sender: CollectiveWeightSender, index: int | None = 0, **options: Any) -> CollectiveWeightReceiver:
         return self.receiver_at(sender.port, index, **options)
 
-    def receiver_at(self, port: int, index: int = 0, **options: object) -> CollectiveWeightReceiver:
+    def receiver_at(
+        self, port: int, index: int | None = 0, *, key: str = KEY, dies: object = None, **options: Any
+    ) -> CollectiveWeightReceiver:
+        """`dies`: see `Dying`."""
         defaults: dict[str, object] = {"engine": f"engine-{index}", "join_timeout_s": 10.0}
-        receiver = CollectiveWeightReceiver("127.0.0.1", port, index, **{**defaults, **options})  # type: ignore[arg-type]
+        kind = partial(Dying, dies) if dies else CollectiveWeightReceiver
+        receiver = kind("127.0.0.1", port, key, index, **{**defaults, **options})  # type: ignore[arg-type]
         self._closing.insert(0, receiver.close)
         return receiver
 
@@ -262,7 +289,7 @@ def test_engines_may_leave_when_the_run_ends(rig: Rig) -> None:
     receiver = rig.receiver(sender)
     receiver.wait_joined(BOUND_S)
     receiver.close()
-    eventually(lambda: sender._peers.all[0].gone is not None)
+    eventually(lambda: sender._members.all[0].failure)
     with pytest.raises(WeightUpdateError, match="has left"):
         sender.send(0, named_weights(Tied()))
     ending.set()
@@ -294,7 +321,7 @@ def test_a_sender_that_is_not_there() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    receiver = CollectiveWeightReceiver("127.0.0.1", port, 0, join_timeout_s=0.2)
+    receiver = CollectiveWeightReceiver("127.0.0.1", port, KEY, 0, join_timeout_s=0.2)
     assert f"the weight sender at 127.0.0.1:{port} can't be reached within 0.2 s" in problem(receiver)
     with pytest.raises(WeightUpdateError, match="can't be reached"):
         receiver.wait_joined(BOUND_S)
@@ -313,7 +340,7 @@ def test_a_sender_that_is_not_there() -> None:
 def test_a_wrong_number_is_refused_and_the_others_go_on(rig: Rig, index: int, receivers: int | None, complaint: str) -> None:
     sender = rig.sender(2)
     first = rig.receiver(sender, 0, receivers=2)
-    eventually(lambda: first._link.connection is not None and sender._peers.all[0].joined)
+    eventually(lambda: sender._members.all[0].channel)
     assert complaint in problem(rig.receiver(sender, index, receivers=receivers))
     second = rig.receiver(sender, 1)
     second.wait_joined(BOUND_S)
@@ -338,14 +365,14 @@ def test_a_listener_that_is_no_weight_sender(rig: Rig) -> None:
         receiver = rig.receiver_at(server.getsockname()[1])
         stranger, _ = server.accept()
         stranger.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        assert "sent an invalid message" in problem(receiver)
+        assert "can't be used: it does not have the key of this broadcast" in problem(receiver)
         stranger.close()
 
 
 def test_a_listener_that_says_nothing(rig: Rig) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         receiver = rig.receiver_at(server.getsockname()[1], join_timeout_s=0.2)
-        assert "no group was formed within 0.2 s" in problem(receiver)
+        assert "can't be reached within 0.2 s: it accepts connections, but does not answer" in problem(receiver)
 
 
 def test_a_receiver_that_leaves_is_named(rig: Rig) -> None:
@@ -357,9 +384,8 @@ def test_a_receiver_that_leaves_is_named(rig: Rig) -> None:
         receiver.acknowledge(receipt(0, digest))
     eventually(lambda: not sender.unanswered())
     receivers[1].close()
-    eventually(lambda: sender._peers.all[1].gone is not None)
-    assert len(sender.receipts()) == 2
-    sender._peers.require_receiving_alive(1)  # It has that update: nobody is held up by its leaving.
+    eventually(lambda: sender._members.all[1].failure)
+    assert len(sender.receipts()) == 2, "it has answered: nobody waits for it"
     with pytest.raises(WeightUpdateError, match=r"engine number 1 \(engine-1\) has left"):
         sender.send(1, named_weights(Tied()))
 
@@ -369,26 +395,136 @@ def test_a_sender_that_dies_is_noticed_after_the_last_whole_update(rig: Rig) -> 
     receiver = rig.receiver(sender)
     digest = sender.send(0, named_weights(Tied()))
     eventually(lambda: receiver.offered() == 0)
-    connection = sender._peers.all[0].connection
-    assert connection is not None
-    connection.close()  # As the system does for a process that died.
+    cut(sender._members.all[0].channel)
     time.sleep(0.05)
     assert checksum(taken(receiver).tensors) == digest
     assert "is gone: its process exited unexpectedly" in problem(receiver)
 
 
-def test_what_differs_from_what_was_sent_is_never_handed_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_differs_from_what_was_sent_is_applied_by_nobody(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = rig.sender(2)
+    receivers = [rig.receiver(sender, index) for index in range(2)]
+    arrived: list[str] = []
+
+    def damaged_once(tensors: Mapping[str, Tensor]) -> str:
+        arrived.append(checksum(tensors))
+        return "0" * 32 if len(arrived) == 1 else arrived[0]
+
+    monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.checksum", damaged_once)
+    digest = sender.send(3, named_weights(Tied()))
+    expected = rf"weights of version 3 arrived damaged: checksum 0{{32}}, sent {digest}"
+    for receiver in receivers:
+        assert re.search(expected, problem(receiver))
+    with pytest.raises(WeightUpdateError, match=rf"engine number . \(engine-.\) can't receive weights: {expected}"):
+        sender.receipts()
+
+
+# Who dies, and when
+
+
+@pytest.mark.parametrize("dies", ["ready", "staged"])
+def test_an_update_that_one_receiver_does_not_get_is_applied_by_nobody(rig: Rig, dies: str) -> None:
+    sender = rig.sender(2, stall_s=1.0, timeout_s=BOUND_S)
+    receivers = [rig.receiver(sender, 0), rig.receiver(sender, 1, dies=dies)]
+    sender.send(0, named_weights(Tied()))
+    expected = "engine number 1 (engine-1) is gone: its process exited unexpectedly"
+    assert expected in problem(receivers[0])  # and none is offered before, or `problem` would not come up
+    with pytest.raises(WeightUpdateError, match=re.escape(expected)):
+        sender.send(1, named_weights(Tied()))
+    assert receivers[1]._arrived is None
+
+
+def test_a_receiver_that_dies_before_the_group_is_formed_is_named(rig: Rig) -> None:
+    sender = rig.sender(2, stall_s=1.0)
+    receivers = [rig.receiver(sender, 0), rig.receiver(sender, 1, dies="form")]
+    sender.send(0, named_weights(Tied()))
+    assert "engine number 1 (engine-1) is gone: its process exited unexpectedly" in problem(receivers[0])
+
+
+def test_a_receiver_that_dies_before_it_answers_is_named(rig: Rig) -> None:
+    sender = rig.sender(2, timeout_s=BOUND_S)
+    receivers = [rig.receiver(sender, 0), rig.receiver(sender, 1, dies=control.Answer)]
+    digest = sender.send(0, named_weights(Tied()))
+    for receiver in receivers:
+        assert checksum(taken(receiver).tensors) == digest
+        receiver.acknowledge(receipt(0, digest))
+    with pytest.raises(WeightUpdateError, match=r"engine number 1 \(engine-1\) is gone"):
+        sender.send(1, named_weights(Tied()))
+    assert "engine number 1 (engine-1) is gone" in problem(receivers[0])
+
+
+@pytest.mark.parametrize("dies", [control.Offer, "receive", "apply"])
+def test_a_sender_that_dies_leaves_whole_updates_or_none(rig: Rig, dies: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = rig.sender(2, stall_s=1.0)
+    receivers = [rig.receiver(sender, index) for index in range(2)]
+    whole, members = sender._members.send, sender._members
+
+    def until_death(message: control.FromSender, to: Sequence[Member] | None = None) -> None:
+        step = message.step if isinstance(message, control.Go) else type(message)
+        if step != dies:
+            whole(message, to)
+            return
+        whole(message, members.receivers[:1])
+        for member in members.all:
+            cut(member.channel)
+
+    monkeypatch.setattr(members, "send", until_death)
+    digest = sender.send(0, named_weights(Tied()))
+    if dies == "apply":  # Every receiver has all of it, and the first one was told.
+        assert checksum(taken(receivers[0]).tensors) == digest
+    for receiver in receivers:
+        assert "the weight sender at 127.0.0.1" in problem(receiver)
+
+
+def test_a_receiver_may_join_late(rig: Rig) -> None:
+    sender = rig.sender(2, timeout_s=BOUND_S)
+    first = rig.receiver(sender, 0)
+    digest = sender.send(0, named_weights(Tied()))
+    with pytest.raises(WeightUpdateError, match=r"formed no group in 0\.3 s"):
+        first.wait_joined(0.3)
+    assert first.offered() is None, "not before all have it"
+    second = rig.receiver(sender, 1)
+    for receiver in (first, second):
+        assert checksum(taken(receiver).tensors) == digest
+
+
+# Who has no right to be there
+
+
+def test_a_receiver_with_another_key_is_refused_and_the_others_go_on(rig: Rig) -> None:
+    sender = rig.sender()
+    assert "can't be used: it does not have the key" in problem(rig.receiver(sender, key="guessed"))
+    receiver = rig.receiver(sender)
+    sender.send(0, named_weights(Tied()))
+    assert taken(receiver).version == 0
+
+
+def test_a_sender_with_another_key_is_not_listened_to(rig: Rig) -> None:
+    """It is the sender that is asked to prove itself, even if it lets everyone in."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        receiver = rig.receiver_at(server.getsockname()[1])
+        connection = Connection(server.accept()[0].detach())
+        connection.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+        assert len(connection.recv_bytes(256)) > 10, "its answer"
+        connection.send_bytes(b"#WELCOME#")
+        connection.recv_bytes(256)
+        connection.send_bytes(b"{sha256}" + bytes(32))
+        assert "can't be used: it does not have the key" in problem(receiver)
+        connection.close()
+
+
+def test_an_answer_to_another_update_is_none(rig: Rig) -> None:
     sender = rig.sender()
     receiver = rig.receiver(sender)
-    monkeypatch.setattr("pipelinerl.weights.broadcast.sender.checksum", lambda tensors: "0" * 32)
-    sender.send(3, named_weights(Tied()))
-    eventually(lambda: receiver.offered() == 3)
-    with pytest.raises(WeightUpdateError, match=r"version 3 arrived damaged: checksum \w{32}, sent 0{32}"):
-        receiver.poll()
-    receiver.acknowledge(receipt(3, "", error="damaged"))
+    digest = sender.send(0, named_weights(Tied()))
+    taken(receiver)
+    receiver._send(control.Answer(99, receipt(0, digest)))
+    receiver._send(control.Answer(0, receipt(0, "0" * 32)))
+    time.sleep(0.1)
+    assert list(sender.unanswered()) == ["number 0 (engine-0)"]
+    receiver.acknowledge(receipt(0, digest))
     eventually(lambda: not sender.unanswered())
-    with pytest.raises(WeightUpdateError, match="damaged"):
-        sender.receipts()
+    assert [one.checksum for one in sender.receipts()] == [digest]
 
 
 def test_settings_that_make_no_sense() -> None:
@@ -396,11 +532,11 @@ def test_settings_that_make_no_sense() -> None:
         with pytest.raises(ValueError, match="one address of this machine"):
             listen(host)
     with listen() as listener, pytest.raises(ValueError, match="1 to 64 receivers, not 0"):
-        CollectiveWeightSender(listener, 0)
+        CollectiveWeightSender(listener, KEY, 0)
     with listen() as listener, pytest.raises(ValueError, match="at least one byte"):
-        CollectiveWeightSender(listener, 1, bucket_bytes=0)
+        CollectiveWeightSender(listener, KEY, 1, bucket_bytes=0)
     with listen() as listener, pytest.raises(ValueError, match="at least a second"):
-        CollectiveWeightSender(listener, 1, stall_s=0.5)
+        CollectiveWeightSender(listener, KEY, 1, stall_s=0.5)
     with pytest.raises(UserError, match="with gloo or nccl, not 'mpi'"):
         require_backend("mpi", torch.device("cpu"))
     with pytest.raises(UserError, match="gloo broadcasts weights between cpu devices, not cuda:0"):
@@ -413,75 +549,37 @@ def test_settings_that_make_no_sense() -> None:
 # What is said
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Connection[FromSender], Connection[FromSender], socket.socket]]:
-    with listen() as listener:
-        near = connect("127.0.0.1", listener.getsockname()[1], 1.0)
-        far, _ = listener.accept()
-    connections = [Connection[FromSender](end, FromSender, largest=1000) for end in (near, far)]
-    yield connections[0], connections[1], far
-    for connection in connections:
-        connection.close()
-
-
-Pair = tuple[Connection[FromSender], Connection[FromSender], socket.socket]
-
-
-def test_messages_arrive_one_by_one_however_they_are_cut(pair: Pair) -> None:
-    near, _, far = pair
-    whole = b""
-    sent = (Go(1), Offer(number=2, version=3, checksum="é"), Close())
-    for said in sent:
-        payload = msgspec.json.encode(said)
-        whole += struct.pack(">I", len(payload)) + payload
-    got: list[object] = []
-    for byte in whole:
-        far.sendall(bytes([byte]))
-        if (message := near.receive(0.0)) is not None:
-            got.append(message)
-    while (message := near.receive(0.1)) is not None:
-        got.append(message)
-    assert got == list(sent)
-    far.sendall(whole)
-    assert [near.receive(1.0), near.receive(1.0), near.receive(1.0), near.receive(0.0)] == [*got, None]
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (struct.pack(">I", 1001), "1001 bytes, the longest allowed has 1000"),
-        (struct.pack(">I", 3) + b"{} ", "missing required field|expected|Object"),
-        (struct.pack(">I", 2) + b"\xff\xff", "malformed|Invalid|invalid"),
-        (struct.pack(">I", 28) + b'{"type":"go","number":"one"}', "Expected `int`"),
-    ],
-)
-def test_what_is_no_message_is_an_error(pair: Pair, words: bytes, complaint: str) -> None:
-    near, _, far = pair
-    far.sendall(words)
-    with pytest.raises(ProtocolError, match=complaint):
-        near.receive(5.0)
-
-
-def test_a_connection_that_ends_is_noticed_by_both_directions(pair: Pair) -> None:
-    near, far, _ = pair
-    far.close()
-    with pytest.raises((EOFError, ConnectionResetError)):
-        near.receive(5.0)
-    eventually(lambda: not near.send(Close()))
-    near.close()
-    with pytest.raises(OSError, match="closed here"):
-        near.receive(0.0)
+def told(sender: CollectiveWeightSender, message: object) -> control.FromSender:
+    """The answer to the first message of a connection."""
+    channel = control.dial("127.0.0.1", sender.port, KEY, BOUND_S, lambda: False)
+    assert channel is not None
+    channel.send(message)  # type: ignore[arg-type]
+    answer = channel.receive()
+    channel.close()
+    return answer
 
 
 def test_another_protocol_is_told_apart(rig: Rig) -> None:
-    sender = rig.sender()
-    connection = Connection[FromSender](connect("127.0.0.1", sender.port, 1.0), FromSender, largest=10_000)
-    connection.send(Hello(protocol="pipelinerl-weights-0", index=0))
-    answer = connection.receive(5.0)
-    assert isinstance(answer, Close)
+    answer = told(rig.sender(), control.Hello(protocol="pipelinerl-weights-0", index=0))
+    assert isinstance(answer, control.Close)
     assert answer.error is not None
-    assert PROTOCOL in answer.error
-    connection.close()
+    assert control.PROTOCOL in answer.error
+
+
+@pytest.mark.parametrize("message", [{"type": "go", "number": "one"}, {"type": "hello"}, [], control.Report("ready", 1)])
+def test_what_is_no_hello_is_not_answered(rig: Rig, message: object) -> None:
+    with pytest.raises((EOFError, ConnectionResetError)):
+        told(rig.sender(), message)
+
+
+def test_a_message_out_of_order_is_an_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.weights.broadcast.receiver._EXPLANATION_S", 0.1)
+    sender = rig.sender()
+    receiver = rig.receiver(sender)
+    receiver.wait_joined(BOUND_S)
+    sender._members.send(control.Go("apply", 1))
+    assert "the weight sender sent Go out of order" in problem(receiver)
+    assert receiver._arrived is None
 
 
 @pytest.mark.parametrize(

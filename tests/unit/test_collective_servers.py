@@ -21,22 +21,19 @@ from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
-from pipelinerl.weights.broadcast.coordinator import CollectiveWeightCoordinator
 from pipelinerl.weights.broadcast.group import choose_backend, gpu_of, staging_device
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.unit.server_parts import byte_model, running
-from tests.unit.test_collective import BOUND_S, Rig, eventually, problem, receipt, taken
+from tests.unit.test_collective import BOUND_S, KEY, Rig, cut, eventually, problem, receipt, taken
 from tests.unit.test_collective import rig as rig  # noqa: PLC0414 - a fixture
 from tests.unit.test_weights import Tied
 
 
 @pytest.fixture
-def coordinate(rig: Rig) -> Callable[..., CollectiveWeightCoordinator]:
-    def make(sender: CollectiveWeightSender, **options: Any) -> CollectiveWeightCoordinator:
-        defaults = {"engine": "engine", "receivers": 2, "join_timeout_s": 10.0}
-        coordinator = CollectiveWeightCoordinator("127.0.0.1", sender.port, **{**defaults, **options})
-        rig._closing.insert(0, coordinator.close)
-        return coordinator
+def coordinate(rig: Rig) -> Callable[..., CollectiveWeightReceiver]:
+    def make(sender: CollectiveWeightSender, **options: Any) -> CollectiveWeightReceiver:
+        return rig.receiver(sender, None, **{"engine": "engine", "receivers": 2, **options})
 
     return make
 
@@ -102,7 +99,7 @@ def test_who_may_not_coordinate_is_told_why(
     sender = rig.sender(2, coordinated=coordinated)
     first = coordinate(sender)
     if coordinated:
-        eventually(lambda: sender._peers.all[2].joined)
+        eventually(lambda: sender._members.all[2].channel)
         assert complaint in problem(coordinate(sender, receivers=receivers))
         assert first.offered() is None
     else:
@@ -122,9 +119,7 @@ def test_a_server_that_dies_before_it_takes_an_update_is_named_to_the_coordinato
     sender.send(0, named_weights(Tied()))
     eventually(lambda: coordinator.offered() == 0)
     coordinator.poll()
-    connection = receivers[1]._link.connection
-    assert connection is not None
-    connection.close()  # As the system does for a process that died.
+    cut(receivers[1]._channel)
     expected = r"engine number 1 \(engine-1\) is gone: its process exited unexpectedly"
     with pytest.raises(WeightUpdateError, match=expected):
         sender.send(1, named_weights(Tied()))
@@ -137,9 +132,7 @@ def test_a_server_that_stalls_while_its_answer_is_waited_for_is_named(rig: Rig, 
     receivers = [rig.receiver(sender, index) for index in range(2)]
     sender.send(0, named_weights(Tied()))
     eventually(lambda: coordinator.offered() == 0)
-    connection = receivers[0]._link.connection
-    assert connection is not None
-    connection.send = lambda message: True  # type: ignore[method-assign]  # it says nothing any more
+    receivers[0]._send = lambda message: None  # type: ignore[method-assign]  # it says nothing any more
     with pytest.raises(WeightUpdateError, match=r"engine number 0 \(engine-0\) sent nothing for 1 s"):
         sender.send(1, named_weights(Tied()))
 
@@ -177,13 +170,13 @@ def test_receivers_say_which_gpu_they_have(rig: Rig, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.gpu_of", lambda device: next(gpus))
     sender = rig.sender(2)
     receivers = [rig.receiver(sender, 0)]
-    eventually(lambda: sender._peers.receivers[0].joined)
+    eventually(lambda: sender._members.receivers[0].channel)
     sending = threading.Thread(target=sender.send, args=(0, named_weights(Tied())))
     sending.start()  # waits: where its copy has to be is not known yet
     receivers.append(rig.receiver(sender, 1))
     assert [taken(receiver).version for receiver in receivers] == [0, 0]
     sending.join()
-    assert [peer.gpu for peer in sender._peers.receivers] == ["GPU-b", ""]
+    assert [member.gpu for member in sender._members.receivers] == ["GPU-b", ""]
     assert sender._backend == "gloo"
 
 
@@ -255,7 +248,7 @@ def test_servers_receive_for_themselves_and_the_engine_only_says_when(
     sampling = SamplingParams(max_tokens=80, seed=1)
     wanted = [GenerationRequest(id=f"r{i}", prompt_ids=(5, 6, i), sampling=sampling) for i in range(8)]
     with closing(RemoteEngine(servers, weight_dirs=[tmp_path], bounds=Bounds(join_s=BOUND_S))) as engine:
-        engine.join_broadcast("127.0.0.1", sender.port)
+        engine.join_broadcast("127.0.0.1", sender.port, KEY)
         for version in (0, 1, 2):  # the first is what the servers have loaded
             digest = sender.send(version, weights[version])
             eventually(lambda: coordinator.offered() is not None)
@@ -284,6 +277,6 @@ def test_a_group_that_is_not_formed_in_time_is_an_error(servers: list[HostedServ
     sender = rig.sender(2, join_timeout_s=BOUND_S, coordinated=True)  # it waits for one more
     with (
         closing(RemoteEngine(servers, bounds=Bounds(join_s=0.3))) as engine,
-        pytest.raises(WeightUpdateError, match=rf"127\.0\.0\.1:{sender.port} .*no group in 0.3 s"),
+        pytest.raises(WeightUpdateError, match=rf"127\.0\.0\.1:{sender.port} .*in 0.3 s"),
     ):
-        engine.join_broadcast("127.0.0.1", sender.port)
+        engine.join_broadcast("127.0.0.1", sender.port, KEY)

@@ -15,6 +15,7 @@ from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.hosts.resources import Threads, generation_threads, plan_threads, trainer_goes_first
 from pipelinerl.launch.hosts.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session, StartPlan, read_plan, write_plan
 from pipelinerl.launch.stages import weights
 from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, _wait_for_servers
 from pipelinerl.launch.stages.streams import FileStore, RedisStore, stream_store
@@ -72,11 +73,22 @@ COLLECTIVE = WeightsConfig(kind="collective")
         (TWO_SERVERS, 2, False),
     ],
 )
-def test_who_receives_a_broadcast(config: RunConfig, receivers: int, servers_receive: bool) -> None:
+def test_who_receives_a_broadcast(config: RunConfig, receivers: int, servers_receive: bool, tmp_path: Path) -> None:
     assert weights._receivers(config) == receivers
+    session = Session(config, RunDirectory(tmp_path), StartPlan(), make_schedule(config), 0.0)
     with listen() as listening:
-        address = weights.sender_address(config, listening.fileno())
-        assert address == (listening.getsockname() if servers_receive else None)
+        address = weights.sender_address(session, listening.fileno())
+        assert address == ((*listening.getsockname(), session.plan.weights_key) if servers_receive else None)
+
+
+def test_each_session_has_a_key_of_its_own_that_only_its_user_can_read(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.make_folders()
+    plans = StartPlan(), StartPlan()
+    assert plans[0].weights_key != plans[1].weights_key
+    write_plan(run, plans[0])
+    assert read_plan(run) == plans[0]
+    assert run.plan.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: pytest.MonkeyPatch) -> None:

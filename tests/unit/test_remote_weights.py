@@ -203,10 +203,10 @@ def test_a_server_that_comes_back_takes_the_weights_before_it_gets_requests(tmp_
 def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_take(tmp_path: Path) -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
     with engine_over([a, b], tmp_path) as engine:
-        engine.join_broadcast("10.0.0.5", 7)
+        engine.join_broadcast("10.0.0.5", 7, "secret")
         assert [(server.joined.index, server.joined.receivers) for server in (a, b) if server.joined] == [(0, 2), (1, 2)]
         assert a.joined == ProcessGroupRequest(
-            host="10.0.0.5", port=7, index=0, receivers=2, timeout_s=FAST.join_s, name="http://a"
+            host="10.0.0.5", port=7, key="secret", index=0, receivers=2, timeout_s=FAST.join_s, name="http://a"
         )
         receipt = engine.update_weights(WeightUpdate(1, "c0ffee", {}))
         assert (receipt.error, receipt.version, receipt.checksum) == (None, 1, "c0ffee")
@@ -218,7 +218,7 @@ def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_take(tmp
 def test_a_server_that_left_the_broadcast_is_not_used_again(tmp_path: Path) -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
     with engine_over([a, b], tmp_path) as engine:
-        engine.join_broadcast("10.0.0.5", 7)
+        engine.join_broadcast("10.0.0.5", 7, "secret")
         engine.update_weights(WeightUpdate(1, "c0ffee", {}))
         b.restart()
         wait_until(lambda: engine.slots == a.slots)
@@ -232,7 +232,7 @@ def test_a_server_that_does_not_join_is_named(tmp_path: Path) -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
     b.join_problem = WeightUpdateError("engine server http://b refused: no group was formed")
     with engine_over([a, b], tmp_path) as engine, pytest.raises(WeightUpdateError, match="http://b refused"):
-        engine.join_broadcast("10.0.0.5", 7)
+        engine.join_broadcast("10.0.0.5", 7, "secret")
 
 
 def test_without_any_server_an_update_fails(tmp_path: Path) -> None:

@@ -169,8 +169,11 @@ def test_weights_may_be_broadcast_to_a_process_group(tmp_path: Path) -> None:
                 return await client.post("/request_weight_update", json={"version": version, "checksum": said})
 
             assert (await update(1, "0")).status_code == 400, "there is no group"
-            with closing(listen()) as listener, closing(CollectiveWeightSender(listener, 1, timeout_s=20)) as sender:
-                group = {"host": sender.host, "port": sender.port, "index": 0, "receivers": 1}
+            with (
+                closing(listen()) as listener,
+                closing(CollectiveWeightSender(listener, "secret", 1, timeout_s=20)) as sender,
+            ):
+                group = {"host": sender.host, "port": sender.port, "key": "secret", "index": 0, "receivers": 1}
                 sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
                 assert (await client.post("/init_process_group", json=group)).json() == {}
                 response = await update(1, checksum(newer))

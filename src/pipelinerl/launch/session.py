@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -37,6 +39,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s                 the time at which the records continue
     redis_url                 address of the session's own Redis server
     predicted_memory_bytes    expected peak of each process; empty if it is not known
+    weights_key               what the members of a weight broadcast prove to have; a new one for each session
     """
 
     checkpoint: str | None = None
@@ -47,6 +50,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float = 0.0
     redis_url: str | None = None
     predicted_memory_bytes: dict[str, int] = {}
+    weights_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
 
     @property
     def rollouts_before(self) -> int:
@@ -60,7 +64,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_plan(run: RunDirectory, plan: StartPlan) -> None:
-    write_atomically(run.plan, msgspec.json.encode(plan))
+    write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)  # It has the session's secrets.
 
 
 def read_plan(run: RunDirectory) -> StartPlan:

@@ -58,12 +58,13 @@ class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Join the trainer's broadcast at `host`:`port` as receiver `index` of `receivers` (see `weights.broadcast`).
 
-    `timeout_s`: how long to wait for the others. `name`: this receiver's name in the trainer's errors; "": the server's own
-    name.
+    `key`: the secret of the broadcast; sender and receivers prove to each other that they have it. `timeout_s`: how long to
+    wait for the others. `name`: this receiver's name in the trainer's errors; "": the server's own name.
     """
 
     host: str
     port: int
+    key: str
     index: int
     receivers: int
     timeout_s: float = 120.0

@@ -97,7 +97,7 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
     stage = generation_stages(config.engine.processes)[index].engine
     with (
         closing(group_writer(session.streams(), config, drops)) as writer,
-        closing(make_receiver(config, weights_fd, index, stage)) as receiver,
+        closing(make_receiver(session, weights_fd, index, stage)) as receiver,
         closing(
             build_generation(
                 session,
@@ -106,7 +106,7 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
                 drops,
                 receiver,
                 index=index,
-                sender=sender_address(config, weights_fd),
+                sender=sender_address(session, weights_fd),
             )
         ) as generation,
     ):
@@ -155,7 +155,7 @@ def _training(session: Session, weights_fd: int) -> None:
     policy = load_policy(session, board)
     with (
         closing(prepared_groups(session, policy.lora)) as reader,
-        closing(make_sender(session.config, weights_fd, stopping.is_set)) as sender,
+        closing(make_sender(session, weights_fd, stopping.is_set)) as sender,
         open_logs(session) as logs,
     ):
         trainer = build_trainer(session, board, policy, reader=reader, sender=sender, logs=logs)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import WeightReceiver, WeightSender
+from pipelinerl.launch.session import Session
 from pipelinerl.types import MAX_RECEIVERS
 from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.shared_file import create_shared_file
@@ -26,10 +27,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class SenderAddress(NamedTuple):
-    """The address at which engine servers connect to the sender of a broadcast."""
+    """The address at which engine servers connect to the sender of a broadcast, and the key that they prove to have."""
 
     host: str
     port: int
+    key: str
 
 
 def make_channel(config: RunConfig) -> int:
@@ -46,8 +48,9 @@ def make_channel(config: RunConfig) -> int:
     return listen(_host(config)).detach()
 
 
-def make_sender(config: RunConfig, fd: int, give_up: Callable[[], bool]) -> WeightSender:
+def make_sender(session: Session, fd: int, give_up: Callable[[], bool]) -> WeightSender:
     """The trainer's end. The caller still closes `fd`."""
+    config = session.config
     if config.weights.kind == "shared":
         from pipelinerl.weights.shared import SharedWeightSender  # noqa: PLC0415 - with torch
 
@@ -58,6 +61,7 @@ def make_sender(config: RunConfig, fd: int, give_up: Callable[[], bool]) -> Weig
 
     return CollectiveWeightSender(
         socket.socket(fileno=os.dup(fd)),
+        session.plan.weights_key,
         _receivers(config),
         join_timeout_s=config.launch.startup_timeout_s,
         device=torch.device(config.trainer.device),
@@ -66,28 +70,32 @@ def make_sender(config: RunConfig, fd: int, give_up: Callable[[], bool]) -> Weig
     )
 
 
-def make_receiver(config: RunConfig, fd: int, index: int, engine: str) -> WeightReceiver:
+def make_receiver(session: Session, fd: int, index: int, engine: str) -> WeightReceiver:
     """The receiving end, for generation process number `index`. The caller still closes `fd`."""
+    config = session.config
     if config.weights.kind == "shared":
         from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - with torch
 
         return SharedWeightReceiver(fd, index)
     import torch  # noqa: PLC0415 - as above
 
-    from pipelinerl.weights.broadcast.coordinator import CollectiveWeightCoordinator  # noqa: PLC0415
     from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver  # noqa: PLC0415
 
-    host, port = _address(fd)
-    count, join_s = _receivers(config), config.launch.startup_timeout_s
-    if _servers_receive(config):
-        return CollectiveWeightCoordinator(host, port, engine=engine, receivers=count, join_timeout_s=join_s)
-    device = torch.device(config.engine.device)
-    return CollectiveWeightReceiver(host, port, index, engine=engine, receivers=count, join_timeout_s=join_s, device=device)
+    coordinates = _servers_receive(config)
+    return CollectiveWeightReceiver(
+        *_address(fd),
+        session.plan.weights_key,
+        None if coordinates else index,
+        engine=engine,
+        receivers=_receivers(config),
+        join_timeout_s=config.launch.startup_timeout_s,
+        device=torch.device("cpu" if coordinates else config.engine.device),
+    )
 
 
-def sender_address(config: RunConfig, fd: int) -> SenderAddress | None:
-    """The address at which engine servers join the trainer's broadcast; None if they receive weights another way."""
-    return _address(fd) if _servers_receive(config) else None
+def sender_address(session: Session, fd: int) -> SenderAddress | None:
+    """Where engine servers join the trainer's broadcast; None if they receive weights another way."""
+    return SenderAddress(*_address(fd), session.plan.weights_key) if _servers_receive(session.config) else None
 
 
 def remove_weights_of(pid: int) -> None:
@@ -106,9 +114,10 @@ def _receivers(config: RunConfig) -> int:
     return engine.processes if engine.kind == "local" else len(engine.urls) or engine.servers
 
 
-def _address(fd: int) -> SenderAddress:
+def _address(fd: int) -> tuple[str, int]:
     with socket.socket(fileno=os.dup(fd)) as listening:
-        return SenderAddress(*listening.getsockname()[:2])
+        host, port = listening.getsockname()[:2]
+    return host, port
 
 
 def _host(config: RunConfig) -> str:

@@ -211,12 +211,12 @@ class RemoteEngine:
 
     # ---- weights
 
-    def join_broadcast(self, host: str, port: int) -> None:
+    def join_broadcast(self, host: str, port: int, key: str) -> None:
         """Have all servers join the trainer's broadcast. They then receive weights from the trainer; no file is written.
 
         Raises WeightUpdateError or ServerError, naming the server that does not join within `bounds.join_s`.
         """
-        self._run_in_loop(self._pool.join(host, port), self._bounds.join_s)
+        self._run_in_loop(self._pool.join(host, port, key), self._bounds.join_s)
         self._joined = True
 
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:

@@ -206,7 +206,7 @@ class ReplicaPool:
 
     # ---- weights
 
-    async def join(self, host: str, port: int) -> None:
+    async def join(self, host: str, port: int, key: str) -> None:
         """Have every server join the trainer's broadcast at `host`:`port`. Their indices follow the order of `servers`.
 
         Raises WeightUpdateError or ServerError, naming the first server that does not join.
@@ -216,6 +216,7 @@ class ReplicaPool:
             group = ProcessGroupRequest(
                 host=host,
                 port=port,
+                key=key,
                 index=index,
                 receivers=len(self.replicas),
                 timeout_s=self._bounds.join_s,

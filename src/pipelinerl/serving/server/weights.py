@@ -151,6 +151,7 @@ class WeightUpdates:
             group = CollectiveWeightReceiver(
                 request.host,
                 request.port,
+                request.key,
                 request.index,
                 engine=request.name or self._engine.name,
                 receivers=request.receivers,

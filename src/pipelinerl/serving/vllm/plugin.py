@@ -85,6 +85,7 @@ class WeightTransfer:
         group = CollectiveWeightReceiver(
             info.host,
             info.port,
+            info.key,
             info.index,
             engine=info.name,
             receivers=info.receivers,

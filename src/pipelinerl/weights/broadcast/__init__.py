@@ -1,22 +1,44 @@
 """Weight transfer by a `torch.distributed` broadcast to several engines, on this machine or on others.
 
-    sender:    copy the tensors into a flat buffer (`send` returns), announce the update, wait until every receiver is
-               ready, broadcast the buffer in buckets; wait for the receipts before the next update
-    receiver:  get ready, receive into a buffer and verify its checksum while the engine decodes; only then does `poll`
-               return the update; later send the receipt
+The sender (the trainer's process) has one connection with each member (`control`): with every receiver, which has an
+engine, and with the coordinator, if there is one. The connections carry small messages; the weights themselves go through
+a group of gloo or nccl (`group`). The launcher creates the sender's socket with `control.listen`. For each update:
 
-The launcher creates the sender's socket with `control.listen`.
+    sender                                              receivers
+    copies the tensors into a flat buffer; `send`
+    returns here
+    Offer to all members                             -> have memory: Report ready
+    waits for all; Go receive                        -> receive into a buffer, in buckets, and verify the checksum, while the
+                                                        engine decodes: Report staged
+    waits for all; Go apply to all members           -> only now does `poll` return the update. The engine copies it between
+                                                        two tokens, and echoes the checksum of what it holds: Answer
+    waits for all answers before the next update; a
+    wrong one ends the run
 
-Engine servers receive in the process that computes. The process that sends requests to them then has a
-`CollectiveWeightCoordinator`. It is told when all servers have an update, and offers it to its engine, which makes the
-servers apply it (over HTTP: `serving.client`). One receipt answers for all servers.
+Engine servers receive in the process that computes. The process that sends requests to them is then the coordinator: it
+gets Offer and Go apply, offers the update (without tensors) to its engine, which makes the servers apply what they have
+staged (over HTTP: `serving.client`), and its Answer is for all of them.
 
-Besides the broadcast there is a TCP connection from each receiver to the sender (`control`): Hello, then Form (the group),
-and for each update Offer, Ready, Go, Staged, Answer (to a coordinator Arrived, and from it the Answer). Both also send
-heartbeats, so that a stopped process can be told from an idle one. A receiver that dies is reported at once, one that is
-silent after `stall_s`. The others are told, discard the unfinished update, and keep their weights. A broken group is not
-repaired: the run ends with the error, and the next run creates a new sender.
+Whole or not at all: an engine's weights change only after Go apply, so only if every receiver has staged the whole
+update. After a crash at any point, each engine holds its old or its new weights. An update belongs to the connection that
+offered it: a new sender has a new key, and a number that was not offered is refused.
 
-Tensors are sent as bytes, descriptions as JSON. Nothing that is received is executed. The connections are neither encrypted
-nor authenticated, as those of `torch.distributed` are not: across machines, use a trusted network.
+Who waits for what, and for how long:
+
+    sender     all members have connected              `join_timeout_s`
+    receiver   the sender, and then the other members  `join_timeout_s`
+    all        the group is formed; a bucket arrives   2 `stall_s`
+    sender     all are ready; all have staged          2 `stall_s`
+    sender     all have answered                       `timeout_s`
+    sender     a member that sends no heartbeat        `stall_s`; one whose process has ended: no wait, its connection ends
+    receiver   the next update                         until the sender closes or its connection ends
+
+The error names the members that were waited for, and everybody gets it (Close). A receiver that fails discards the
+unfinished update and keeps its weights. A broken group is not repaired: the run ends with the error, and the next run
+creates a new sender.
+
+Tensors are sent as bytes, messages as JSON. Nothing that is received is executed or unpickled. Both ends of a connection
+prove that they have the key of the broadcast, a random one for each session of a run, before anything else is read.
+Nothing is encrypted, and the ports of gloo and nccl, which have only the checksums to protect them, are open to the
+network of the address that the sender listens at: loopback unless servers are remote, and then use a trusted network.
 """

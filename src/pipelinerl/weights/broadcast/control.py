@@ -1,38 +1,36 @@
-"""Control messages between weight sender and receivers: small JSON messages over TCP. Does not import torch.
+"""Messages between the weight sender and its receivers: JSON over authenticated connections. Does not import torch.
 
-A message is its length (4 bytes, big endian) and then a tagged JSON object. The package's docstring gives their order.
+`multiprocessing.connection` frames the messages and authenticates both ends: each proves by HMAC that it knows the key of
+the broadcast. Only its methods for bytes are used, so nothing is unpickled.
 """
 
 from __future__ import annotations
 
-import contextlib
-import select
 import socket
 import struct
 import threading
 import time
-from typing import Annotated, Generic, TypeVar
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
 from pipelinerl.types import UpdateReceipt
 
-PROTOCOL = "pipelinerl-weights-2"
-BEATS_PER_BOUND = 10
-LONGEST_ERROR = 500
-_LENGTH = struct.Struct(">I")
-_READ_BYTES = 1 << 16
-_CONNECT_RETRY_S = 0.05
-_SEND_BOUND_S = 30
+PROTOCOL = "pipelinerl-weights-3"
+POLL_S = 0.05
+_SOCKET_BOUND_S = 10
+_LONGEST_BYTES = 64 << 20  # a layout of half a million tensors
 
 M = TypeVar("M")
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """A receiver's first message. `receivers`: how many receivers it expects (None: unknown).
+    """A member's first message. `receivers`: how many receivers it expects (None: unknown).
 
-    `index` None: the coordinator, which receives no weights; it decides when the others apply theirs and sends one receipt
-    for all. `gpu`: a unique name of the GPU that it could receive on; "" if there is none.
+    `index` None: the coordinator. `gpu`: a unique name of the GPU that it could receive on; "" if there is none.
     """
 
     protocol: str
@@ -42,16 +40,19 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     gpu: str = ""
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The receiver has memory for update `number` and is ready to receive it."""
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """From a member. `step`:
 
-    number: int
+    ready     it has memory for update `number` and waits for its bytes
+    staged    it has all bytes of update `number`, with the right checksum
+    failed    `error` says why it can't go on
+    running   a heartbeat
+    leaving   it closes normally
+    """
 
-
-class Staged(msgspec.Struct, frozen=True, tag="staged"):
-    """Update `number` was received completely, with the right checksum."""
-
-    number: int
+    step: Literal["ready", "staged", "failed", "running", "leaving"]
+    number: int = 0
+    error: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -60,31 +61,11 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     number: int
     receipt: UpdateReceipt
 
-    @staticmethod
-    def of(number: int, receipt: UpdateReceipt) -> Answer:
-        """The answer, with the receipt's error cut to `LONGEST_ERROR` characters."""
-        error = receipt.error[:LONGEST_ERROR] if receipt.error is not None else None
-        return Answer(number, msgspec.structs.replace(receipt, error=error))
-
-
-class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
-    """The receiver has failed."""
-
-    error: str
-
-
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Heartbeat: the receiver's process is running."""
-
-
-class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """The receiver closes normally."""
-
 
 class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
-    """All receivers have connected: form the group of `size` ranks. The sender is rank 0, receiver i is rank i + 1.
+    """All members have connected: form the group of `size` ranks. The sender is rank 0, receiver i is rank i + 1.
 
-    `backend`: nccl between GPUs, gloo between CPUs.
+    `backend`: nccl between GPUs, gloo between CPUs. `store_port`: of the group's rendezvous store, at the sender's address.
     """
 
     backend: str
@@ -95,7 +76,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
-    """Prepare for update `number` (from 1). Only the first offer has a `layout` (JSON); it is valid for all updates."""
+    """Get ready for update `number` (from 1). Only the first offer has a `layout` (JSON); it is valid for all updates."""
 
     number: int
     version: int
@@ -104,17 +85,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """Every receiver is ready: the broadcast of update `number` begins."""
+    """`receive`: all receivers are ready, the broadcast of update `number` begins. `apply`: all have staged it."""
 
+    step: Literal["receive", "apply"]
     number: int
-
-
-class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """To the coordinator: every receiver has the complete update `number`. The engines may apply it."""
-
-    number: int
-    version: int
-    checksum: str
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
@@ -123,86 +97,77 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     error: str | None = None
 
 
-FromReceiver = Hello | Ready | Staged | Answer | Trouble | Beat | Leave
-FromSender = Form | Offer | Go | Arrived | Close
+FromMember = Hello | Report | Answer
+FromSender = Form | Offer | Go | Close
 
 
 class ProtocolError(Exception):
-    """The other side sent an invalid message."""
+    """The other side has another key, or sent an invalid message."""
 
 
-class Connection(Generic[M]):
-    """Messages over a connected socket. One thread receives; any thread may send."""
+class Channel(Generic[M]):
+    """Messages over an authenticated connection. One thread receives and closes; any thread may send."""
 
-    def __init__(self, connected: socket.socket, incoming: object, *, largest: int) -> None:
-        """`incoming`: the union of the messages to receive. `largest`: the longest message that is accepted, in bytes."""
-        self._socket = connected
-        self._decoder = msgspec.json.Decoder(incoming)
-        self._largest = largest
-        self._unread = bytearray()
-        self._sending = threading.Lock()
+    def __init__(self, connected: socket.socket, key: str, incoming: Any, *, dialled: bool) -> None:
+        """`incoming`: the union of the messages to receive. `dialled`: this side has connected to the other.
+
+        Takes the socket over. Raises EOFError or OSError if the other side breaks off, ProtocolError if it has another key.
+        """
         connected.setblocking(True)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A stopped peer reads nothing: when its buffer is full, `send` must fail rather than block forever.
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_BOUND_S, 0))
+        # A stopped peer may leave a message half sent or half read: neither side waits for it without a bound.
+        for bound in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, bound, struct.pack("@ll", _SOCKET_BOUND_S, 0))
         self.local_host: str = connected.getsockname()[0]
         self.peer_host: str = connected.getpeername()[0]
+        self._decoder = msgspec.json.Decoder(incoming)
+        self._sending = threading.Lock()
+        self._connection = Connection(connected.detach())
+        challenges = (answer_challenge, deliver_challenge) if dialled else (deliver_challenge, answer_challenge)
+        try:
+            for challenge in challenges:
+                challenge(self._connection, key.encode())
+        except (EOFError, ConnectionError):
+            self.close()
+            raise
+        except (AuthenticationError, AssertionError, OSError) as error:  # AssertionError: Python 3.11, for other protocols
+            self.close()
+            raise ProtocolError(f"it does not have the key of this broadcast ({error})") from error
 
-    def send(self, message: FromReceiver | FromSender) -> bool:
+    def send(self, message: FromMember | FromSender) -> bool:
         """False if the connection is broken or the other side does not read. The cause is raised by `receive`."""
-        payload = msgspec.json.encode(message)
         try:
             with self._sending:
-                self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+                self._connection.send_bytes(msgspec.json.encode(message))
         except OSError:
             return False
         return True
 
-    def receive(self, timeout_s: float | None) -> M | None:
-        """The next message, or None after `timeout_s` without one.
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether there is something to receive within `timeout_s`: a message or the end of the connection."""
+        return self._connection.poll(timeout_s)
 
-        Raises EOFError if the other side closed, OSError if the connection broke, ProtocolError for an invalid message.
-        """
-        deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
-        while (message := self._next()) is None:
-            left_s = max(0.0, deadline_s - time.monotonic()) if deadline_s is not None else None
-            if not _readable(self._socket, left_s):
-                return None
-            data = self._socket.recv(_READ_BYTES)
-            if not data:
-                raise EOFError("the connection was closed")
-            self._unread += data
+    def receive(self) -> M:
+        """The next message. Raises EOFError if the other side closed, OSError if the connection broke, ProtocolError."""
+        data = self._connection.recv_bytes(_LONGEST_BYTES)
+        try:
+            message: M = self._decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"it sent an invalid message: {error}") from error
         return message
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def close(self) -> None:
-        """Close the connection. A `receive` in another thread ends."""
-        with contextlib.suppress(OSError):  # It may be disconnected already.
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _next(self) -> M | None:
-        if len(self._unread) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._unread)
-        if length > self._largest:
-            raise ProtocolError(f"a message of {length} bytes, the longest allowed has {self._largest}")
-        end = _LENGTH.size + length
-        if len(self._unread) < end:
-            return None
-        payload = bytes(self._unread[_LENGTH.size : end])
-        del self._unread[:end]
-        try:
-            message: M = self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(str(error)) from error
-        return message
+        with self._sending:
+            self._connection.close()
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A listening socket for a sender. Port 0 chooses a free port (`getsockname()[1]`). Does not need torch.
+    """A listening socket for a sender. Port 0 chooses a free port (`getsockname()[1]`).
 
-    The connections are neither encrypted nor authenticated: use hosts in a trusted network only. Raises ValueError for a
-    wildcard address, OSError if the address is not available.
+    Raises ValueError for a wildcard address, OSError if the address is not available.
     """
     if host in ("", "0.0.0.0", "::"):  # noqa: S104 - refused
         raise ValueError(f"weights are sent from one address of this machine that engines can reach, not from {host!r}")
@@ -210,21 +175,26 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=128)
 
 
-def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Connect, retrying while nothing listens there yet. Raises the last OSError after `timeout_s`."""
+def dial(host: str, port: int, key: str, timeout_s: float, stop: Callable[[], bool]) -> Channel[FromSender] | None:
+    """Connect to the sender, which may start later. None once `stop` returns True.
+
+    Raises OSError if it can't be reached or does not answer within `timeout_s`, and the errors of `Channel`.
+    """
     deadline_s = time.monotonic() + timeout_s
-    while True:
+    while not stop():
+        left_s = max(0.01, deadline_s - time.monotonic())
         try:
-            return socket.create_connection((host, port), timeout=max(0.01, deadline_s - time.monotonic()))
+            connected = socket.create_connection((host, port), timeout=left_s)
         except (ConnectionRefusedError, TimeoutError):
-            if time.monotonic() + _CONNECT_RETRY_S > deadline_s:
+            if time.monotonic() + POLL_S > deadline_s:
                 raise
-            time.sleep(_CONNECT_RETRY_S)
-
-
-def _readable(connected: socket.socket, timeout_s: float | None) -> bool:
-    if connected.fileno() < 0:
-        raise OSError("the connection was closed here")
-    poll = select.poll()  # Unlike `select`, it accepts descriptors over 1023.
-    poll.register(connected, select.POLLIN)
-    return bool(poll.poll(None if timeout_s is None else 1e3 * timeout_s))
+            time.sleep(POLL_S)
+            continue
+        while not wait([connected], POLL_S):  # for the sender's challenge: until it starts, the system accepts for it
+            if stop() or time.monotonic() > deadline_s:
+                connected.close()
+                if stop():
+                    return None
+                raise TimeoutError("it accepts connections, but does not answer")
+        return Channel(connected, key, FromSender, dialled=True)
+    return None

@@ -12,15 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
 
 from pipelinerl.errors import UserError, WeightUpdateError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store, TCPStore, Work
 
 Backend = Literal["gloo", "nccl"]
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
@@ -29,11 +26,26 @@ _distributed: Any = distributed  # Its type declarations are incomplete.
 
 
 class Group:
-    def __init__(self, group: Any, store: Store, bound_s: float) -> None:
-        self._group = group
-        self._store = store  # For rendezvous; served by the sender's process.
-        self._bound_s = bound_s
-        self._works: list[Work] = []
+    """One member's end of the group."""
+
+    def __init__(
+        self, backend: str, store: Any, *, rank: int, size: int, host: str, bound_s: float, device: torch.device
+    ) -> None:
+        """Form the group with the other members. `store`: a `TCPStore`. `host`: the address at which they reach this member.
+
+        Raises WeightUpdateError if they do not join within `bound_s`, UserError if this PyTorch lacks the backend.
+        """
+        require_backend(backend, device)
+        self._store, self._bound_s = store, bound_s
+        self._works: list[Any] = []
+        try:
+            store.set_timeout(timedelta(seconds=bound_s))
+            kind, options = _gloo(host, bound_s) if backend == "gloo" else _nccl(device)
+            self._group = kind(store, rank, size, options)
+        except RuntimeError as error:
+            raise WeightUpdateError(
+                f"the group of weight sender and receivers was not formed: {_first_line(error)}"
+            ) from error
 
     def broadcast(self, flat_U8: Tensor, bucket_bytes: int, check: Callable[[], None]) -> None:
         """Copy `flat_U8` (bytes, [n]) from rank 0 to every member.
@@ -65,7 +77,7 @@ class Group:
             kept = (self._group, self._works)
             threading.Thread(target=_hold_forever, args=kept, name="weights-stuck", daemon=True).start()
 
-    def _wait_for(self, work: Work, check: Callable[[], None]) -> None:
+    def _wait_for(self, work: Any, check: Callable[[], None]) -> None:
         deadline_s = time.monotonic() + self._bound_s
         poll_s = _FIRST_POLL_S
         while not work.is_completed():
@@ -95,46 +107,33 @@ def staging_device(backend: str, device: torch.device) -> torch.device:
     return device if backend == "nccl" else torch.device("cpu")
 
 
-def serve_store(host: str) -> tuple[TCPStore, int]:
-    """The group's rendezvous store, served on this address only, and its port."""
+def staging_buffer(size: int, device: torch.device) -> Tensor:
+    """`size` bytes. Raises WeightUpdateError if memory is short."""
+    try:
+        # Zeros: the gaps between tensors are sent too and must not leak old memory.
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise WeightUpdateError(
+            f"no room for a copy of the weights ({size / 1e6:.0f} MB) on {device}. Free memory, or send a smaller type"
+        ) from error
+
+
+def serve_store(host: str) -> Any:
+    """The group's rendezvous store, a `TCPStore`, served on this address only; PyTorch's default is all addresses."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((host, 0), family=family, backlog=128)  # PyTorch's default listens on all addresses.
-    port: int = listener.getsockname()[1]
-    store: TCPStore = _distributed.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=timedelta(seconds=30)
-    )
-    return store, port
+    listener = socket.create_server((host, 0), family=family, backlog=128)
+    port = listener.getsockname()[1]
+    return _distributed.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def join_store(host: str, port: int, bound_s: float) -> TCPStore:
+def join_store(host: str, port: int, bound_s: float) -> Any:
     """Connect to the group's rendezvous store. Raises WeightUpdateError if it can't be reached within `bound_s`."""
     try:
-        bound = timedelta(seconds=bound_s)
-        store: TCPStore = _distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=bound)
+        return _distributed.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=bound_s))
     except RuntimeError as error:
         raise WeightUpdateError(
             f"no group of weight receivers can be formed at {host}:{port}: {_first_line(error)}"
         ) from error
-    return store
-
-
-def form_group(
-    backend: str, store: Store, *, rank: int, size: int, host: str, bound_s: float, device: torch.device
-) -> Group:
-    """Form the group with the other members. `host`: the address at which they reach this member.
-
-    Raises WeightUpdateError if they do not join within `bound_s`, UserError if this PyTorch lacks the backend.
-    """
-    require_backend(backend, device)
-    try:
-        store.set_timeout(timedelta(seconds=bound_s))
-        if backend == "nccl":
-            group = _nccl_group(store, rank, size, device)
-        else:
-            group = _gloo_group(store, rank, size, host, bound_s)
-    except RuntimeError as error:
-        raise WeightUpdateError(f"the group of weight sender and receivers was not formed: {_first_line(error)}") from error
-    return Group(group, store, bound_s)
 
 
 def require_backend(backend: str, device: torch.device) -> None:
@@ -148,21 +147,21 @@ def require_backend(backend: str, device: torch.device) -> None:
         raise UserError(f"{backend} broadcasts weights between {needed} devices, not {device}")
 
 
-def _gloo_group(store: Store, rank: int, size: int, host: str, bound_s: float) -> Any:
+def _gloo(host: str, bound_s: float) -> tuple[Any, Any]:
     gloo = _distributed.ProcessGroupGloo
+    # The public constructor takes no address: it listens at the address of the machine's name, not at `host`.
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=bound_s)
     options._threads = 1  # one broadcast at a time, in order
-    return gloo(store, rank, size, options)
+    return gloo, options
 
 
-def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
+def _nccl(device: torch.device) -> tuple[Any, Any]:
     torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())  # of this thread
-    nccl = _distributed.ProcessGroupNCCL
-    options = nccl.Options()
+    options = _distributed.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_BOUND  # NCCL's watchdog would end the process; our bounds are far shorter.
-    return nccl(store, rank, size, options)
+    return _distributed.ProcessGroupNCCL, options
 
 
 def _hold_forever(*_: object) -> None:

@@ -1,12 +1,13 @@
-"""An engine's end of a weight broadcast."""
+"""A member of a weight broadcast: a receiver, or the coordinator.
+
+One thread follows the protocol step by step while the engine decodes (`_follow`), another sends heartbeats.
+"""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -16,85 +17,258 @@ from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.broadcast.control import (
-    LONGEST_ERROR,
-    PROTOCOL,
-    Answer,
-    Form,
-    FromSender,
-    Go,
-    Hello,
-    Offer,
-    Ready,
-    Staged,
-    Trouble,
-)
-from pipelinerl.weights.broadcast.group import Group, form_group, gpu_of, join_store, staging_device
-from pipelinerl.weights.broadcast.link import SenderLink
+from pipelinerl.weights.broadcast import control
+from pipelinerl.weights.broadcast.group import Group, gpu_of, join_store, staging_buffer, staging_device
 from pipelinerl.weights.layout import Layout
 
-# ---- Buffer of the incoming update
+_LONGEST_ERROR = 500
+_FIRST_BEAT_S, _BEATS_PER_BOUND = 0.2, 10
+_ENDING_S = 5.0
+# How long to wait for the sender's own error message, which explains more than a broken broadcast.
+_EXPLANATION_S = 3.0
+_CPU = torch.device("cpu")
+
+M = TypeVar("M", bound=control.FromSender)
 
 
-class Received(NamedTuple):
-    """The complete update `number`. `error`: set if its checksum is wrong."""
+class _OverError(Exception):
+    """The transfer has ended: because of `problem`, or normally (None)."""
+
+    def __init__(self, problem: str | None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+class _Arrived(NamedTuple):
+    """Update `number`, which every receiver has."""
 
     number: int
     update: WeightUpdate
-    error: str | None
 
 
-class Staging:
-    """One buffer, reused for every update: the sender sends the next update only after this one is acknowledged."""
+class CollectiveWeightReceiver:
+    """Receiver number `index` of the sender at `host`:`port`.
 
-    def __init__(self, form: Form, *, index: int, sender_host: str, host: str, device: torch.device) -> None:
-        """Join the group. `device`: where the engine computes; with nccl the buffer is on it, else on the CPU.
+    Index None makes it the coordinator: the `WeightReceiver` of a process whose engine consists of servers that are the
+    receivers. Its updates have no tensors. It decides when the servers apply an update, and its receipt is for all of them.
 
-        Raises WeightUpdateError if joining fails or takes longer than twice `stall_s`, UserError for a wrong backend.
+    An update arrives once every receiver has staged it. After a failure, including a wrong address, key or index, `offered`
+    and `poll` raise, but an update that has arrived can still be taken first.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        key: str,
+        index: int | None,
+        *,
+        engine: str = "",
+        receivers: int | None = None,
+        join_timeout_s: float = 120.0,
+        device: torch.device = _CPU,
+    ) -> None:
+        """`key`: the broadcast's. `engine`: a name for messages. `receivers`: their number, if the sender should check it.
+
+        `join_timeout_s`: how long to wait for the sender, and then for the other receivers. `device`: where the engine
+        computes. Updates are received there if the sender and every receiver have a GPU of their own, else on the CPU.
         """
-        device = staging_device(form.backend, device)
-        self._bucket_bytes = form.bucket_bytes
-        self._device = device
-        self._buffer_U8 = torch.empty(0, dtype=torch.uint8)
-        self._tensors: dict[str, Tensor] | None = None
-        self._offer: Offer | None = None
-        bound_s = 2 * form.stall_s
-        store = join_store(sender_host, form.store_port, bound_s)
-        self.group: Group = form_group(
-            form.backend, store, rank=index + 1, size=form.size, host=host, bound_s=bound_s, device=device
+        self._host, self._port, self._key, self._index = host, port, key, index
+        self._hello = control.Hello(
+            protocol=control.PROTOCOL, index=index, engine=engine, receivers=receivers, gpu=gpu_of(device)
         )
+        self._join_timeout_s = join_timeout_s
+        self._device = device
+        self._beat_s = _FIRST_BEAT_S
+        self._channel: control.Channel[control.FromSender] | None = None
+        self._group: Group | None = None
+        # One buffer for all updates: the sender offers the next update only after this one is acknowledged.
+        self._buffer_U8 = torch.empty(0, dtype=torch.uint8)
+        self._tensors: dict[str, Tensor] = {}
+        self._arrived: _Arrived | None = None
+        self._taken: _Arrived | None = None
+        self._problem: str | None = None
+        self._joined, self._ended, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights-receive", daemon=True)
+        self._thread.start()
 
-    def prepare(self, offer: Offer) -> None:
-        """Allocate the buffer for the first update. Raises WeightUpdateError if the layout is invalid or memory is short."""
-        if self._tensors is None:
+    def wait_joined(self, timeout_s: float) -> None:
+        """Wait until the group is formed. Raises WeightUpdateError if that fails or takes longer than `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._joined.wait(control.POLL_S):
+            self.offered()
+            if time.monotonic() > deadline_s:
+                raise WeightUpdateError(self._no_group(timeout_s))
+
+    def offered(self) -> int | None:
+        """The version of the update that has arrived, if it was not taken yet, or None. Costs under a microsecond."""
+        if (arrived := self._arrived) is not None:
+            return arrived.update.version
+        if self._problem is not None:
+            raise WeightUpdateError(self._problem)
+        return None
+
+    def poll(self) -> WeightUpdate | None:
+        """The update that has arrived, if it was not taken yet, or None. Raises WeightUpdateError if the transfer failed.
+
+        The tensors are views of the receive buffer: do not write to them. They do not change until the update is
+        acknowledged.
+        """
+        if self.offered() is None:
+            return None
+        arrived, self._arrived = self._arrived, None
+        self._taken = arrived
+        return arrived.update if arrived is not None else None
+
+    def acknowledge(self, receipt: UpdateReceipt) -> None:
+        """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
+        if self._taken is None:
+            raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
+        error = receipt.error and receipt.error[:_LONGEST_ERROR]
+        self._send(control.Answer(self._taken.number, msgspec.structs.replace(receipt, error=error)))
+        self._taken = None
+
+    def close(self) -> None:
+        """Leave the group. Views returned by `poll` stay valid."""
+        self._send(control.Report("leaving"))
+        self._closed.set()
+        self._thread.join(_ENDING_S)
+
+    # ---- The thread that follows the protocol
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except _OverError as over:
+            self._problem = over.problem
+        except PipelineRLError as error:
+            self._problem = self._explained(str(error))
+        except Exception as error:
+            self._problem = self._explained(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._ended.set()
+        # PyTorch can't destroy a group safely during interpreter shutdown, so `close` waits for this.
+        self._closed.wait()
+        if self._group is not None:
+            self._group.end()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _follow(self) -> None:
+        """Join, then take updates. Ends with _OverError; raises PipelineRLError for a failure at this end."""
+        channel, form = self._join()
+        if self._index is not None:
+            self._group = self._form_group(channel, form, self._index)
+        self._joined.set()
+        while True:
+            offer = self._next(control.Offer)
+            if self._group is not None:
+                self._stage(self._group, offer, form.bucket_bytes)
+            self._expect(control.Go("apply", offer.number))
+            self._arrived = _Arrived(offer.number, WeightUpdate(offer.version, offer.checksum, self._tensors))
+
+    def _join(self) -> tuple[control.Channel[control.FromSender], control.Form]:
+        """Connect to the sender and wait until all members have."""
+        where, deadline_s = self._where, time.monotonic() + self._join_timeout_s
+        try:
+            channel = control.dial(self._host, self._port, self._key, self._join_timeout_s, self._closed.is_set)
+        except (EOFError, ConnectionResetError) as error:
+            raise _OverError(f"{where} is gone: its process exited unexpectedly") from error
+        except OSError as error:
+            raise _OverError(f"{where} can't be reached within {self._join_timeout_s:g} s: {error}") from error
+        except control.ProtocolError as error:
+            raise _OverError(f"{where} can't be used: {error}") from error
+        if channel is None:
+            raise _OverError(None)
+        self._channel = channel
+        self._send(self._hello)
+        threading.Thread(target=self._beat, name="weights-beat", daemon=True).start()
+        form = self._next(control.Form, deadline_s)
+        self._beat_s = form.stall_s / _BEATS_PER_BOUND
+        return channel, form
+
+    def _form_group(self, channel: control.Channel[control.FromSender], form: control.Form, index: int) -> Group:
+        self._device = staging_device(form.backend, self._device)
+        bound_s, host = 2 * form.stall_s, channel.local_host
+        store = join_store(channel.peer_host, form.store_port, bound_s)
+        return Group(form.backend, store, rank=index + 1, size=form.size, host=host, bound_s=bound_s, device=self._device)
+
+    def _stage(self, group: Group, offer: control.Offer, bucket_bytes: int) -> None:
+        """Receive the offered update and verify its checksum."""
+        if offer.layout:
             layout = decode_layout(offer.layout)
-            self._buffer_U8 = staging_buffer(layout, self._device)
+            self._buffer_U8 = staging_buffer(layout.buffer_bytes, self._device)
             self._tensors = layout.views(self._buffer_U8)
-        self._offer = offer
+        self._send(control.Report("ready", offer.number))
+        self._expect(control.Go("receive", offer.number))
+        group.broadcast(self._buffer_U8, bucket_bytes, self._require_sender)
+        if (found := checksum(self._tensors)) != offer.checksum:
+            raise WeightUpdateError(
+                f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
+            )
+        self._send(control.Report("staged", offer.number))
 
-    def receive(self, number: int, check: Callable[[], None]) -> Received:
-        """Receive the broadcast of the offered update and verify it. `check` may end it by raising."""
-        offer, tensors = self._offer, self._tensors
-        if offer is None or tensors is None or offer.number != number:
-            raise WeightUpdateError(f"the weight sender broadcasts update {number}, which it has not offered")
-        self.group.broadcast(self._buffer_U8, self._bucket_bytes, check)
-        found = checksum(tensors)
-        error = None
-        if found != offer.checksum:
-            error = f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
-        return Received(number, WeightUpdate(offer.version, offer.checksum, tensors), error)
+    def _next(self, expected: type[M], deadline_s: float | None = None) -> M:
+        """The sender's next message. Raises _OverError if the transfer ends first, WeightUpdateError for another message."""
+        while (message := self._receive(control.POLL_S)) is None:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise WeightUpdateError(self._no_group(self._join_timeout_s))
+        if not isinstance(message, expected):
+            raise WeightUpdateError(f"the weight sender sent {type(message).__name__} out of order")
+        return message
 
+    def _expect(self, expected: control.Go) -> None:
+        if (message := self._next(control.Go)) != expected:
+            raise WeightUpdateError(f"the weight sender sent {message} instead of {expected}")
 
-def staging_buffer(layout: Layout, device: torch.device) -> Tensor:
-    """Bytes, [buffer_bytes], for all tensors. Raises WeightUpdateError if memory is short."""
-    try:
-        # Zeros: the gaps between tensors are sent too and must not leak old memory.
-        return torch.zeros(layout.buffer_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        raise WeightUpdateError(
-            f"no room for a copy of the weights ({layout.buffer_bytes / 1e6:.0f} MB) on {device}. Free memory, or send a "
-            "smaller type"
-        ) from error
+    def _receive(self, timeout_s: float) -> control.FromSender | None:
+        """The sender's next message, or None if there is none. Raises _OverError if the transfer has ended."""
+        try:
+            message = self._channel.receive() if self._channel is not None and self._channel.poll(timeout_s) else None
+        except (EOFError, ConnectionResetError) as error:
+            raise _OverError(f"{self._where} is gone: its process exited unexpectedly") from error
+        except (OSError, control.ProtocolError) as error:
+            raise _OverError(f"{self._where} is lost: {error}") from error
+        if isinstance(message, control.Close):
+            raise _OverError(message.error)
+        if self._closed.is_set():
+            raise _OverError(None)
+        return message
+
+    def _require_sender(self) -> None:
+        """Raises _OverError if the transfer has ended in the middle of an update."""
+        try:
+            self._receive(0.0)
+        except _OverError as over:
+            raise _OverError(over.problem or "the weight sender closed in the middle of an update") from over
+
+    def _explained(self, error: str) -> str:
+        """Report the failure to the sender. Returns the sender's error if it has one, since it knows who failed first."""
+        self._send(control.Report("failed", error=error[:_LONGEST_ERROR]))
+        deadline_s = time.monotonic() + _EXPLANATION_S
+        try:
+            while self._channel is not None and time.monotonic() < deadline_s:
+                self._receive(control.POLL_S)
+        except _OverError as over:
+            return over.problem or error
+        return error
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._beat_s):
+            self._send(control.Report("running"))
+
+    def _send(self, message: control.FromMember) -> None:
+        """Send a message. Without effect before the connection exists or after the sender has closed."""
+        if self._channel is not None:
+            self._channel.send(message)
+
+    @property
+    def _where(self) -> str:
+        return f"the weight sender at {self._host}:{self._port}"
+
+    def _no_group(self, waited_s: float) -> str:
+        return f"{self._where} and its receivers formed no group in {waited_s:g} s"
 
 
 def decode_layout(text: str) -> Layout:
@@ -108,132 +282,3 @@ def decode_layout(text: str) -> Layout:
         if not inside or place.start % 8:
             raise WeightUpdateError(f"the weight sender's description of its tensors is wrong: {place}")
     return layout
-
-
-_POLL_S = 0.02
-_ENDING_S = 5.0
-# How long to wait for the sender's own error message, which explains more than a broken broadcast.
-_EXPLANATION_S = 3.0
-_CPU = torch.device("cpu")
-
-
-class CollectiveWeightReceiver:
-    """Receiver number `index` of the sender at `host`:`port`.
-
-    Its threads receive while the engine decodes. After a failure, including a wrong address or index, `offered` and `poll`
-    raise, but a complete update can still be taken first.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        index: int,
-        *,
-        engine: str = "",
-        receivers: int | None = None,
-        join_timeout_s: float = 120.0,
-        device: torch.device = _CPU,
-    ) -> None:
-        """`engine`: its name, for messages. `receivers`: their number, if the sender should check it.
-
-        `join_timeout_s`: how long to wait for the sender, and then for the other receivers. `device`: where the engine
-        computes. Updates are received there if the sender and every receiver have a GPU of their own, else on the CPU.
-        """
-        self._index, self._device = index, device
-        self._formed = threading.Event()
-        self._received: Received | None = None
-        self._taken: Received | None = None
-        self._messages: queue.SimpleQueue[FromSender | None] = queue.SimpleQueue()
-        hello = Hello(protocol=PROTOCOL, index=index, engine=engine, receivers=receivers, gpu=gpu_of(device))
-        self._link = SenderLink(host, port, hello, join_timeout_s=join_timeout_s, on_message=self._messages.put)
-        self._thread = threading.Thread(target=self._run, name="weights-receive", daemon=True)
-        self._link.start()
-        self._thread.start()
-
-    def wait_joined(self, timeout_s: float) -> None:
-        """Wait until the group is formed. Raises WeightUpdateError if that fails or takes longer than `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self._formed.wait(_POLL_S):
-            self._link.raise_problem()
-            if time.monotonic() > deadline_s:
-                raise WeightUpdateError(f"{self._link.where} and its receivers formed no group in {timeout_s:g} s")
-
-    def offered(self) -> int | None:
-        """The version of the received update if it was not taken yet, or None. Costs under a microsecond."""
-        if (received := self._received) is not None:
-            return received.update.version
-        self._link.raise_problem()
-        return None
-
-    def poll(self) -> WeightUpdate | None:
-        """The received update if it was not taken yet, or None.
-
-        The tensors are views of the receive buffer: do not write to them. They do not change until the update is
-        acknowledged. Raises WeightUpdateError if the bytes do not match the sender's checksum.
-        """
-        received = self._received
-        if received is None:
-            self._link.raise_problem()
-            return None
-        self._received, self._taken = None, received
-        if received.error is not None:
-            raise WeightUpdateError(received.error)
-        return received.update
-
-    def acknowledge(self, receipt: UpdateReceipt) -> None:
-        """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
-        if self._taken is None:
-            raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
-        self._link.send(Answer.of(self._taken.number, receipt))
-        self._taken = None
-
-    def close(self) -> None:
-        """Leave the group. Views returned by `poll` stay valid."""
-        self._link.close()
-        self._messages.put(None)
-        self._thread.join(_ENDING_S)
-
-    # ---- The receiving thread
-
-    def _run(self) -> None:
-        staging: Staging | None = None
-        try:
-            while (message := self._messages.get()) is not None:
-                staging = self._handle(message, staging)
-        except PipelineRLError as error:
-            self._report(str(error))
-        except Exception as error:
-            self._report(f"{type(error).__name__}: {error}")
-            raise
-        # PyTorch can't destroy a group safely during interpreter shutdown, so `close` waits for this.
-        self._link.closed.wait()
-        if staging is not None:
-            staging.group.end()
-
-    def _handle(self, message: FromSender, staging: Staging | None) -> Staging:
-        connection = self._link.connection
-        match message, staging:
-            case Form(), None if connection is not None:
-                sender, host = connection.peer_host, connection.local_host
-                staging = Staging(message, index=self._index, sender_host=sender, host=host, device=self._device)
-                self._formed.set()
-            case Offer(), Staging():
-                staging.prepare(message)
-                self._link.send(Ready(message.number))
-            case Go(number), Staging():
-                received = staging.receive(number, self._require_sender)
-                self._received = received
-                self._link.send(Staged(number) if received.error is None else Trouble(received.error))
-            case _:
-                raise WeightUpdateError(f"the weight sender sent {type(message).__name__} out of order")
-        return staging
-
-    def _require_sender(self) -> None:
-        if self._link.ended.is_set() or self._link.closed.is_set():
-            raise WeightUpdateError(self._link.problem or "the weight sender closed in the middle of an update")
-
-    def _report(self, error: str) -> None:
-        self._link.send(Trouble(error[:LONGEST_ERROR]))
-        self._link.ended.wait(_EXPLANATION_S)
-        self._link.fail(error)

@@ -1,13 +1,20 @@
-"""The trainer's end of a weight broadcast."""
+"""The trainer's end of a weight broadcast.
+
+Two threads: one hears all members (`Members`), one broadcasts (`CollectiveWeightSender._run`). A third one, for a moment,
+admits each new connection, so that a silent stranger delays nobody.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 
 import msgspec
 import torch
@@ -16,35 +23,244 @@ from torch import Tensor
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, first_names
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
-from pipelinerl.weights.broadcast.control import Arrived, Form, Go, Offer
+from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.group import (
     Backend,
     Group,
     choose_backend,
-    form_group,
     gpu_of,
     serve_store,
+    staging_buffer,
     staging_device,
 )
-from pipelinerl.weights.broadcast.peers import Peer, Peers
-from pipelinerl.weights.broadcast.receiver import staging_buffer
 from pipelinerl.weights.layout import Layout, complaint, layout_of
 
 BUCKET_BYTES = 64 << 20
+_CLOSED = "the weight sender has closed"
 _ENDING_S = 5.0
 _EXPLANATION_S = 3.0
+# When a receiver dies, others may report broken connections before its death is noticed.
+_GRACE_S = 1.0
 _CPU = torch.device("cpu")
 
 
-class _Sent(NamedTuple):
-    number: int
-    version: int
-    checksum: str
-    layout: str  # JSON; empty after the first update
+@dataclass(eq=False)
+class Member:
+    """The sender's view of a receiver, or of the coordinator (`index` None). `done`: the last update of each step."""
+
+    index: int | None
+    channel: control.Channel[control.FromMember] | None = None  # None: not connected yet
+    engine: str = ""
+    gpu: str = ""
+    done: dict[str, int] = field(default_factory=lambda: {"ready": 0, "staged": 0, "answered": 0})
+    heard_s: float = 0.0  # time.monotonic, as `failed_s`
+    failure: str = ""
+    failed_s: float = math.inf  # when the failure counts
+    connected: bool = False
+
+    @property
+    def label(self) -> str:
+        who = "coordinator" if self.index is None else f"number {self.index}"
+        return who + (f" ({self.engine})" if self.engine else "")
+
+
+class Members:
+    """All members, as the sender hears them. The first failure ends the transfer and is reported to all."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: str,
+        receivers: int,
+        *,
+        stall_s: float,
+        coordinated: bool,
+        give_up: Callable[[], bool],
+    ) -> None:
+        """`stall_s`: a member that the sender waits for counts as failed after this long without a message."""
+        self._listener, self._key, self._stall_s, self._give_up = listener, key, stall_s, give_up
+        self._changed = threading.Condition()
+        self._closed = False
+        self._failure: str | None = None
+        self._problem: str | None = None
+        self._receipts: list[UpdateReceipt] = []
+        self.offer: control.Offer | None = None  # the last update
+        self.receivers = [Member(index) for index in range(receivers)]
+        self.coordinator = Member(None) if coordinated else None
+        self.all = [*self.receivers, *([self.coordinator] if self.coordinator else [])]
+        self._thread = threading.Thread(target=self._hear_all, name="weights-control", daemon=True)
+        self._thread.start()
+
+    @property
+    def answering(self) -> Sequence[Member]:
+        """The members whose answers count: the coordinator if there is one, since servers may answer later than it does."""
+        return self.receivers if self.coordinator is None else [self.coordinator]
+
+    def send(self, message: control.FromSender, members: Sequence[Member] | None = None) -> None:
+        """Send the message to `members` (default: all)."""
+        for member in self.all if members is None else members:
+            if member.channel is not None:
+                member.channel.send(message)
+
+    def wait_until(
+        self, done: Callable[[Member], bool], bound_s: float, verb: str, members: Sequence[Member] | None = None
+    ) -> bool:
+        """Wait until `done(member)` for each of `members` (default: all). False if the run or the sender has ended.
+
+        Raises WeightUpdateError, with the member's name, if one that is not done is gone, stalls or has failed (which ends
+        the transfer), or did not `verb` within `bound_s`.
+        """
+        started_s = time.monotonic()
+        with self._changed:
+            while missing := [member for member in (self.all if members is None else members) if not done(member)]:
+                if self._give_up() or self._closed:
+                    return False
+                self.require_alive(missing)
+                if (waited_s := time.monotonic() - started_s) > bound_s:
+                    names = _labels(missing)
+                    raise WeightUpdateError(f"engine {names} did not {verb} in {waited_s:.1f} s (bound: {bound_s:g} s)")
+                self._changed.wait(control.POLL_S)
+        return True
+
+    def require_alive(self, members: Sequence[Member]) -> None:
+        """Raises WeightUpdateError, and ends the transfer, if one of `members` is gone, stalls or failed."""
+        with self._changed:
+            if not self._closed and self._failure is None and (cause := self._failure_cause(members)) is not None:
+                self.fail(cause)
+            if self._failure is not None or self._closed:
+                raise WeightUpdateError(self._failure or _CLOSED)
+
+    def require_no_problem(self) -> None:
+        """Raises WeightUpdateError if a receipt does not match its update, or the transfer has failed."""
+        # When the run ends, engines may leave during an update.
+        if problem := self._problem or (None if self._give_up() else self._failure):
+            raise WeightUpdateError(problem)
+
+    def fail(self, error: str) -> None:
+        """End the transfer for all. Only the first failure is kept."""
+        with self._changed:
+            if self._failure is not None or self._closed:
+                return
+            self._failure = error
+            self._changed.notify_all()
+        self.send(control.Close(error))
+
+    def take_receipts(self) -> Sequence[UpdateReceipt]:
+        """All receipts since the last call. None is missed: the next update waits for those of this one."""
+        with self._changed:
+            receipts, self._receipts = self._receipts, []
+        return receipts
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.send(control.Close())
+        self._thread.join(_ENDING_S)
+
+    def _failure_cause(self, members: Sequence[Member]) -> str | None:
+        """Why one of `members` can't continue, or None. One death causes errors at others, which count later."""
+        now_s = time.monotonic()
+        first = min(members, key=lambda member: member.failed_s, default=None)
+        if first is not None and first.failed_s <= now_s:
+            return f"engine {first.label} {first.failure}"
+        if silent := [member for member in members if member.connected and now_s - member.heard_s > self._stall_s]:
+            return (
+                f"engine {_labels(silent)} sent nothing for {self._stall_s:g} s: its process is stopped, or its machine "
+                "can't be reached"
+            )
+        return None
+
+    # ---- Hearing
+
+    def _hear_all(self) -> None:
+        """Accept connections and take messages until the sender closes."""
+        while not self._closed:
+            channels = {member.channel.fileno(): member for member in self.all if member.channel and member.connected}
+            listening = self._listener.fileno()
+            for ready in wait([listening, *channels], control.POLL_S):
+                if ready == listening:
+                    self._accept()
+                elif isinstance(ready, int):
+                    self._hear(channels[ready])
+        self._listener.close()
+        for member in self.all:
+            if member.channel is not None:
+                member.channel.close()
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except OSError:
+            time.sleep(control.POLL_S)  # For example, no descriptor is free.
+        else:
+            threading.Thread(target=self._admit, args=(connected,), name="weights-admit", daemon=True).start()
+
+    def _admit(self, connected: socket.socket) -> None:
+        """Assign the connection to its member, or refuse it and tell the other side why."""
+        with connected, contextlib.suppress(OSError, EOFError, control.ProtocolError):
+            channel = control.Channel[control.FromMember](connected, self._key, control.FromMember, dialled=False)
+            hello = channel.receive()
+            if isinstance(hello, control.Hello):
+                with self._changed:
+                    if (refusal := self._refusal(hello)) is None:
+                        member = next(member for member in self.all if member.index == hello.index)
+                        member.engine, member.gpu, member.heard_s = hello.engine[:100], hello.gpu, time.monotonic()
+                        member.channel, member.connected = channel, True
+                        self._changed.notify_all()
+                        return
+                channel.send(control.Close(refusal))
+            channel.close()
+
+    def _refusal(self, hello: control.Hello) -> str | None:
+        count, label, theirs = len(self.receivers), Member(hello.index).label, hello.protocol[:100]
+        joined = {member.index: member.channel is not None for member in self.all}
+        reasons = {
+            f"the weight sender uses {control.PROTOCOL}, the receiver {theirs!r}: install the same version": (
+                hello.protocol != control.PROTOCOL
+            ),
+            f"the weight sender has {count} receivers, but {label} expects {hello.receivers}": (
+                hello.receivers not in (None, count)
+            ),
+            "the weight sender's receivers send their own receipts: it expects no coordinator": (
+                hello.index is None and self.coordinator is None
+            ),
+            f"the weight sender has receivers number 0 to {count - 1}, not {hello.index}": hello.index not in joined,
+            f"there is a receiver {label} already: each needs its own number": joined.get(hello.index, False),
+            self._failure or _CLOSED: self._failure is not None or self._closed,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _hear(self, member: Member) -> None:
+        """Take one message."""
+        message: control.FromMember | None = None
+        try:
+            message = member.channel.receive() if member.channel is not None else None
+            lost = "has left" if message == control.Report("leaving") else ""
+        except (EOFError, ConnectionResetError):
+            lost = "is gone: its process exited unexpectedly"
+        except (OSError, control.ProtocolError) as error:
+            lost = f"is lost: {error}"
+        with self._changed:
+            now_s = member.heard_s = time.monotonic()
+            if lost:
+                member.connected = False
+                member.failure, member.failed_s = member.failure or lost, min(member.failed_s, now_s)
+            match message:
+                case control.Report("ready" | "staged" as step, number) if self.offer and number == self.offer.number:
+                    member.done[step] = number
+                case control.Report("failed", error=reason) if not member.failure:
+                    member.failure, member.failed_s = f"can't receive weights: {reason}", now_s + _GRACE_S
+                case control.Answer(number, receipt) if self.offer and member in self.answering:
+                    if number == self.offer.number > member.done["answered"]:
+                        member.done["answered"], member.engine = number, member.engine or receipt.engine[:100]
+                        self._receipts.append(receipt)
+                        self._problem = self._problem or complaint(receipt, self.offer.version, self.offer.checksum)
+            self._changed.notify_all()
 
 
 class CollectiveWeightSender:
-    """Sends to `receivers` engines that connect to `listener`. The sender owns and closes `listener`.
+    """Sends to `receivers` engines that connect to `listener` and know `key`. The sender owns and closes `listener`.
 
     Uses nccl if this process and every receiver have a GPU of their own, else gloo (`choose_backend`).
     """
@@ -52,6 +268,7 @@ class CollectiveWeightSender:
     def __init__(
         self,
         listener: socket.socket,
+        key: str,
         receivers: int,
         *,
         timeout_s: float = 120.0,
@@ -68,7 +285,7 @@ class CollectiveWeightSender:
 
         `join_timeout_s`: how long to wait for all receivers to connect. `dtype`: the type of floating-point tensors as sent
         (None: unchanged). `device`: where this process computes; with nccl the copy to send is there. `coordinated`: the
-        engines are servers, and a `CollectiveWeightCoordinator` decides when they apply an update and answers for them.
+        engines are servers; a coordinator connects as well, decides when they apply an update and answers for all of them.
         `give_up` returns True when the run is ending, and engines may be gone: the sender then neither waits nor sends.
         """
         if not 1 <= receivers <= MAX_RECEIVERS:
@@ -78,20 +295,16 @@ class CollectiveWeightSender:
         if stall_s < 1:
             raise ValueError(f"stall_s must be at least a second, not {stall_s:g} s")
         self._timeout_s, self._stall_s, self._join_timeout_s = timeout_s, stall_s, join_timeout_s
-        self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
-        self._device = device
+        self._bucket_bytes, self._dtype, self._device = bucket_bytes, dtype, device
         self._gpu = gpu_of(device)
         self._give_up = give_up
         self.host, self.port = listener.getsockname()[:2]
-        self._peers = Peers(listener, receivers, stall_s, coordinated=coordinated)
+        self._members = Members(listener, key, receivers, stall_s=stall_s, coordinated=coordinated, give_up=give_up)
         self._layout: Layout | None = None
         self._staging_U8 = torch.empty(0, dtype=torch.uint8)
-        self._sent: _Sent | None = None
-        self._problem: str | None = None
-        self._inbox: list[UpdateReceipt] = []
+        self._released = 0  # the last update that may be applied
         self._closing = threading.Event()
-        self._outbox: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[control.Offer | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weights-broadcast", daemon=True)
         self._thread.start()
 
@@ -101,108 +314,91 @@ class CollectiveWeightSender:
         Versions must rise, and names, types, shapes and tying must not change; otherwise raises WeightUpdateError. Also
         raises it if an engine is gone, stalls, did not acknowledge the previous update in time, or holds other weights.
         """
-        if self._sent is not None and version <= self._sent.version:
-            raise WeightUpdateError(f"weight versions must rise: {version} was sent after {self._sent.version}")
-        layout = layout_of(tensors, self._dtype)
+        last = self._members.offer
+        if last is not None and version <= last.version:
+            raise WeightUpdateError(f"weight versions must rise: {version} was sent after {last.version}")
+        layout, encoded = layout_of(tensors, self._dtype), ""
         if self._layout is not None:
             self._layout.require_same(layout)
         if not self._wait_for_answers():
             return ""
-        first = self._layout is None
-        if first:
+        if self._layout is None:
             if self._gpu and not self._wait_until_joined():  # The copy's device depends on the receivers.
                 return ""
-            self._staging_U8 = staging_buffer(layout, staging_device(self._backend, self._device))
-            self._layout = layout
+            self._staging_U8 = staging_buffer(layout.buffer_bytes, staging_device(self._backend, self._device))
+            self._layout, encoded = layout, msgspec.json.encode(layout).decode()
         staged = layout.views(self._staging_U8)
         with torch.no_grad():
             for name, owner in first_names(tensors).items():
                 if name == owner:
                     staged[name].copy_(tensors[name])
-        digest = checksum(staged)
-        number = self._sent.number + 1 if self._sent else 1
-        encoded = msgspec.json.encode(layout).decode() if first else ""
-        self._sent = _Sent(number, version, digest, encoded)
-        self._outbox.put(self._sent)
-        return digest
+        number = last.number + 1 if last else 1
+        offer = control.Offer(number=number, version=version, checksum=checksum(staged), layout=encoded)
+        self._members.offer = offer
+        self._outbox.put(offer)
+        return offer.checksum
 
     def unanswered(self) -> Sequence[str]:
         """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
-        return [peer.label for peer in self._peers.missing(self._sent.number if self._sent else 0)]
+        members, number = self._members, self._members.offer.number if self._members.offer else 0
+        return [member.label for member in members.answering if member.done["answered"] < number]
 
     def receipts(self) -> Sequence[UpdateReceipt]:
         """Receipts since the last call. Raises WeightUpdateError if one does not match the update or the transfer failed."""
-        self._collect()
-        self._raise_problem()
-        receipts, self._inbox = self._inbox, []
-        return receipts
+        self._members.require_no_problem()
+        return self._members.take_receipts()
 
     def close(self) -> None:
         """End the transfer. The last update is still delivered, unless there was a failure, and can be taken afterwards."""
-        if self._sent is not None and self._peers.all_joined():
+        if (offer := self._members.offer) is not None and all(member.channel for member in self._members.all):
             with contextlib.suppress(WeightUpdateError):  # `receipts` reports failures; `close` does not.
-                self._wait_until_staged(self._sent)
+                self._wait_until_released(offer)
         self._outbox.put(None)
         self._closing.set()
-        self._peers.close()
+        self._members.close()
         self._thread.join(_ENDING_S)
         self._staging_U8 = torch.empty(0, dtype=torch.uint8)
 
     def _wait_for_answers(self) -> bool:
-        """Wait until all engines have acknowledged the previous update. False if `give_up` returned True meanwhile."""
+        """Wait until all engines have acknowledged the previous update. False if the run is ending."""
         if self._give_up():
             return False
-        if (sent := self._sent) is not None:
-            answered = self._wait_until_staged(sent) and self._peers.wait(
-                lambda peer: self._peers.has_answer(peer, sent.number),
+        members = self._members
+        if (offer := members.offer) is not None:
+            answered = self._wait_until_released(offer) and members.wait_until(
+                lambda member: (members.coordinator or member).done["answered"] >= offer.number,
                 self._timeout_s,
-                f"answer weights of version {sent.version}",
-                give_up=self._give_up,
+                f"answer weights of version {offer.version}",
             )
             if not answered:
                 return False
-        self._collect()
-        self._raise_problem()
-        self._peers.require_alive()
+        members.require_no_problem()
+        members.require_alive(members.all)
         return True
 
-    def _wait_until_staged(self, sent: _Sent, bound_s: float | None = None, peers: Sequence[Peer] | None = None) -> bool:
-        """Wait until every receiver has the update and the coordinator was told. False if `give_up` returned True."""
-        if bound_s is None:  # The thread has tighter bounds; this one is for a backend that blocks it.
-            buckets = -(-self._staging_U8.numel() // self._bucket_bytes)
-            bound_s = self._join_timeout_s + 2 * self._stall_s * (2 + buckets)
-        return self._peers.wait(
-            lambda peer: peer.staged >= sent.number,
-            bound_s,
-            f"receive weights of version {sent.version}",
-            peers=peers,
-            give_up=self._give_up,
-        )
+    def _wait_until_released(self, offer: control.Offer) -> bool:
+        """Wait until every receiver has the update and may apply it. False if the run is ending."""
+        # The thread has tighter bounds; this one is for a backend that blocks it.
+        buckets = -(-self._staging_U8.numel() // self._bucket_bytes)
+        bound_s = self._join_timeout_s + 2 * self._stall_s * (2 + buckets)
+        verb = f"receive weights of version {offer.version}"
+        return self._members.wait_until(lambda _: self._released >= offer.number, bound_s, verb)
 
-    def _collect(self) -> None:
-        """Move new receipts into the inbox. None is missed, because the next update waits for the receipts of this one."""
-        for receipt in self._peers.take_receipts():
-            assert self._sent is not None  # noqa: S101 - there are no answers before the first update
-            self._problem = self._problem or complaint(receipt, self._sent.version, self._sent.checksum)
-            self._inbox.append(receipt)
-
-    def _raise_problem(self) -> None:
-        if self._problem is not None:
-            raise WeightUpdateError(self._problem)
-        if not self._give_up():  # When the run ends, engines may leave during an update.
-            self._peers.require_no_failure()
+    # ---- The broadcasting thread
 
     def _run(self) -> None:
-        """The broadcasting thread. Any error in it fails the whole transfer."""
+        """Any error here fails the whole transfer."""
         group: Group | None = None
         try:
             group = self._form_group()
-            while group is not None and (sent := self._outbox.get()) is not None:
-                self._broadcast(group, sent)
+            while group is not None and (offer := self._outbox.get()) is not None:
+                self._broadcast(group, offer)
         except PipelineRLError as error:
-            self._peers.fail(str(error))
+            with contextlib.suppress(WeightUpdateError):
+                self._members.require_alive(self._members.all)  # A dead member explains more.
+            self._members.fail(str(error))
         except Exception as error:
-            self._peers.fail(f"the weight sender failed: {type(error).__name__}: {error}")
+            self._members.fail(f"the weight sender failed: {type(error).__name__}: {error}")
             raise
         # PyTorch can't destroy a group safely during interpreter shutdown, so `close` waits for this.
         self._closing.wait()
@@ -212,50 +408,54 @@ class CollectiveWeightSender:
     @property
     def _backend(self) -> Backend:
         """Valid once all receivers have connected."""
-        return choose_backend(self._gpu, [peer.gpu for peer in self._peers.receivers])
+        return choose_backend(self._gpu, [member.gpu for member in self._members.receivers])
 
     def _wait_until_joined(self) -> bool:
-        """Wait until all receivers have connected. False if `give_up` returned True meanwhile."""
+        """Wait until all members have connected. False if the run is ending."""
         verb = f"connect to {self.host}:{self.port}"
-        return self._peers.wait(lambda peer: peer.joined, self._join_timeout_s, verb, give_up=self._give_up)
+        return self._members.wait_until(lambda member: member.channel is not None, self._join_timeout_s, verb)
 
     def _form_group(self) -> Group | None:
-        """The group, or None if the run ended before all receivers had connected."""
+        """The group, or None if the run ended before all members had connected."""
         if not self._wait_until_joined():
             return None
-        count = len(self._peers.receivers)
-        store, port = serve_store(self.host)
-        self._peers.send(
-            Form(
-                backend=self._backend,
-                size=count + 1,
-                store_port=port,
-                bucket_bytes=self._bucket_bytes,
-                stall_s=self._stall_s,
-            )
+        backend, size, store = self._backend, len(self._members.receivers) + 1, serve_store(self.host)
+        form = control.Form(
+            backend=backend, size=size, store_port=store.port, bucket_bytes=self._bucket_bytes, stall_s=self._stall_s
         )
-        device = staging_device(self._backend, self._device)
-        return form_group(
-            self._backend, store, rank=0, size=count + 1, host=self.host, bound_s=2 * self._stall_s, device=device
-        )
+        self._members.send(form)
+        device, bound_s = staging_device(backend, self._device), 2 * self._stall_s
+        return Group(backend, store, rank=0, size=size, host=self.host, bound_s=bound_s, device=device)
 
-    def _broadcast(self, group: Group, sent: _Sent) -> None:
-        """Offer the update, wait until all are ready, broadcast it, wait until it arrived, and tell the coordinator.
+    def _broadcast(self, group: Group, offer: control.Offer) -> None:
+        """Offer the update, broadcast it once all receivers are ready, and release it once all have staged it.
 
         So no broadcast begins while a receiver is stopped or dead. One that stops later is detected by its silence.
         """
-        number, receivers = sent.number, self._peers.receivers
-        offer = Offer(number=number, version=sent.version, checksum=sent.checksum, layout=sent.layout)
-        self._peers.send(offer, receivers)
-        verb = f"get ready for weights of version {sent.version}"
-        bound_s = 2 * self._stall_s
-        if not self._peers.wait(lambda peer: peer.ready >= number, bound_s, verb, peers=receivers, give_up=self._give_up):
+        members, number = self._members, offer.number
+        members.send(offer)
+        if not self._wait_for_step("ready", offer, 2 * self._stall_s):
             return
-        self._peers.send(Go(number), receivers)
+        members.send(control.Go("receive", number), members.receivers)
         try:
-            group.broadcast(self._staging_U8, self._bucket_bytes, lambda: self._peers.require_receiving_alive(number))
+            group.broadcast(self._staging_U8, self._bucket_bytes, lambda: members.require_alive(self._behind(number)))
         except WeightUpdateError:
-            self._wait_until_staged(sent, _EXPLANATION_S, receivers)  # Raises an error that names the failed receiver.
+            self._wait_for_step("staged", offer, _EXPLANATION_S)  # Raises an error that names the failed receiver.
             raise
-        if self._wait_until_staged(sent, bound_s, receivers):
-            self._peers.notify_coordinator(Arrived(number, sent.version, sent.checksum))
+        if self._wait_for_step("staged", offer, 2 * self._stall_s):
+            members.send(control.Go("apply", number))
+            self._released = number
+
+    def _wait_for_step(self, step: str, offer: control.Offer, bound_s: float) -> bool:
+        """Wait until all receivers have done the step. False if the run is ending."""
+        verb = f"{'get ready for' if step == 'ready' else 'receive'} weights of version {offer.version}"
+        receivers = self._members.receivers
+        return self._members.wait_until(lambda member: member.done[step] >= offer.number, bound_s, verb, receivers)
+
+    def _behind(self, number: int) -> Sequence[Member]:
+        """The receivers that have not staged update `number` yet. The others may leave."""
+        return [member for member in self._members.receivers if member.done["staged"] < number]
+
+
+def _labels(members: Iterable[Member]) -> str:
+    return ", ".join(member.label for member in members)
