@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.types import Rollout
@@ -55,7 +53,7 @@ class Gaps:
         path = self._weights or latest_checkpoint(self._run_dir)
         if path is None:
             raise UserError("the gap needs weights: the run has no checkpoint yet; name a model folder with --weights")
-        model = load_model(msgspec.structs.replace(config.model, path=str(path), trust_remote_code=False))
+        model = load_model(config.model.model_copy(update={"path": str(path), "trust_remote_code": False}))
         return FrozenModelScorer(
             model,
             temperature=config.actor.temperature,

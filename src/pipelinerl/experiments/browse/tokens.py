@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import ModelLoadError
 from pipelinerl.serving.server.text import TextStream
@@ -86,6 +84,6 @@ def load_token_text(model: ModelConfig) -> TokenText:
     from pipelinerl.models.loading import load_tokenizer  # noqa: PLC0415 (loads torch and transformers: seconds)
 
     try:
-        return TokenText(load_tokenizer(msgspec.structs.replace(model, trust_remote_code=False)))
+        return TokenText(load_tokenizer(model.model_copy(update={"trust_remote_code": False})))
     except ModelLoadError as error:
         return TokenText(None, str(error))
