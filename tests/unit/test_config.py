@@ -127,7 +127,7 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path: Path) -> None:
         ("engine: {urls: [8000]}", "engine.urls: [8000] is not allowed here"),
         ("metrics: {plot: no}", "metrics.plot: 'no' is not allowed here; this takes true or false"),
         ("environment: {args: [1]}", "environment.args: [1] is not allowed here; this takes a mapping"),
-        ("environment: {args: {a: {5: 1}}}", "environment.args: the key 5 is not text; put it in quotes"),
+        ("environment: {args: {a: {5: 1}}}", "run.yaml:1: environment.args.a: the key 5 is not text; put it in quotes"),
         ("environment: {args.a: 1}", "environment.args.a: write `environment.args` as a mapping"),
         ("- 1", "run.yaml: a run file is a mapping of keys to values"),
         (
@@ -234,6 +234,7 @@ def test_flags_reach_into_the_environment_arguments(tmp_path: Path) -> None:
         (["--trainer.steps", "-1"], "--trainer.steps: -1 is not allowed here; this takes a whole number >= 1"),
         (["--trainer.steps="], "--trainer.steps: null is not allowed here"),
         (["--trainer.betas", "[0.9"], "--trainer.betas:1: not valid YAML"),
+        (["--environment.args.x", ".inf"], "--environment.args.x: inf is not a finite number"),
         (["--environment.args..x", "1"], "--environment.args..x: unknown key"),
         (["steps", "3"], "'steps' is neither a flag nor the value of one"),
         (["--seed", "1", "2"], "'2' is neither a flag nor the value of one"),

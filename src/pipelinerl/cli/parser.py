@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         self.flags: list[str] = []
         super().__init__(**options, allow_abbrev=False)
 
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:  # type: ignore[override]
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         action = super().add_argument(*names, **options)
         self.flags += action.option_strings
         return action

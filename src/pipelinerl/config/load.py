@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from pipelinerl.config import yaml_text
 from pipelinerl.config.checks import mistakes
-from pipelinerl.config.keys import MOVED, closest_key, key_of, run_keys, run_sections, settable, show
+from pipelinerl.config.keys import MOVED, Key, closest_key, key_of, run_keys, run_sections, settable, show
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -125,8 +125,11 @@ class _Draft:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
-    def origin(self, key: str) -> str:
-        return self.origins.get(key, f"{self.source}: {key}")
+    def origin(self, place: str, key: Key | None = None) -> str:
+        """Where `place` comes from, or if nobody knows, the innermost mapping in `key` that it is in."""
+        while key and place not in self.origins and place != str(key):
+            place = place.rpartition(".")[0]
+        return self.origins.get(place, f"{self.source}: {place}")
 
     def config(self) -> RunConfig:
         try:
@@ -160,8 +163,8 @@ class _Draft:
         elif kind == "invalid-json-value" or key is None:
             text = f"a value of type {type(value).__name__} can't be written as JSON"
         else:
-            text = f"{show(self.get(str(key)))} is not allowed here; this takes {key.allowed}"
-        return f"{self.origin(str(key or place))}: {text}"
+            place, text = str(key), f"{show(self.get(str(key)))} is not allowed here; this takes {key.allowed}"
+        return f"{self.origin(place, key)}: {text}"
 
 
 def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> Iterator[tuple[str, Any]]:
