@@ -66,8 +66,8 @@ def own_server(options: argparse.Namespace, room: int, directory: Path) -> Itera
     """A context in which `pipelinerl serve` runs."""
     ready = directory / "ready.json"
     command = [sys.executable, "-c", "import sys; from pipelinerl.cli import main; sys.exit(main())", "serve", options.model]
-    command += ["--port", "0", "--slots", str(max(options.slots)), "--max-length", str(room), "--threads", "1"]
-    command += ["--max-queue", "1024", "--ready-file", str(ready)]
+    command += ["--port", "0", "--engine.slots", str(max(options.slots)), "--engine.max_length", str(room)]
+    command += ["--engine.threads", "1", "--max-queue", "1024", "--ready-file", str(ready)]
     with (directory / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

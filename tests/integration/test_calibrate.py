@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from pipelinerl.config import RunConfig, load_config
@@ -22,7 +21,7 @@ def config(*settings: str) -> RunConfig:
 
 @pytest.mark.slow
 def test_a_training_process_that_fails_says_why(tmp_path: Path) -> None:
-    broken = msgspec.structs.replace(config(), model=msgspec.structs.replace(config().model, path="/nowhere"))
+    broken = config().model_copy(update={"model": config().model.model_copy(update={"path": "/nowhere"})})
     with (
         TrainingProcess(broken, tmp_path / "stream", tmp_path, 1) as training,
         pytest.raises(PipelineRLError, match="rollouts"),

@@ -14,7 +14,7 @@ from tests.integration.runs import run, write_environment
 from tests.integration.test_serve import serving
 from tests.unit.test_evaluate import run_command
 
-GCD = ("--env", "gcd", "--max-tokens", "240", "--slots", "16")
+GCD = ("--environment.kind", "gcd", "--actor.max_tokens", "240", "--engine.slots", "16")
 SMALL = ("--problems", "12", "--attempts", "4")
 
 
@@ -59,7 +59,7 @@ def test_a_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_checkpoints_of_a_run_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir, out = tmp_path / "r", tmp_path / "out"
     run(run_dir, trainer__steps=2, trainer__checkpoint_every=1)
-    first = ("--env", "gcd", "--training")
+    first = ("--environment.kind", "gcd", "--training")
     assert run_command(f"{run_dir}@0", f"{run_dir}@all", "demo", *first, *SMALL, "--out", str(out)) == 0
     base, one, two, demo = summary_of(out).models
     assert [model.version for model in (base, one, two, demo)] == [0, 1, 2, None]
@@ -77,7 +77,7 @@ def test_the_checkpoints_of_a_run_are_compared(tmp_path: Path, capsys: pytest.Ca
 
 
 def task(folder: Path, body: str) -> tuple[str, str]:
-    return "--env", write_environment(folder, body, ["import signal"])
+    return "--environment.kind", write_environment(folder, body, ["import signal"])
 
 
 def test_ctrl_c_leaves_what_was_done(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_ctrl_c_leaves_what_was_done(tmp_path: Path) -> None:
             return super().reward(problem, text)
     """
     out = tmp_path / "out"
-    arguments = ("demo", "demo", *task(tmp_path, body), "--slots", "8", *SMALL, "--out", str(out))
+    arguments = ("demo", "demo", *task(tmp_path, body), "--engine.slots", "8", *SMALL, "--out", str(out))
     with pytest.raises(RunInterruptedError, match="the results so far are in"):
         run_command(*arguments)
     summary = summary_of(out)
@@ -117,8 +117,8 @@ def test_environments_that_can_not_be_evaluated(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_answers_as_the_embedded_engine_does(tmp_path: Path) -> None:
-    with serving(tmp_path, "--slots", "16") as server:
-        url = ("--engine-url", server.url)
+    with serving(tmp_path, "--engine.slots", "16") as server:
+        url = ("--engine.kind", "http", "--engine.urls", f"[{server.url}]")
         assert run_command("demo", *GCD, *SMALL, *url, "--out", str(tmp_path / "served")) == 0
     assert run_command("demo", *GCD, *SMALL, "--out", str(tmp_path / "here")) == 0
     served, here = (attempts_of(tmp_path / name / "demo") for name in ("served", "here"))

@@ -38,7 +38,16 @@ class Server:
         folder.mkdir(exist_ok=True)
         self._ready_file = folder / "ready.json"
         self._ready_file.unlink(missing_ok=True)
-        flags = ("--port", str(port), "--threads", "1", "--slots", str(SLOTS), "--weights-dir", str(folder.parent))
+        flags = (
+            "--port",
+            str(port),
+            "--engine.threads",
+            "1",
+            "--engine.slots",
+            str(SLOTS),
+            "--weights-dir",
+            str(folder.parent),
+        )
         self.process: subprocess.Popen[str] = start("serve", "demo", *flags, "--ready-file", str(self._ready_file))
         self.url = ""
 

@@ -123,7 +123,7 @@ def serving(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
     weights_dir.mkdir()
     files = ("--ready-file", str(ready_file), "--weights-dir", str(weights_dir))
     hold = HOLD.format(tokens=HELD_AFTER, path=str(weights_dir / "hold"))
-    process = launch("demo", "--port", "0", "--threads", "1", *files, *flags, prepare=hold, **options)
+    process = launch("demo", "--port", "0", "--engine.threads", "1", *files, *flags, prepare=hold, **options)
     try:
         until(ready_file.exists, process, 90)
         yield Server(process, msgspec.json.decode(ready_file.read_bytes()), weights_dir)
@@ -134,7 +134,7 @@ def serving(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("serve"), "--slots", "16", "--max-queue", "8") as server:
+    with serving(tmp_path_factory.mktemp("serve"), "--engine.slots", "16", "--max-queue", "8") as server:
         yield server
         assert server.stop().status == 0
 
@@ -377,7 +377,7 @@ def test_weights_that_are_wrong_leave_the_old_ones(server: Server) -> None:
 
 
 def test_an_update_with_recomputed_entries_on_an_address_of_its_own(tmp_path: Path) -> None:
-    flags = ("--slots", "16", "--kv-on-update", "recompute", "--update-port", "0")
+    flags = ("--engine.slots", "16", "--engine.kv_on_update", "recompute", "--update-port", "0")
     with serving(tmp_path, *flags) as server:
         assert server.update_url != server.url
         models = {0: demo(), 1: changed(demo(), 1)}
@@ -417,7 +417,7 @@ def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(tmp_path: P
             for answer in await asyncio.gather(*asking):
                 assert answer.json()["usage"]["completion_tokens"] == 500
 
-    with serving(tmp_path, "--slots", "4") as server:
+    with serving(tmp_path, "--engine.slots", "4") as server:
         asyncio.run(scenario(server))
         ended = wait(server.process, 30)
     assert ended.status == 0, ended
@@ -438,7 +438,7 @@ def test_what_does_not_finish_within_the_bound_is_ended(tmp_path: Path) -> None:
                 answers = [answer.json() for answer in await asyncio.gather(*asking)]
         assert {answer["error"]["code"] for answer in answers if "error" in answer} == {"unavailable"}
 
-    flags = ("--slots", "2", "--drain-s", "0", "--host", ANYWHERE, "--api-key-env", "THE_KEY")
+    flags = ("--engine.slots", "2", "--drain-s", "0", "--host", ANYWHERE, "--api-key-env", "THE_KEY")
     with serving(tmp_path, *flags, THE_KEY="open sesame") as server:
         assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 401
         asyncio.run(scenario(server))
@@ -479,10 +479,10 @@ ANYWHERE = "0.0.0.0"  # noqa: S104 - with a key, or refused
         (["demo", "--host", ANYWHERE], "--host 0.0.0.0 can be reached by others"),
         (["demo", "--update-host", ANYWHERE, "--update-port", "0"], "--update-host 0.0.0.0 can be reached by others"),
         (["demo", "--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE: this environment variable is not set"),
-        (["demo", "--slots", "0"], "--slots 0: give at least 1"),
+        (["demo", "--engine.slots", "0"], "--engine.slots: 0 is not allowed here; this takes a whole number >= 1"),
         (["demo", "--port", "70000"], "--port 70000"),
         (["demo", "--host", "no.such.host.invalid"], "can't listen on"),
-        (["demo", "--slotz", "3"], "did you mean `--slots`?"),
+        (["demo", "--slotz", "3"], "did you mean `--engine.slots`?"),
         (["demo", "--weights-dir", "/no/such/place"], "/no/such/place is not a directory"),
         (["/no/such/model", "--port", "0"], "does not exist"),
     ],

@@ -83,4 +83,4 @@ def test_what_can_not_be_studied(run_dir: Path, tmp_path: Path, capsys: pytest.C
     assert "0 to 3 here" in refused(capsys, str(run_dir), "--lag", "3", "--from", "4")
     assert "choose a --lag of at most 2" in refused(capsys, str(run_dir), "--lag", "3", "--max-tokens", "2")
     assert "do not fit into 256" in refused(capsys, str(run_dir), "--lag", "3", "--max-tokens", "251")
-    assert "--problems 0" in refused(capsys, str(run_dir), "--problems", "0")
+    assert "--problems: 0: give a whole number of at least 1" in refused(capsys, str(run_dir), "--problems", "0")

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pipelinerl.config.schema import ModelConfig
+from pipelinerl.config.schema import EngineConfig, ModelConfig
 from pipelinerl.serving.server.app import make_apps
 from pipelinerl.serving.server.options import Address, ServeOptions
 from pipelinerl.serving.server.service import Service, ServiceHolder, loaded_from, make_service
@@ -50,8 +50,12 @@ def byte_model(seed: int = 0) -> Any:
 
 
 def options_of(directory: Path, **changes: Any) -> ServeOptions:
-    values = {"slots": 4, "max_queue": 8, "max_length": MAX_LENGTH, "weight_directories": (directory,)} | changes
-    return ServeOptions(model=ModelConfig(path="bytes"), name="bytes", listen=Address("127.0.0.1", 0), **values)
+    of_engine = {"slots": 4, "max_length": MAX_LENGTH} | {
+        name: changes.pop(name) for name in list(changes) if name in EngineConfig.model_fields
+    }
+    values = {"max_queue": 8, "weight_directories": (directory,)} | changes
+    engine, listen = EngineConfig(**of_engine), Address("127.0.0.1", 0)
+    return ServeOptions(model=ModelConfig(path="bytes"), engine=engine, name="bytes", listen=listen, **values)
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ TEMPERATURE = 0.5
 
 def config(temperature: float = TEMPERATURE) -> RunConfig:
     default = RunConfig()
-    return msgspec.structs.replace(default, actor=msgspec.structs.replace(default.actor, temperature=temperature))
+    return default.model_copy(update={"actor": default.actor.model_copy(update={"temperature": temperature})})
 
 
 def two_turns() -> Rollout:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from pipelinerl.config import EngineConfig, RunConfig, ScheduleConfig, TrainerConfig, load_config
+from pipelinerl.config import RunConfig, load_config
+from pipelinerl.config.schema import EngineConfig, ScheduleConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.compare import start_settings, trial_length
 from pipelinerl.experiments.compare.contenders import Contender, parse_contenders, run_config, whole_rounds
@@ -126,7 +126,7 @@ def test_what_is_tried_on_two_cores() -> None:
     bounded = axes(config, cores=2, most_in_progress=16, slot_factors=(1, 2, 4))[1]
     assert [one.slots for one in bounded(START)] == [8, 16]
     assert [one.slots for one in bounded(START._replace(processes=2))] == [8]
-    gpu = msgspec.structs.replace(config, engine=EngineConfig(device="cuda:0"), trainer=TrainerConfig(device="cuda:0"))
+    gpu = config.model_copy(update={"engine": EngineConfig(device="cuda:0"), "trainer": TrainerConfig(device="cuda:0")})
     assert len(axes(gpu, cores=2, most_in_progress=None, slot_factors=(1, 2))) == 1
 
 

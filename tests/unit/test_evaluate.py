@@ -345,6 +345,10 @@ def test_the_table_has_a_row_for_every_model() -> None:
     assert "INTERRUPTED: short answers end first" in evaluation_table(stopped)
 
 
+GCD = ("--environment.kind", "gcd")
+URL = ("--engine.kind", "http", "--engine.urls", "[http://127.0.0.1:1]")
+
+
 def run_command(*arguments: str) -> int:
     commands = Commands()
     command.add_to(commands)
@@ -357,18 +361,26 @@ def run_command(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["demo"], "give the environment to evaluate on, --env KIND"),
-        (["demo", "--env", "gdc"], "Did you mean 'gcd'"),
-        (["demo", "--env", "gcd", "--attempts", "0"], "--attempts 0: give a whole number of at least 1"),
-        (["demo", "--env", "gcd", "--problems", "0"], "--problems 0"),
-        (["demo", "--env", "gcd", "--temperature", "-1"], "--temperature -1"),
-        (["demo", "--env", "gcd", "--top-p", "0"], "--top-p 0"),
-        (["demo", "--env", "gcd", "--pass-at", "nan"], "--pass-at nan"),
-        (["demo", "--env", "gcd", "--env-arg", "x"], "--env-arg x: give KEY=VALUE"),
-        (["demo", "--env", "gcd", "--api-key-env", "NOT_SET_ANYWHERE"], "this environment variable is not set"),
-        (["demo", "--env", "gcd", "--trainer.steps", "3"], "has no flag --trainer.steps"),
-        (["demo", "demo", "--env", "gcd", "--engine-url", "http://127.0.0.1:1"], "give one MODEL, not 2"),
-        (["./absent", "--env", "gcd"], "does not exist"),
+        (["demo"], "give the environment to evaluate on, --environment.kind KIND"),
+        (["demo", "--environment.kind", "gdc"], "Did you mean 'gcd'"),
+        (["demo", *GCD, "--attempts", "0"], "argument --attempts: 0: give a whole number of at least 1"),
+        (["demo", *GCD, "--problems", "0"], "--problems: 0"),
+        (["demo", *GCD, "--evaluation.temperature", "-1"], "--evaluation.temperature: -1"),
+        (["demo", *GCD, "--actor.top_p", "0"], "--actor.top_p: 0"),
+        (["demo", *GCD, "--pass-at", "nan"], "--pass-at nan"),
+        (["demo", *GCD, *URL, "--engine.api_key_env", "NOT_SET_ANYWHERE"], "this environment variable is not set"),
+        (["demo", *GCD, *URL[2:]], "--engine.urls: the `local` engine has no servers"),
+        (["demo", *GCD, *URL[:2]], "--engine.urls: give the addresses"),
+        (["demo", *GCD, "--trainer.steps", "3"], "--trainer.steps: not used by this command"),
+        (["demo", "--env", "gcd"], "did you mean `--environment.kind`?"),
+        (["demo", *GCD, "--env-arg", "x=1"], "did you mean `--environment.args`?"),
+        (["demo", *GCD, "--temperature", "1"], "did you mean `--evaluation.temperature`?"),
+        (["demo", *GCD, "--max-tokens", "9"], "did you mean `--actor.max_tokens`?"),
+        (["demo", *GCD, "--slots", "9"], "did you mean `--engine.slots`?"),
+        (["demo", *GCD, "--device", "cpu"], "did you mean `--engine.device`?"),
+        (["demo", *GCD, "--engine-url", "http://127.0.0.1:1"], "did you mean `--engine.urls`?"),
+        (["demo", "demo", *GCD, *URL], "give one MODEL, not 2"),
+        (["./absent", *GCD], "does not exist"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_loaded(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -114,12 +113,15 @@ def test_the_run_file_says_so_to_all_who_load_the_model(tmp_path: Path) -> None:
     model(head=False).save_pretrained(tmp_path)
     config = load_config(None, [f"--model.path={tmp_path}", "--model.dtype=bfloat16", "--model.head_dtype=float32"])
     assert isinstance(load_model(config.model).get_output_embeddings(), Float32Head)
-    plain = msgspec.structs.replace(config.model, head_dtype=None)
+    plain = config.model.model_copy(update={"head_dtype": None})
     assert not isinstance(load_model(plain).get_output_embeddings(), Float32Head)
     commands = Commands()
     serve.add_to(commands)
-    options = commands.root.parse_args(["serve", str(tmp_path), "--dtype", "bfloat16", "--head-dtype", "float32"])
-    assert serve.serve_options(options).model == ModelConfig(path=str(tmp_path), dtype="bfloat16", head_dtype="float32")
+    options = commands.root.parse_args(["serve", str(tmp_path)])
+    flags = ["--model.dtype", "bfloat16", "--model.head_dtype", "float32"]
+    assert serve.serve_options(options, flags).model == ModelConfig(
+        path=str(tmp_path), dtype="bfloat16", head_dtype="float32"
+    )
 
 
 def test_vllm_has_a_head_of_its_own() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from pipelinerl.config import EngineConfig, LaunchConfig, RunConfig, ScheduleConfig, StreamConfig
-from pipelinerl.config.schema import WeightsConfig
+from pipelinerl.config import RunConfig
+from pipelinerl.config.schema import EngineConfig, LaunchConfig, ScheduleConfig, StreamConfig, WeightsConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.hosts.resources import Threads, generation_threads, plan_threads, trainer_goes_first
@@ -43,9 +42,9 @@ def test_roles_and_stages() -> None:
         (RunConfig(engine=EngineConfig(kind="http")), 8, Threads(4, 4), 1),
         (TWO_SERVERS, 8, Threads(1, 6), 1),
         (TWO_SERVERS, 2, Threads(1, 1), 1),
-        (msgspec.structs.replace(TWO_SERVERS, schedule=TURNS), 8, Threads(4, 8), 1),
+        (TWO_SERVERS.model_copy(update={"schedule": TURNS}), 8, Threads(4, 8), 1),
         (ATTACHED, 8, Threads(1, 8), 1),
-        (msgspec.structs.replace(ATTACHED, schedule=TURNS), 8, Threads(8, 8), 1),
+        (ATTACHED.model_copy(update={"schedule": TURNS}), 8, Threads(8, 8), 1),
     ],
 )
 def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Threads, generation: int) -> None:
@@ -68,8 +67,8 @@ COLLECTIVE = WeightsConfig(kind="collective")
     ("config", "receivers", "servers_receive"),
     [
         (RunConfig(weights=COLLECTIVE, engine=EngineConfig(processes=3)), 3, False),
-        (msgspec.structs.replace(TWO_SERVERS, weights=COLLECTIVE), 2, True),
-        (msgspec.structs.replace(ATTACHED, weights=COLLECTIVE), 3, True),
+        (TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), 2, True),
+        (ATTACHED.model_copy(update={"weights": COLLECTIVE}), 3, True),
         (TWO_SERVERS, 2, False),
     ],
 )

@@ -213,7 +213,7 @@ def test_what_is_called_masked_is_what_has_no_gradient(recipe: str) -> None:
 
 
 def _fields(correction: CorrectionConfig) -> dict[str, object]:
-    return {name: getattr(correction, name) for name in correction.__struct_fields__}
+    return dict(correction)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

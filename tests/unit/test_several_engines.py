@@ -181,9 +181,8 @@ def test_threads(processes: int, takes_turns: bool, cores: int, expected: Thread
     config = RunConfig(engine=EngineConfig(processes=processes), launch=LaunchConfig(kind="processes"))
     schedule = ConventionalSchedule(8, 2) if takes_turns else PipelineSchedule(8)
     assert plan_threads(config, schedule, cores) == expected
-    given = msgspec.structs.replace(
-        config, engine=EngineConfig(processes=processes, threads=3), trainer=TrainerConfig(threads=5)
-    )
+    changes = {"engine": EngineConfig(processes=processes, threads=3), "trainer": TrainerConfig(threads=5)}
+    given = config.model_copy(update=changes)
     assert plan_threads(given, schedule, cores) == Threads(3, 5)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipelinerl.cli import simulate as command
+from pipelinerl.cli import plan as command
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config import load_config, render
 from pipelinerl.errors import RunDirectoryError, UserError
@@ -250,8 +250,8 @@ def test_compares_with_a_run(calibration_file, run_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "0"], "--engines 0: give at least 1"),
-        (["--trainers", "0"], "--trainers 0: give at least 1"),
+        (["--engines", "0"], "--engines: 0: give a whole number of at least 1"),
+        (["--trainers", "0"], "--trainers: 0: give a whole number of at least 1"),
         (["--lengths", "nowhere"], "neither uniform:L"),
         (["--calibration", "nowhere.json"], "pipelinerl calibrate"),
         (["--compare", "nowhere"], "is not a run directory"),

@@ -1,4 +1,4 @@
-"""`pipelinerl compare`."""
+"""`pipelinerl compare` and `pipelinerl study`: schedules side by side, and what stale KV entries cost."""
 
 from __future__ import annotations
 
@@ -9,66 +9,58 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, keyed_values, load, write
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, config_of_run, keyed_values, say, write
+from pipelinerl.config import load_config
 from pipelinerl.errors import UserError
+
+_STUDY = (
+    "kv-cache: KL to the on-policy policy of sequences whose weights changed while they were being generated, with stale "
+    "and with recomputed KV, against conventional lags. Needs a run that saved consecutive checkpoints: pipelinerl train "
+    "--trainer.checkpoint_every 1 --trainer.keep_checkpoints N, where N is the number of steps. Keys of the run file are "
+    "also flags here (--engine.device cpu)."
+)
 
 
 def add_to(commands: Commands) -> None:
-    parser = commands.add(
-        "compare",
-        "Compare schedules on this machine, each at its best settings. Without a run file: the demo.",
-        SETTINGS_HELP,
+    text = "Compare schedules on this machine, each at its best settings. Without a run file: the demo."
+    flag = commands.add("compare", text, SETTINGS_HELP, run_compare).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
+    flag("--schedules", metavar="LIST", help="e.g. pipeline,conventional:1,conventional:4,async:2 (G after the colon)")
+    flag("--seeds", type=int, metavar="K", help="repetitions, each with a different seed (default: 2; with --quick 1)")
+    flag("--quick", action="store_true", help="fewer schedules, seeds, steps and settings: takes some minutes")
+    flag("--no-tune", action="store_true", help="use only the run file's settings, without tuning")
+    flag("--target", "--target-reward", type=float, metavar="R", help="the reward to reach (default: chosen from the runs)")
+    text = (
+        "held-out problems that decide when a run reached the target, answered later by copies of its weights "
+        "(default: 512; with --quick 256); 0: training rewards decide, which depend on each schedule's lag"
     )
-    parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
-    parser.add_argument(
-        "--schedules", metavar="LIST", help="e.g. pipeline,conventional:1,conventional:4,async:2 (G after the colon)"
-    )
-    parser.add_argument(
-        "--seeds", type=int, metavar="K", help="repetitions, each with a different seed (default: 2; with --quick 1)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer schedules, seeds, steps and settings: takes some minutes"
-    )
-    parser.add_argument("--no-tune", action="store_true", help="use only the run file's settings, without tuning")
-    parser.add_argument(
-        "--target",
-        "--target-reward",
-        dest="target",
-        type=float,
-        metavar="R",
-        help="the reward to reach (default: chosen from the runs)",
-    )
-    parser.add_argument(
-        "--held-out",
-        type=int,
-        metavar="N",
-        help="held-out problems that decide when a run reached the target, answered later by copies of its weights "
-        "(default: 512; with --quick 256); 0: training rewards decide, which depend on each schedule's lag",
-    )
-    parser.add_argument(
-        "--evaluate-every",
-        type=int,
-        metavar="E",
-        help="optimizer steps between these copies (default: a sixteenth of all steps)",
-    )
-    parser.add_argument(
-        "--held-out-arg",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="value of environment.args for held-out problems only, e.g. to remove a delay; may be repeated",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="a new folder, or one to continue (default: runs/compare-DATE)"
-    )
-    parser.set_defaults(run=run)
+    flag("--held-out", type=int, metavar="N", help=text)
+    text = "optimizer steps between these copies (default: a sixteenth of all steps)"
+    flag("--evaluate-every", type=int, metavar="E", help=text)
+    text = "value of environment.args for held-out problems only, e.g. to remove a delay; may be repeated"
+    flag("--held-out-arg", action="append", default=[], metavar="KEY=VALUE", help=text)
+    flag("--out", type=Path, metavar="DIR", help="a new folder, or one to continue (default: runs/compare-DATE)")
+
+    flag = commands.add("study", "Run a study on the checkpoints of a run.", _STUDY, run_study).add_argument
+    flag("what", choices=["kv-cache"], help="the study")
+    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run with consecutive checkpoints")
+    text = "g_max, number of steps from version C to the policy (default: 16)"
+    flag("--lag", type=at_least(1), default=16, metavar="G", help=text)
+    text = "versions C to start from, or early, middle, late (default: early,middle,late)"
+    flag("--from", dest="starts", default="early,middle,late", metavar="C,...", help=text)
+    flag("--problems", type=at_least(1), default=64, metavar="N", help="number of problems (default: 64)")
+    flag("--attempts", type=at_least(1), default=4, metavar="K", help="attempts per problem (default: 4)")
+    text = "longest completion, in tokens (default: the 90th percentile of the run's)"
+    flag("--max-tokens", type=at_least(1), metavar="L", help=text)
+    flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
+    flag("--out", type=Path, metavar="DIR", help="where results go (default: RUN_DIR/study)")
 
 
-def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
+def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     target: float | None = options.target
     if target is not None and not math.isfinite(target):
         raise UserError(f"--target: {target} is not a reward")
-    config = load(options.run_file, settings)
+    config = load_config(options.run_file, settings)
     out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
     from pipelinerl.experiments.compare.held_out import answer_held_out, check_held_out  # noqa: PLC0415
@@ -104,3 +96,23 @@ def _result_text(contents: dict[str, Any], out: Path) -> str:
         else:
             lines.append(f"{key}: - (see the report)")
     return "\n".join([*lines, f"{out / 'report.html'}", ""])
+
+
+def run_study(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    config = load_config(config_of_run(options.run_dir), settings)
+    from pipelinerl.experiments.study.kv_cache import StudyOptions, study_kv_cache  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.study.page import make_folder, study_table, write_study  # noqa: PLC0415 (matplotlib)
+
+    chosen = StudyOptions(
+        lag=options.lag,
+        starts=[name.strip() for name in options.starts.split(",") if name.strip()],
+        problems=options.problems,
+        attempts=options.attempts,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+    )
+    out = options.out or options.run_dir / "study"
+    make_folder(out)
+    study = study_kv_cache(options.run_dir, config, chosen, say)
+    numbers, picture = write_study(study, out)
+    return write(f"{study_table(study)}\n{numbers}\n{picture}\n")

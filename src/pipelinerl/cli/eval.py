@@ -5,204 +5,127 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from pipelinerl.cli.parser import Commands, api_key_from, keyed_values, refuse_settings, write
-from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig
+from pipelinerl.cli.parser import Commands, api_key_from, at_least, say, write
+from pipelinerl.config import RunConfig, with_flags
+from pipelinerl.config.schema import EngineConfig, EnvironmentConfig
 from pipelinerl.environments.registry import find_class
 from pipelinerl.errors import RunInterruptedError, UserError
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.evaluate.evaluate import EvaluationPlan
-    from pipelinerl.experiments.evaluate.targets import Target
+
+KEYS = (
+    *("environment.kind", "environment.args", "evaluation.temperature", "actor.top_p", "actor.top_k", "actor.max_tokens"),
+    *("actor.rollout_timeout_s", "actor.code_timeout_s", "model.dtype", "model.head_dtype", "model.trust_remote_code"),
+    *("engine.kind", "engine.urls", "engine.api_key_env", "engine.slots", "engine.max_length", "engine.prefill_tokens"),
+    *("engine.device", "engine.threads"),
+)
+"""The keys of the run file that an evaluation uses."""
 
 _EPILOG = (
     "MODEL: a folder, a hub id, `demo`, or a run directory: RUN_DIR is its last checkpoint, RUN_DIR@7 that of version 7, "
-    "RUN_DIR@0 the model it started from, RUN_DIR@all every checkpoint. If the first MODEL is of a run, its settings are "
-    "the defaults."
+    "RUN_DIR@0 the model it started from, RUN_DIR@all every checkpoint. Everything else is set by keys of the run file, as "
+    "in --environment.kind gcd --engine.slots 64 --evaluation.temperature 0.6; their defaults are those of the run, if the "
+    f"first MODEL is of one. The keys are {', '.join(KEYS)}. Servers of MODEL instead of a local engine: --engine.kind http "
+    "--engine.urls [http://HOST:8000]."
 )
 
 
 def add_to(commands: Commands) -> None:
     text = "Measure models on held-out problems: mean@K, pass@k with intervals, a record of every attempt."
-    parser = commands.add("eval", text, epilog=_EPILOG)
-    parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="several models become rows of one table and are compared with the first"
-    )
-    _add_question_flags(parser)
-    _add_sampling_flags(parser)
-    _add_engine_flags(parser)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: evaluations/DATE-ENVIRONMENT)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the evaluation that is in DIR")
-    parser.set_defaults(run=run)
-
-
-def _add_question_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--env", metavar="KIND", help="environment, like environment.kind in a run file")
-    parser.add_argument(
-        "--env-arg", action="append", default=[], metavar="KEY=VALUE", help="value of environment.args; may be repeated"
-    )
-    parser.add_argument("--problems", type=int, default=100, metavar="N", help="largest number of problems (default: 100)")
-    parser.add_argument(
-        "--training",
-        action="store_true",
-        help="use training problems instead of held-out ones, to get their pass rates",
-    )
-    parser.add_argument("--attempts", type=int, default=4, metavar="K", help="attempts per problem (default: 4)")
-    parser.add_argument(
-        "--pass-at", type=float, default=1.0, metavar="R", help="lowest reward that counts as a pass (default: 1)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling and resampling (default: 0)")
-
-
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default: 1)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus truncation (default: 1, off)")
-    parser.add_argument("--top-k", type=int, default=0, help="truncation to the k most likely tokens (default: 0, off)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest completion, in tokens (default: 256)")
-
-
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--slots", type=int, metavar="H", help="sequences in progress at once (default: 64)")
-    parser.add_argument("--max-length", type=int, help="longest prompt + completion, in tokens (default: the model's)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="type of the weights (default: float32)")
-    parser.add_argument("--device", help="torch device (default: cpu)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    parser.add_argument(
-        "--engine-url",
-        action="append",
-        metavar="URL",
-        help="server of MODEL to use instead of a local engine; may be repeated",
-    )
-    parser.add_argument(
-        "--engine-kind", choices=["http", "vllm"], default="http", help="the server's protocol (default: http)"
-    )
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's API key")
+    flag = commands.add("eval", text, _EPILOG, run).add_argument
+    text = "several models become rows of one table and are compared with the first"
+    flag("models", nargs="+", metavar="MODEL", help=text)
+    flag("--problems", type=at_least(1), default=100, metavar="N", help="largest number of problems (default: 100)")
+    flag("--training", action="store_true", help="use training problems instead of held-out ones, to get their pass rates")
+    flag("--attempts", type=at_least(1), default=4, metavar="K", help="attempts per problem (default: 4)")
+    flag("--pass-at", type=float, default=1.0, metavar="R", help="lowest reward that counts as a pass (default: 1)")
+    flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
+    flag("--out", type=Path, metavar="DIR", help="where results go (default: evaluations/DATE-ENVIRONMENT)")
+    flag("--overwrite", action="store_true", help="replace the evaluation that is in DIR")
 
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises RunInterruptedError after an interrupt, once the results so far are written."""
-    refuse_settings("pipelinerl eval", settings)
-    _check(options)
-    arguments = keyed_values("--env-arg", options.env_arg)
-    if options.env is not None:
-        find_class(options.env)
-    plan = _plan(options, arguments)
+    if not math.isfinite(options.pass_at):
+        raise UserError(f"--pass-at {options.pass_at:g}: give a finite number")
+    plan = _plan(options, settings)
     from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.evaluate.table import evaluation_table  # noqa: PLC0415
     from pipelinerl.launch.hosts.interrupts import counted_interrupts  # noqa: PLC0415
 
     with counted_interrupts(raising=True) as interrupts:
-        summary = evaluate(plan, lambda: interrupts.count > 0, _say)
+        summary = evaluate(plan, lambda: interrupts.count > 0, say)
     status = write(f"{evaluation_table(summary)}\n{plan.out / 'summary.json'}\n")
     if summary.status == "interrupted":
         raise RunInterruptedError(f"stopped before the evaluation was complete; the results so far are in {plan.out}")
     return status
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raises UserError."""
-    for flag, value, least in (
-        ("--problems", options.problems, 1),
-        ("--attempts", options.attempts, 1),
-        ("--seed", options.seed, 0),
-        ("--top-k", options.top_k, 0),
-        ("--max-tokens", options.max_tokens, 1),
-        ("--slots", options.slots, 1),
-        ("--max-length", options.max_length, 2),
-        ("--threads", options.threads, 1),
-    ):
-        if value is not None and value < least:
-            raise UserError(f"{flag} {value}: give a whole number of at least {least}")
-    if options.temperature is not None and not (0 <= options.temperature < math.inf):
-        raise UserError(f"--temperature {options.temperature:g}: give a number of at least 0")
-    if not 0 < options.top_p <= 1:
-        raise UserError(f"--top-p {options.top_p:g}: give a number above 0, and at most 1")
-    if not math.isfinite(options.pass_at):
-        raise UserError(f"--pass-at {options.pass_at:g}: give a finite number")
-
-
-def _plan(options: argparse.Namespace, arguments: dict[str, Any]) -> EvaluationPlan:
+def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPlan:
+    config = with_flags(RunConfig(), settings, KEYS)
+    find_class(config.environment.kind)  # mistakes in flags first: the imports take seconds
     from pipelinerl.experiments.evaluate.evaluate import LEVEL, RESAMPLES, EvaluationPlan  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.evaluate.records import EvaluationSettings  # noqa: PLC0415
     from pipelinerl.experiments.evaluate.targets import find_targets, run_config_of  # noqa: PLC0415
 
+    given = {setting.partition("=")[0] for setting in settings}
     of_run = run_config_of(options.models[0])
-    config = of_run or RunConfig()
-    environment = _environment(options.env, arguments, of_run)
-    targets = [_with_flags(target, options) for target in find_targets(options.models)]
-    if options.engine_url and len(targets) > 1:
-        raise UserError(f"--engine-url: a server has the weights of one model; give one MODEL, not {len(targets)}")
+    if of_run is None and "--environment.kind" not in given:
+        raise UserError(
+            "the first MODEL is not a run directory: give the environment to evaluate on, --environment.kind KIND"
+        )
+    if of_run is not None:
+        config = with_flags(_without_servers(of_run, "--environment.kind" in given), settings, KEYS)
+        find_class(config.environment.kind)
+    engine, actor = config.engine, config.actor
+    for mistake in engine.mistakes():
+        raise UserError(f"--{mistake}")
+    names = [key.partition(".")[2] for key in KEYS if key.startswith("model.") and f"--{key}" in given]
+    changes = {name: getattr(config.model, name) for name in names}
+    targets = [target._replace(model=target.model.model_copy(update=changes)) for target in find_targets(options.models)]
+    if engine.urls and len(targets) > 1:
+        raise UserError(f"--engine.urls: a server has the weights of one model; give one MODEL, not {len(targets)}")
+    if engine.kind != "local" and not engine.urls:
+        raise UserError("--engine.urls: give the addresses of the servers, as in --engine.urls [http://HOST:8000]")
+    name = re.sub(r"\W+", "-", Path(config.environment.kind.partition(":")[0]).stem)
     return EvaluationPlan(
         targets=targets,
         settings=EvaluationSettings(
-            environment=environment.kind,
-            environment_args=environment.args,
+            environment=config.environment.kind,
+            environment_args=config.environment.args,
             environment_seed=config.seed,
             problems=options.problems,
             training_problems=options.training,
             attempts=options.attempts,
-            temperature=config.evaluation.temperature if options.temperature is None else options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_tokens=options.max_tokens or config.actor.max_tokens,
+            temperature=config.evaluation.temperature,
+            top_p=actor.top_p,
+            top_k=actor.top_k,
+            max_tokens=actor.max_tokens,
             pass_at=options.pass_at,
             seed=options.seed,
             resamples=RESAMPLES,
             level=LEVEL,
         ),
-        engine=_engine(options, config.engine),
-        api_key=api_key_from(options.api_key_env),
-        rollout_timeout_s=config.actor.rollout_timeout_s,
-        code_timeout_s=config.actor.code_timeout_s,
-        out=options.out or Path("evaluations") / f"{time.strftime('%Y%m%d-%H%M%S')}-{_short(environment.kind)}",
+        engine=engine,
+        api_key=api_key_from(engine.api_key_env, "--engine.api_key_env"),
+        rollout_timeout_s=actor.rollout_timeout_s,
+        code_timeout_s=actor.code_timeout_s,
+        out=options.out or Path("evaluations") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}",
         overwrite=options.overwrite,
     )
 
 
-def _environment(kind: str | None, arguments: dict[str, Any], of_run: RunConfig | None) -> EnvironmentConfig:
-    if kind is not None:
-        return EnvironmentConfig(kind=kind, args=arguments)
-    if of_run is None:
-        raise UserError("the first MODEL is not a run directory: give the environment to evaluate on, --env KIND")
-    find_class(of_run.environment.kind)
-    return EnvironmentConfig(kind=of_run.environment.kind, args=of_run.environment.args | arguments)
+def _without_servers(config: RunConfig, other_environment: bool) -> RunConfig:
+    """The run's settings without its servers: if they still run, they have other weights by now.
 
-
-def _with_flags(target: Target, options: argparse.Namespace) -> Target:
-    model = target.model
-    return target._replace(
-        model=msgspec.structs.replace(
-            model,
-            dtype=options.dtype or model.dtype,
-            trust_remote_code=options.trust_remote_code or model.trust_remote_code,
-        )
-    )
-
-
-def _engine(options: argparse.Namespace, of_run: EngineConfig) -> EngineConfig:
-    """Servers come only from --engine-url: those of the run, if they still run, have other weights by now."""
-    return EngineConfig(
-        kind=options.engine_kind if options.engine_url else "local",
-        urls=tuple(options.engine_url or ()),
-        slots=options.slots or of_run.slots,
-        max_length=options.max_length or of_run.max_length,
-        prefill_tokens=of_run.prefill_tokens,
-        device=options.device or of_run.device,
-        threads=options.threads or of_run.threads,
-    )
-
-
-def _short(kind: str) -> str:
-    return re.sub(r"\W+", "-", Path(kind.partition(":")[0]).stem)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    `other_environment`: also without the arguments of its environment.
+    """
+    kept = {name: getattr(config.engine, name) for name in ("slots", "max_length", "prefill_tokens", "device", "threads")}
+    changes = {"engine": EngineConfig(**kept)} | ({"environment": EnvironmentConfig()} if other_environment else {})
+    return config.model_copy(update=changes)

@@ -10,41 +10,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from pipelinerl.cli import (
-    browse,
-    calibrate,
-    check_engine,
-    compare,
-    config,
-    convert_gguf,
-    eval,
-    init,
-    plan,
-    report,
-    serve,
-    simulate,
-    study,
-    train,
-)
+from pipelinerl.cli import browse, compare, eval, plan, serve, train
 from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
-
-_SUBCOMMANDS = (
-    init,
-    train,
-    config,
-    compare,
-    report,
-    browse,
-    eval,
-    study,
-    plan,
-    calibrate,
-    simulate,
-    serve,
-    check_engine,
-    convert_gguf,
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     commands = Commands()
-    for subcommand in _SUBCOMMANDS:
-        subcommand.add_to(commands)
+    for module in (train, compare, browse, eval, plan, serve):
+        module.add_to(commands)
     own, settings = commands.split(arguments)
     options = commands.root.parse_args(own)
     if options.command is None:

@@ -6,13 +6,13 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pipelinerl import __version__
-from pipelinerl.config import RunConfig, load_config, yaml_text
-from pipelinerl.errors import UserError
+from pipelinerl.config import RunConfig, yaml_text
+from pipelinerl.errors import RunDirectoryError, UserError
 
 SETTINGS_HELP = (
     "every key of the run file is also a flag, e.g. --trainer.steps 20; `pipelinerl config` prints all keys with their docs"
@@ -20,8 +20,21 @@ SETTINGS_HELP = (
 """Epilog of the subcommands that take a run file."""
 
 
+Run = Callable[[argparse.Namespace, Sequence[str]], int]
+"""Runs a subcommand with its options and the flags of the run file. Returns the exit status."""
+
+
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as other user errors: one line, exit status 2."""
+    """Knows its own flags, and reports a wrong command line as other user errors: one line, exit status 2."""
+
+    def __init__(self, **options: Any) -> None:
+        self.flags: list[str] = []
+        super().__init__(**options, allow_abbrev=False)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        self.flags += action.option_strings
+        return action
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see `{self.prog} --help`)")
@@ -31,24 +44,18 @@ class Commands:
     """The command's parser, and one for each subcommand."""
 
     def __init__(self) -> None:
-        self.root = Parser(
-            prog="pipelinerl",
-            description="Reinforcement learning for language models, with in-flight weight updates.",
-            allow_abbrev=False,
-        )
+        text = "Reinforcement learning for language models, with in-flight weight updates."
+        self.root = Parser(prog="pipelinerl", description=text)
         self.root.add_argument("--version", action="version", version=f"pipelinerl {__version__}")
         self.root.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
-        self._common_flags = Parser(add_help=False)
-        self._common_flags.add_argument("--debug", action="store_true", help="show the traceback of an error")
         self._subparsers = self.root.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-        self._parsers: dict[str, argparse.ArgumentParser] = {}
+        self._parsers: dict[str, Parser] = {}
 
-    def add(self, name: str, text: str, epilog: str | None = None) -> argparse.ArgumentParser:
-        """Add the parser of a subcommand, which must set the default `run`: (options, settings) -> exit status."""
-        parser = self._subparsers.add_parser(
-            name, help=text, description=text, parents=[self._common_flags], allow_abbrev=False, epilog=epilog
-        )
-        self._parsers[name] = parser
+    def add(self, name: str, text: str, epilog: str | None = None, run: Run | None = None) -> Parser:
+        """Add the parser of a subcommand. `run`, if not given, must be set as a default of that name."""
+        parser = self._parsers[name] = self._subparsers.add_parser(name, help=text, description=text, epilog=epilog)
+        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        parser.set_defaults(run=run)
         return parser
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -57,61 +64,57 @@ class Commands:
         An argument after a run-file flag is its value unless it starts with `--`; such values need `--key=value`. The path
         of the run file may therefore stand anywhere except right after a switch.
         """
-        flags = self._flags(arguments)
+        command = next((argument for argument in arguments if argument in self._parsers), None)
+        flags = self.root.flags + (self._parsers[command].flags if command else [])
         own: list[str] = []
         settings: list[str] = []
-        rest = list(arguments)
-        while rest:
-            argument = rest.pop(0)
+        takes_value = False
+        for argument in arguments:
             flag, equals, _ = argument.partition("=")
-            is_setting = flag.startswith("--") and flag not in flags and flag != "--"
-            target = settings if is_setting else own
-            target.append(argument)
-            most = 1 if is_setting else _most_values(flags.get(flag))
-            while most and not equals and rest and not rest[0].startswith("--"):
-                target.append(rest.pop(0))
-                most -= 1
+            is_flag = flag.startswith("--")
+            is_setting = is_flag and flag not in (*flags, "--")
+            (settings if is_setting or (takes_value and not is_flag) else own).append(argument)
+            takes_value = is_setting and not equals
         self._check_command(own)
         _check_spelling(settings, flags)
         return own, settings
 
     def _check_command(self, own: Sequence[str]) -> None:
         command = next((argument for argument in own if not argument.startswith("-")), None)
-        if command is None or command in self._parsers:
-            return
-        near = difflib.get_close_matches(command, self._parsers, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(self._parsers)}"
-        raise UserError(f"unknown command {command!r}; {hint} (see `pipelinerl --help`)")
-
-    def _flags(self, arguments: Sequence[str]) -> Mapping[str, argparse.Action]:
-        """The flags of the subcommand among the arguments, and the common ones."""
-        command = next((argument for argument in arguments if argument in self._parsers), None)
-        parsers = [self.root] if command is None else [self.root, self._parsers[command]]
-        return {flag: action for parser in parsers for action in parser._actions for flag in action.option_strings}
+        if command is not None and command not in self._parsers:
+            near = difflib.get_close_matches(command, self._parsers, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(self._parsers)}"
+            raise UserError(f"unknown command {command!r}; {hint} (see `pipelinerl --help`)")
 
 
-def _most_values(action: argparse.Action | None) -> int:
-    if action is None or action.nargs == 0:
-        return 0
-    if isinstance(action.nargs, int):
-        return action.nargs
-    return 1 if action.nargs in (None, "?") else sys.maxsize
+def _check_spelling(settings: Sequence[str], flags: Sequence[str]) -> None:
+    for flag in (setting.partition("=")[0] for setting in settings if setting.startswith("--")):
+        if "." not in flag and flag[2:] not in RunConfig.model_fields:
+            for near in difflib.get_close_matches(flag, flags, n=1, cutoff=0.75):
+                raise UserError(f"unknown flag {flag}; did you mean `{near}`?")
 
 
-def _check_spelling(settings: Sequence[str], flags: Mapping[str, argparse.Action]) -> None:
-    keys = {f"--{name}" for name in RunConfig.__struct_fields__}
-    for setting in settings:
-        flag = setting.partition("=")[0]
-        if flag in keys:
-            continue
-        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.75) if flag.startswith("--") else []
-        if near and "." not in flag:
-            raise UserError(f"unknown flag {flag}; did you mean `{near[0]}`?")
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """For argparse: a number of `kind` that is not below `least`."""
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text}: give a {'whole ' if kind is int else ''}number of at least {least:g}")
+        return value
+
+    return number
 
 
-def load(run_file: Path | None, settings: Sequence[str]) -> RunConfig:
-    """The configuration of a run file (None: the demo) with flags applied on top. Raises ConfigError."""
-    return load_config(run_file, settings)
+def config_of_run(run_dir: Path) -> Path:
+    """The run file of a run directory. Raises UserError."""
+    config = run_dir / "config.yaml"
+    if not config.is_file():
+        raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {config})")
+    return config
 
 
 def keyed_values(flag: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -131,13 +134,18 @@ def refuse_settings(command: str, settings: Sequence[str]) -> None:
         raise UserError(f"{command} has no flag {settings[0].partition('=')[0]} (see `pipelinerl --help`)")
 
 
-def api_key_from(variable: str | None) -> str | None:
+def api_key_from(variable: str | None, flag: str = "--api-key-env") -> str | None:
     """The API key in an environment variable, which keeps it off the command line. Raises UserError if it is not set."""
     if variable is None:
         return None
     if not (key := os.environ.get(variable)):
-        raise UserError(f"--api-key-env {variable}: this environment variable is not set")
+        raise UserError(f"{flag} {variable}: this environment variable is not set")
     return key
+
+
+def say(line: str) -> None:
+    """Print a line on progress, or a warning."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def write(text: str) -> int:

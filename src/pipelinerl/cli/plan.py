@@ -1,25 +1,26 @@
-"""`pipelinerl plan`."""
+"""`pipelinerl plan`, `calibrate` and `simulate`: predictions of a run, from formulas or event by event."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, load, write
+import msgspec
 
-_FLAGS = (
-    "accelerators",
-    "hardware",
-    "conventional",
-    "model_params",
-    "kv_bytes_per_token",
-    "batch",
-    "lengths",
-    "mfu",
-    "tau",
-    "max_lag",
-)
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, config_of_run, say, write
+from pipelinerl.config import load_config
+from pipelinerl.errors import UserError
+
+if TYPE_CHECKING:
+    from pipelinerl.config import RunConfig
+    from pipelinerl.experiments.planner.calibration import Calibration
+    from pipelinerl.experiments.planner.simulation import Workload
+
+CALIBRATION = Path("calibration.json")
+_LENGTHS = "uniform:L, a JSON file of length -> count, or a run directory"
 
 
 def add_to(commands: Commands) -> None:
@@ -27,45 +28,58 @@ def add_to(commands: Commands) -> None:
         "Find the fastest split of accelerators and number of slots, and compare it with conventional RL at equal lag. "
         "Without arguments: the paper's case study."
     )
-    parser = commands.add("plan", text, epilog=SETTINGS_HELP)
-    parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="plan for this run file")
-    parser.add_argument("--accelerators", type=int, metavar="N", help="accelerators, or processes on a CPU")
-    parser.add_argument("--hardware", metavar="NAME", help="h100, h200, or the .json file that `pipelinerl calibrate` wrote")
-    parser.add_argument(
-        "--conventional", metavar="FILE", help="calibration with schedule.kind conventional: the baseline's own costs"
+    flag = commands.add("plan", text, SETTINGS_HELP, run_plan).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="plan for this run file")
+    flag("--accelerators", type=int, metavar="N", help="accelerators, or processes on a CPU")
+    flag("--hardware", metavar="NAME", help="h100, h200, or the .json file that `pipelinerl calibrate` wrote")
+    flag("--conventional", metavar="FILE", help="calibration with schedule.kind conventional: the baseline's own costs")
+    text = "the model's parameters, e.g. 7.6e9 or 7B (h100, h200)"
+    flag("--model-params", "--model-size", type=_amount, metavar="P", help=text)
+    text = "bytes of KV cache per token, to count it exactly in U(h) (h100, h200)"
+    flag("--kv-bytes-per-token", type=float, metavar="BYTES", help=text)
+    flag("--batch", type=int, metavar="B", help="rollouts per optimizer step")
+    flag("--lengths", metavar="WHAT", help=_LENGTHS)
+    flag("--mfu", type=float, metavar="X", help="model FLOPs utilisation of training, 0 to 1 (h100, h200)")
+    flag("--tau", type=float, metavar="T", help="training time per token, in flashes (calibration: seconds)")
+    flag("--max-lag", type=int, metavar="G", help="largest lag g_max, in optimizer steps")
+    flag("--figure", type=Path, metavar="PNG", help="draw throughput against lag")
+    flag("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+
+    text = (
+        "Measure how long the steps of a run (default: the demo) take on this machine, for `pipelinerl plan` and "
+        "`pipelinerl simulate`. Takes under a minute for the demo."
     )
-    parser.add_argument(
-        "--model-params",
-        "--model-size",
-        type=_amount,
-        metavar="P",
-        help="the model's parameters, e.g. 7.6e9 or 7B (h100, h200)",
+    flag = commands.add("calibrate", text, SETTINGS_HELP, run_calibrate).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
+    flag("--out", type=Path, default=CALIBRATION, metavar="FILE", help=f"output file (default: {CALIBRATION})")
+
+    text = (
+        "Predict a run (default: the demo) by discrete-event simulation, from the calibration of a machine. With --compare: "
+        "simulate a past run, and compare with what it measured."
     )
-    parser.add_argument(
-        "--kv-bytes-per-token",
-        type=float,
-        metavar="BYTES",
-        help="bytes of KV cache per token, to count it exactly in U(h) (h100, h200)",
-    )
-    parser.add_argument("--batch", type=int, metavar="B", help="rollouts per optimizer step")
-    parser.add_argument("--lengths", metavar="WHAT", help="uniform:L, a JSON file of length -> count, or a run directory")
-    parser.add_argument("--mfu", type=float, metavar="X", help="model FLOPs utilisation of training, 0 to 1 (h100, h200)")
-    parser.add_argument("--tau", type=float, metavar="T", help="training time per token, in flashes (calibration: seconds)")
-    parser.add_argument("--max-lag", type=int, metavar="G", help="largest lag g_max, in optimizer steps")
-    parser.add_argument("--figure", type=Path, metavar="PNG", help="draw throughput against lag")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
-    parser.set_defaults(run=run)
+    flag = commands.add("simulate", text, SETTINGS_HELP, run_simulate).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
+    text = f"the file that `pipelinerl calibrate` wrote (default: {CALIBRATION})"
+    flag("--calibration", type=Path, default=CALIBRATION, metavar="FILE", help=text)
+    text = "number of engines, each with `engine.slots` slots (default: engine.processes)"
+    flag("--engines", type=at_least(1), metavar="I", help=text)
+    text = "number of trainers that share each batch (default: 1)"
+    flag("--trainers", type=at_least(1), default=1, metavar="T", help=text)
+    flag("--lengths", metavar="WHAT", help=_LENGTHS)
+    text = "simulate this run, and show its measurements next to the prediction"
+    flag("--compare", type=Path, metavar="RUN_DIR", help=text)
+    flag("--json", type=Path, metavar="FILE", help="write the whole prediction as JSON")
 
 
-def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    config = load(options.run_file, settings) if options.run_file or settings else None
+def run_plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    config = load_config(options.run_file, settings) if options.run_file or settings else None
     from pipelinerl.experiments.planner.plan import make_plan, plan_json  # noqa: PLC0415 (loads numpy: after the checks above)
     from pipelinerl.experiments.planner.question import Flags, ask, calibration_of  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.simulation.calibrated import doubts  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.table import plan_text  # noqa: PLC0415 (as above)
     from pipelinerl.report.files import write_file  # noqa: PLC0415 (as above)
 
-    flags = Flags(**{name: getattr(options, name) for name in _FLAGS})
+    flags = Flags(**{field.name: getattr(options, field.name) for field in fields(Flags)})
     plan = make_plan(ask(config, flags))
     if options.figure:
         from pipelinerl.experiments.planner.table import draw_plan  # noqa: PLC0415 (loads matplotlib)
@@ -86,3 +100,63 @@ def _amount(text: str) -> float:
     if not 0 < amount < float("inf"):
         raise ValueError(text)
     return amount
+
+
+def run_calibrate(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    config = load_config(options.run_file, settings)
+    from pipelinerl.experiments.planner.calibrate import calibrate  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.planner.calibration import write_calibration  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.table import calibration_text  # noqa: PLC0415 (as above)
+
+    calibration = calibrate(config, report=lambda text: say(f"{text} ..."))
+    write_calibration(options.out, calibration)
+    return write(calibration_text(calibration) + f"written to {options.out}\n")
+
+
+def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    compared = options.compare if options.run_file is None else None
+    config = load_config(config_of_run(compared) if compared else options.run_file, settings)
+    from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (loads numpy)
+    from pipelinerl.experiments.planner.simulation import simulate  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.calibrated import calibrated_costs, doubts, run_scenario  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.recorded import read_measured  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
+    from pipelinerl.launch.stages.streams import stream_capacity  # noqa: PLC0415 (as above)
+    from pipelinerl.report.files import write_file  # noqa: PLC0415 (as above)
+
+    calibration = read_calibration(options.calibration)
+    measured = read_measured(options.compare, config) if options.compare else None
+    workload, source = _workload(options, config, calibration)
+    slots, group_size = config.engine.slots, config.actor.group_size
+    scenario = run_scenario(
+        config,
+        calibrated_costs(calibration, slots=slots, group_size=group_size, trainers=options.trainers),
+        workload,
+        capacity=stream_capacity(config),
+        engines=options.engines,
+        steps=measured.steps if measured else None,
+    )
+    try:
+        prediction = simulate(scenario)
+    except ValueError as error:
+        raise UserError(f"this run would never end: {error}") from error
+    if options.json:
+        found = {"prediction": prediction, "measured": measured, "lengths": source, "doubts": doubts(config, calibration)}
+        write_file(options.json, msgspec.json.encode(found) + b"\n")
+    text = comparison_text(prediction, measured, str(options.compare)) if measured else prediction_text(prediction)
+    notes = [f"lengths: {source}", *(f"doubtful: {doubt}" for doubt in doubts(config, calibration))]
+    return write(text + "".join(f"{note}\n" for note in notes))
+
+
+def _workload(options: argparse.Namespace, config: RunConfig, calibration: Calibration) -> tuple[Workload, str]:
+    """The workload to simulate, and the source of its lengths as text."""
+    from pipelinerl.experiments.planner.lengths import parse_lengths  # noqa: PLC0415 (loads numpy)
+    from pipelinerl.experiments.planner.simulation.calibrated import calibrated_workload  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.recorded import read_workload  # noqa: PLC0415 (as above)
+
+    if options.lengths:
+        drawn = calibrated_workload(calibration, config, seed=config.seed, lengths=parse_lengths(options.lengths))
+        return drawn, options.lengths
+    if options.compare:
+        return read_workload(options.compare, config), f"each group's own, from {options.compare}"
+    return calibrated_workload(calibration, config, seed=config.seed), "of the untrained model, from the calibration"

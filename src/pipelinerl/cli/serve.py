@@ -1,119 +1,138 @@
-"""`pipelinerl serve`."""
+"""`pipelinerl serve` and `pipelinerl check-engine`: a model behind HTTP, and whether a server keeps the contract."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.util
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-from pipelinerl.cli.parser import Commands, api_key_from, refuse_settings
-from pipelinerl.config.schema import ModelConfig
+from pipelinerl.cli.parser import Commands, api_key_from, at_least, refuse_settings, write
+from pipelinerl.config import RunConfig, with_flags
+from pipelinerl.config.schema import EngineConfig, ModelConfig
 from pipelinerl.errors import MissingDependencyError, UserError
+from pipelinerl.serving.client.adapter import EngineServer
+from pipelinerl.serving.client.server_client import PipelineServer
+from pipelinerl.serving.contract.checks import Check, Result, run_checks
+from pipelinerl.serving.contract.generation import SERVER_CHECKS
 from pipelinerl.serving.server.options import SHARED_MEMORY, Address, ServeOptions
 
+KEYS = (
+    *("model.dtype", "model.head_dtype", "model.trust_remote_code", "engine.slots", "engine.max_length"),
+    *("engine.prefill_tokens", "engine.kv_on_update", "engine.device", "engine.threads"),
+)
+"""The keys of the run file that a server uses."""
+SLOTS = 32
+_EPILOG = f"Keys of the run file are flags, too: {', '.join(f'--{key}' for key in KEYS)} (engine.slots is {SLOTS} here)."
 _NEEDED = ("uvicorn", "starlette", "prometheus_client")
+_WITHOUT = {
+    "http": frozenset[str](),
+    "vllm": frozenset({"seeds", "idempotent requests", "endpoints of ours"}),
+}
+"""Features that each kind of server is known to lack."""
 
 
 def add_to(commands: Commands) -> None:
     text = "Serve a model over HTTP: OpenAI's API, and in-flight weight updates (extra `pipelinerl[serve]`)."
-    parser = commands.add("serve", text)
-    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a Hugging Face causal LM, or `demo`")
-    _add_model_flags(parser)
-    _add_address_flags(parser)
-    _add_engine_flags(parser)
-    parser.set_defaults(run=run)
+    flag = commands.add("serve", text, _EPILOG, run_serve).add_argument
+    flag("model", metavar="MODEL", help="folder or hub id of a Hugging Face causal LM, or `demo`")
+    flag("--served-name", metavar="NAME", help="the model's name for clients (default: MODEL)")
+    flag("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    flag("--port", type=int, default=8000, help="port to listen on, 0: any free port (default: 8000)")
+    flag("--update-host", help="address for weight updates, with --update-port (default: --host)")
+    flag("--update-port", type=int, help="accept weight updates only on this port, 0: any free port")
+    flag("--api-key-env", metavar="NAME", help="environment variable with the API key that clients must send")
+    text = f"directory that weight updates may be read from; may be repeated (default: {SHARED_MEMORY})"
+    flag("--weights-dir", type=Path, action="append", metavar="DIR", help=text)
+    flag("--max-queue", type=at_least(0), default=256, help="requests that may wait for a slot (default: 256)")
+    flag("--ready-file", type=Path, metavar="FILE", help='written once the server listens: {"url": ..., "pid": ...}')
+    flag("--lifeline-fd", type=int, metavar="FD", help="parent-death pipe: the server ends when the other end closes")
+    text = "time for open requests to finish when the server is stopped (default: 30)"
+    flag("--drain-s", type=at_least(0, float), default=30.0, help=text)
+
+    text = "Check that an engine server meets the contract: exact tokens, log-probs and versions, limits, retries, updates."
+    flag = commands.add("check-engine", text, run=run_check_engine).add_argument
+    flag("url", metavar="URL", help="the server's address, e.g. http://127.0.0.1:8000")
+    flag("--kind", choices=sorted(_WITHOUT), default="http", help="the server's protocol (default: http, our own)")
+    flag("--api-key-env", metavar="NAME", help="environment variable with the server's API key")
+    flag("--update-url", metavar="URL", help="the server's address for weight updates, if different")
+    text = "the model that it serves: also check log-probs and weight updates (the server must be idle)"
+    flag("--model", metavar="DIR", help=text)
+    text = f"folder for weight files (default: {SHARED_MEMORY})"
+    flag("--update-dir", type=Path, default=SHARED_MEMORY, metavar="DIR", help=text)
+    flag("--tolerance", type=float, default=1e-3, metavar="X", help="tolerance of log-probs (default: 0.001)")
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--served-name", metavar="NAME", help="the model's name for clients (default: MODEL)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="type of the weights")
-    parser.add_argument("--head-dtype", choices=["float32"], help="type in which logits are computed (default: --dtype)")
-    parser.add_argument("--device", default="cpu", help="torch device (default: cpu)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-
-
-def _add_address_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0: any free port (default: 8000)")
-    parser.add_argument("--update-host", help="address for weight updates, with --update-port (default: --host)")
-    parser.add_argument("--update-port", type=int, help="accept weight updates only on this port, 0: any free port")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key that clients must send")
-    parser.add_argument(
-        "--weights-dir",
-        type=Path,
-        action="append",
-        metavar="DIR",
-        help=f"directory that weight updates may be read from; may be repeated (default: {SHARED_MEMORY})",
-    )
-    parser.add_argument(
-        "--ready-file", type=Path, metavar="FILE", help='written once the server listens: {"url": ..., "pid": ...}'
-    )
-    parser.add_argument(
-        "--lifeline-fd", type=int, metavar="FD", help="parent-death pipe: the server ends when the other end closes"
-    )
-    parser.add_argument(
-        "--drain-s",
-        type=float,
-        default=30.0,
-        help="time for open requests to finish when the server is stopped (default: 30)",
-    )
-
-
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--slots", type=int, default=32, help="sequences in progress at once (default: 32)")
-    parser.add_argument(
-        "--max-length", type=int, help="longest prompt + completion, in tokens (default: the model's, at most 2048)"
-    )
-    parser.add_argument("--max-queue", type=int, default=256, help="requests that may wait for a slot (default: 256)")
-    parser.add_argument("--prefill-tokens", type=int, default=2048, help="most prompt tokens in one step (default: 2048)")
-    parser.add_argument(
-        "--kv-on-update",
-        choices=["keep", "recompute"],
-        default="keep",
-        help="what to do with the KV cache at a weight update",
-    )
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-
-
-def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    refuse_settings("pipelinerl serve", settings)
+def run_serve(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise MissingDependencyError(f"pipelinerl serve needs {', '.join(missing)}: pip install 'pipelinerl[serve]'")
-    wanted = serve_options(options)
+    wanted = serve_options(options, settings)
     wanted.check()
     from pipelinerl.serving.server.run import serve  # noqa: PLC0415 (loads torch: after the checks above)
 
     return serve(wanted)
 
 
-def serve_options(options: argparse.Namespace) -> ServeOptions:
+def serve_options(options: argparse.Namespace, settings: Sequence[str]) -> ServeOptions:
     """Raises UserError."""
     updates = None
     if options.update_port is not None:
         updates = Address(options.update_host or options.host, options.update_port)
     elif options.update_host is not None:
         raise UserError("--update-host needs --update-port")
+    base = RunConfig(model=ModelConfig(path=options.model), engine=EngineConfig(slots=SLOTS))
+    config = with_flags(base, settings, KEYS)
     return ServeOptions(
-        model=ModelConfig(
-            path=options.model,
-            dtype=options.dtype,
-            head_dtype=options.head_dtype,
-            trust_remote_code=options.trust_remote_code,
-        ),
+        model=config.model,
+        engine=config.engine,
         name=options.served_name or options.model,
         listen=Address(options.host, options.port),
         updates=updates,
         api_key=api_key_from(options.api_key_env),
-        slots=options.slots,
-        max_length=options.max_length,
         max_queue=options.max_queue,
-        prefill_tokens=options.prefill_tokens,
-        kv_on_update=options.kv_on_update,
-        device=options.device,
-        threads=options.threads,
         weight_directories=tuple(options.weights_dir or [SHARED_MEMORY]),
         drain_s=options.drain_s,
         ready_file=options.ready_file,
         lifeline_fd=options.lifeline_fd,
     )
+
+
+def run_check_engine(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Returns exit status 1 if a check failed."""
+    refuse_settings("pipelinerl check-engine", settings)
+    server = _server(options)
+    with ExitStack() as stack:
+        checks: tuple[Check, ...] = SERVER_CHECKS
+        if options.model is not None:
+            from pipelinerl.serving.contract.weights import WeightChecks  # noqa: PLC0415 (loads torch and transformers)
+
+            weights = stack.enter_context(closing(WeightChecks(options.model, options.update_dir, options.tolerance)))
+            checks += weights.checks()
+        width = max(len(check.name) for check in checks)
+        results = asyncio.run(_check(server, checks, _WITHOUT[options.kind], width))
+    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in ("pass", "fail", "not supported")}
+    status = write("\n" + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + "\n")
+    return 1 if counts["fail"] else status
+
+
+async def _check(server: EngineServer, checks: Sequence[Check], without: frozenset[str], width: int) -> list[Result]:
+    def show(result: Result) -> None:
+        write(f"{result.name:{width}}  {result.outcome:13}  {result.detail}\n")
+
+    try:
+        return await run_checks(server, checks, without=without, on_result=show)
+    finally:
+        await server.close()
+
+
+def _server(options: argparse.Namespace) -> EngineServer:
+    key = api_key_from(options.api_key_env)
+    if options.kind == "vllm":
+        if options.update_url is not None:
+            raise UserError("--update-url is for --kind http: vLLM has only one address")
+        from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 (only this kind needs it)
+
+        return VllmServer(options.url, api_key=key)
+    return PipelineServer(options.url, api_key=key, update_url=options.update_url)

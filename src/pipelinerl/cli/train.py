@@ -1,17 +1,29 @@
-"""`pipelinerl train`."""
+"""`pipelinerl init`, `train`, `config`, `report` and `convert-gguf`: a project, its runs, and what they leave."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, load, write
-from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, config_of_run, refuse_settings, write
+from pipelinerl.config import json_schema, load_config, render
+from pipelinerl.errors import UserError
+
+FILES = ("README.md", "problems.jsonl", "rewards.py", "run.yaml")
 
 
 def add_to(commands: Commands) -> None:
-    parser = commands.add("train", "Train a model. Without a run file: the built-in demo.", epilog=SETTINGS_HELP)
+    parser = commands.add(
+        "init", "Write an example project that can be run at once: problems, a reward function, a run file."
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="the project's folder; existing files are never overwritten"
+    )
+    parser.set_defaults(run=run_init)
+
+    parser = commands.add("train", "Train a model. Without a run file: the built-in demo.", SETTINGS_HELP)
     parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
     parser.add_argument(
@@ -19,14 +31,53 @@ def add_to(commands: Commands) -> None:
         action="store_true",
         help="check settings, memory, and the environment (with an empty answer) without training",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_train)
+
+    parser = commands.add("config", "Print the resolved configuration, with the documentation of every key.", SETTINGS_HELP)
+    parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (none: the demo's)")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of run files instead, for editors")
+    parser.set_defaults(run=run_config)
+
+    parser = commands.add("report", "Write the figures and numbers of one or more runs to a self-contained HTML page.")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="output file (default: report.html in the first run directory)"
+    )
+    parser.set_defaults(run=run_report)
+
+    parser = commands.add("convert-gguf", "Convert a GGUF file to a Hugging Face model folder (extra `pipelinerl[gguf]`).")
+    parser.add_argument(
+        "source", metavar="FILE_OR_PACKAGE", help="a .gguf file, or a wheel or installed package that contains one"
+    )
+    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="the new model folder")
+    parser.set_defaults(run=run_convert_gguf)
 
 
-def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
+def run_init(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Write the example files. Raises UserError, without writing any, if one exists already or the folder can't be made."""
+    refuse_settings("pipelinerl init", settings)
+    folder: Path = options.folder
+    there = [name for name in FILES if (folder / name).exists()]
+    if there:
+        raise UserError(f"{folder} already has {', '.join(there)}; choose another folder")
+    source = resources.files("pipelinerl") / "assets" / "project"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            with open(folder / name, "xb") as file:
+                file.write((source / name).read_bytes())
+    except OSError as error:
+        raise UserError(f"can't write the project into {folder}: {error.strerror or error}") from error
+    return write(f"{folder} has {', '.join(FILES)}\nrun it with: cd {folder} && pipelinerl train run.yaml\n")
+
+
+def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
     run_file: Path | None = options.run_file
     if options.resume is not None:
-        run_file = _config_of_run(run_file, options.resume)
-    config = load(run_file, settings)
+        if run_file is not None:
+            raise UserError(f"--resume takes the configuration from {options.resume / 'config.yaml'}; leave out {run_file}")
+        run_file = config_of_run(options.resume)
+    config = load_config(run_file, settings)
     if options.dry_run:
         from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415 - as below
 
@@ -37,10 +88,30 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     return 0
 
 
-def _config_of_run(run_file: Path | None, run_dir: Path) -> Path:
-    if run_file is not None:
-        raise UserError(f"--resume takes the configuration from {run_dir / 'config.yaml'}; leave out {run_file}")
-    config = run_dir / "config.yaml"
-    if not config.is_file():
-        raise RunDirectoryError(f"can't resume {run_dir}: it is not a run directory (there is no {config})")
-    return config
+def run_config(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    config = load_config(options.run_file, settings)
+    return write(json_schema() if options.schema else render(config))
+
+
+def run_report(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    refuse_settings("pipelinerl report", settings)
+    from pipelinerl.report.files import write_file  # noqa: PLC0415 (with the others)
+    from pipelinerl.report.run_report import report_page  # noqa: PLC0415
+
+    run_dirs: list[Path] = options.run_dirs
+    out: Path = options.out or run_dirs[0] / "report.html"
+    write_file(out, report_page(run_dirs).encode())
+    return write(f"{out}\n")
+
+
+def run_convert_gguf(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    refuse_settings("pipelinerl convert-gguf", settings)
+    from pipelinerl.models.gguf import convert_gguf  # noqa: PLC0415 (loads torch and transformers)
+
+    model = convert_gguf(options.source, options.out_dir)
+    template = "with a chat template" if model.chat_template else "without a chat template"
+    return write(
+        f"{model.path}: {model.architecture}, {model.parameters / 1e6:.1f}M parameters, {model.layers} layers, "
+        f"vocabulary of {model.vocab_size}, {template}, ends on token {', '.join(map(str, model.eos_token_ids))}\n"
+        f"train it with: pipelinerl train RUN.yaml --model.path {model.path}\n"
+    )

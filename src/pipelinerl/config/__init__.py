@@ -3,45 +3,17 @@
 Imports neither torch nor transformers, so that a mistake in a run file is told at once.
 """
 
-from pipelinerl.config.checks import check
-from pipelinerl.config.document import config_to_yaml, render
-from pipelinerl.config.load import config_from_yaml, load_config, validate
-from pipelinerl.config.schema import (
-    ActorConfig,
-    CorrectionConfig,
-    EngineConfig,
-    EnvironmentConfig,
-    EvaluationConfig,
-    LaunchConfig,
-    MetricsConfig,
-    ModelConfig,
-    PreprocessConfig,
-    RunConfig,
-    ScheduleConfig,
-    StreamConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from pipelinerl.config.keys import config_to_yaml, json_schema, render
+from pipelinerl.config.load import config_from_yaml, load_config, validate, with_flags
+from pipelinerl.config.schema import RunConfig
 
 __all__ = [
-    "ActorConfig",
-    "CorrectionConfig",
-    "EngineConfig",
-    "EnvironmentConfig",
-    "EvaluationConfig",
-    "LaunchConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "PreprocessConfig",
     "RunConfig",
-    "ScheduleConfig",
-    "StreamConfig",
-    "TrainerConfig",
-    "WeightsConfig",
-    "check",
     "config_from_yaml",
     "config_to_yaml",
+    "json_schema",
     "load_config",
     "render",
     "validate",
+    "with_flags",
 ]

@@ -79,7 +79,7 @@ def clip_range(trainer: TrainerConfig) -> tuple[float, float]:
     )
 
 
-def problems(config: RunConfig) -> Iterator[str]:
+def mistakes(config: RunConfig) -> Iterator[str]:
     """Error messages for invalid combinations, each with the key and the fix."""
     trainer, correction = config.trainer, config.correction
     loss, token, sequence = trainer.loss, token_correction(trainer, correction), correction.sequence
@@ -94,8 +94,8 @@ def problems(config: RunConfig) -> Iterator[str]:
             "correction.sequence: `truncate` replaces the tokens' weights with one weight of the whole rollout, so that no "
             "token weight is left to truncate; remove one of the two"
         )
-    yield from _threshold_problems("token", token, TOKEN_THRESHOLDS[token], correction.token_low, correction.token_high)
-    yield from _threshold_problems(
+    yield from _threshold_mistakes("token", token, TOKEN_THRESHOLDS[token], correction.token_low, correction.token_high)
+    yield from _threshold_mistakes(
         "sequence", sequence, SEQUENCE_THRESHOLDS[sequence], correction.sequence_low, correction.sequence_high
     )
     resolved = resolve(trainer, correction)
@@ -124,7 +124,7 @@ def _filled(defaults: tuple[float | None, float | None], low: float | None, high
     )
 
 
-def _threshold_problems(
+def _threshold_mistakes(
     part: str, kind: str, defaults: tuple[float | None, float | None], low: float | None, high: float | None
 ) -> Iterator[str]:
     for name, default, value in ((f"{part}_low", defaults[0], low), (f"{part}_high", defaults[1], high)):

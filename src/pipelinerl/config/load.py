@@ -8,98 +8,22 @@ working directory counts. Nothing else is touched: not `run_dir`, and no value i
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from pipelinerl.config import yaml_text
-from pipelinerl.config.checks import check
-from pipelinerl.config.fields import Field, run_fields, run_sections, show
+from pipelinerl.config.checks import mistakes
+from pipelinerl.config.keys import MOVED, Key, closest_key, key_of, run_keys, run_sections, settable, show
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
-SYNONYMS = {
-    "lr": "trainer.learning_rate",
-    "lr_scheduler": "trainer.lr_schedule",
-    "lr_scheduler_type": "trainer.lr_schedule",
-    "num_warmup_steps": "trainer.warmup_steps",
-    "warmup_ratio": "trainer.warmup_steps",
-    "beta": "trainer.kl_coefficient",
-    "kl_coef": "trainer.kl_coefficient",
-    "kl_loss_coef": "trainer.kl_coefficient",
-    "epochs": "trainer.steps",
-    "num_epochs": "trainer.steps",
-    "num_train_epochs": "trainer.steps",
-    "total_epochs": "trainer.steps",
-    "max_steps": "trainer.steps",
-    "total_training_steps": "trainer.steps",
-    "train_batch_size": "trainer.batch_size",
-    "rollout_batch_size": "trainer.batch_size",
-    "per_device_train_batch_size": "trainer.batch_size",
-    "clip_ratio": "trainer.clip_high",
-    "clip_ratio_low": "trainer.clip_low",
-    "clip_ratio_high": "trainer.clip_high",
-    "epsilon": "trainer.clip_low",
-    "epsilon_high": "trainer.clip_high",
-    "loss_type": "trainer.loss",
-    "loss_agg_mode": "trainer.loss_normalization",
-    "max_token_len_per_gpu": "trainer.micro_batch_tokens",
-    "save_steps": "trainer.checkpoint_every",
-    "save_freq": "trainer.checkpoint_every",
-    "save_total_limit": "trainer.keep_checkpoints",
-    "n": "actor.group_size",
-    "num_generations": "actor.group_size",
-    "rollouts_per_example": "actor.group_size",
-    "max_completion_length": "actor.max_tokens",
-    "max_completion_tokens": "actor.max_tokens",
-    "max_new_tokens": "actor.max_tokens",
-    "max_response_length": "actor.max_tokens",
-    "response_length": "actor.max_tokens",
-    "max_model_len": "engine.max_length",
-    "max_prompt_length": "engine.max_length",
-    "max_seq_len": "engine.max_length",
-    "max_seq_length": "engine.max_length",
-    "max_num_seqs": "engine.slots",
-    "model": "model.path",
-    "model_id": "model.path",
-    "model_name": "model.path",
-    "model_name_or_path": "model.path",
-    "torch_dtype": "model.dtype",
-    "peft_config": "model.lora",
-    "max_staleness": "schedule.max_lag",
-    "max_async_level": "schedule.max_lag",
-    "max_off_policy_steps": "schedule.max_lag",
-    "scale_rewards": "preprocess.normalize_std",
-    "mask_truncated_completions": "preprocess.overlong",
-    "eval_steps": "evaluation.every",
-    "test_freq": "evaluation.every",
-    "report_to": "metrics.tensorboard",
-    "output_dir": "run_dir",
-    "reward_funcs": "environment.args",
-    "dataset": "environment.args",
-    "train_dataset": "environment.args",
-}
-"""What other libraries (TRL, verl, prime-rl, transformers, vLLM) call a setting -> the key of the run file."""
-
 DEMO_SOURCE = "the built-in demo.yaml"
-MOVED = {"trainer.clamp": "`{prefix}correction.token_high` (with `correction.token: truncate`, the default of reinforce)"}
-"""Keys of earlier versions and where to set the same thing now."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One value someone set, and where: `origin` starts every message about it."""
-
-    key: str
-    value: Any
-    origin: str
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
@@ -112,39 +36,181 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     ConfigError, in one line, for everything that is not right, combinations included.
     """
     if path is None:
-        text, source = (resources.files("pipelinerl") / "assets" / "demo.yaml").read_text(encoding="utf-8"), DEMO_SOURCE
-        folders = [Path.cwd()]
+        text = (resources.files("pipelinerl") / "assets" / "demo.yaml").read_text(encoding="utf-8")
+        draft, folders = _Draft.of_text(text, DEMO_SOURCE), [Path.cwd()]
     else:
-        path = Path(path)
-        text, source = _read(path), str(path)
-        folders = [path.parent, Path.cwd()]
-    settings = {setting.key: _with_absolute_path(setting, folders) for setting in _settings_of_text(text, source)}
-    for setting in _settings_on_top(overrides):
-        _override(settings, _with_absolute_path(setting, [Path.cwd()]))
-    config = _build(settings)
-    check(config)
-    return config
+        draft, folders = _Draft.of_text(_read(Path(path)), str(path)), [Path(path).parent, Path.cwd()]
+    for key in ("model.path", "environment.kind"):
+        if (before := draft.get(key)) is not None:
+            draft.set(key, _absolute(key, before, folders), draft.origin(key))
+    if isinstance(overrides, str):  # a sequence of its letters, to Python
+        raise ConfigError(
+            f"overrides: {show(overrides)} is one text; give a list of words, or a dict of values by dotted key"
+        )
+    if isinstance(overrides, Mapping):
+        draft.set_values(overrides)
+    else:
+        draft.set_flags(overrides)
+    return draft.checked()
 
 
 def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
-    """The configuration that `document.config_to_yaml` or `render` wrote, or any text of a run file.
+    """The configuration that `keys.config_to_yaml` or `render` wrote, or any text of a run file.
 
     Keys, types and ranges are checked, combinations are not, and paths stay as they are. Raises ConfigError.
     """
-    return _build({setting.key: setting for setting in _settings_of_text(text, source)})
+    return _Draft.of_text(text, source).config()
+
+
+def with_flags(config: RunConfig, flags: Sequence[str], keys: Collection[str]) -> RunConfig:
+    """A copy of `config` with flags on top, for commands that use only the given keys of a run file.
+
+    Raises ConfigError, also for a flag of another key. Combinations are not checked.
+    """
+    draft = _Draft(config.model_dump(), "RunConfig")
+    draft.set_flags(flags, keys)
+    return draft.config()
 
 
 def validate(config: RunConfig) -> RunConfig:
     """Check a configuration built in Python the way a run file is checked, and return it. Raises ConfigError."""
-    checked = _build({setting.key: setting for setting in _settings_of_mapping(_as_mapping(config), "RunConfig", {})})
-    check(checked)
-    return checked
+    return _Draft(config.model_dump(warnings=False), "RunConfig").checked()
 
 
-def _as_mapping(value: Any) -> Any:
-    if not isinstance(value, msgspec.Struct):
+class _Draft:
+    """The values of a run file, and where each comes from: `origins` has the start of every message about a key."""
+
+    def __init__(self, values: dict[str, Any], source: str) -> None:
+        # A section with all its keys commented out is null, and that is fine.
+        self.values = {name: value for name, value in values.items() if value is not None or name not in run_sections()}
+        self.source = source
+        self.origins: dict[str, str] = {}
+
+    @classmethod
+    def of_text(cls, text: str, source: str) -> _Draft:
+        parsed = yaml_text.parse(text, source)
+        if not isinstance(parsed.value, dict | None):
+            raise ConfigError(f"{source}: a run file is a mapping of keys to values, this is {show(parsed.value)}")
+        draft = cls(parsed.value or {}, source)
+        draft.origins = {key: f"{source}:{line}: {key}" for key, line in parsed.lines.items()}
+        return draft
+
+    def set_values(self, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            whole = key not in run_sections() or not isinstance(value, Mapping)
+            for name, of in [(str(key), value)] if whole else [(f"{key}.{name}", of) for name, of in value.items()]:
+                if settable(name) is None and name not in run_sections():
+                    raise ConfigError(f"overrides: {name}: {_unknown(name)}")
+                self.set(name, _absolute(name, of, [Path.cwd()]), f"overrides: {name}")
+
+    def set_flags(self, arguments: Sequence[str], keys: Collection[str] | None = None) -> None:
+        for key, value in _values_of_flags(arguments, keys):
+            self.set(key, _absolute(key, value, [Path.cwd()]), f"--{key}")
+
+    def set(self, key: str, value: Any, origin: str) -> None:
+        """Keys inside a mapping (`environment.args.x`) change that key alone. No dict is changed, as YAML may share them."""
+        *outer, name = key.split(".")
+        target = self.values
+        for part in outer:
+            before = target.get(part)
+            if part in run_sections() and target is self.values and not isinstance(before, dict | None):
+                return  # not a mapping in the file, which is an error
+            target[part] = target = dict(before) if isinstance(before, dict) else {}
+        target[name] = value
+        self.origins[key] = origin
+
+    def get(self, key: str) -> Any:
+        value: Any = self.values
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
         return value
-    return {name: _as_mapping(inner) for name, inner in msgspec.structs.asdict(value).items()}
+
+    def origin(self, place: str, key: Key | None = None) -> str:
+        """Where `place` comes from, or if nobody knows, the innermost mapping in `key` that it is in."""
+        while key and place not in self.origins and place != str(key):
+            place = place.rpartition(".")[0]
+        return self.origins.get(place, f"{self.source}: {place}")
+
+    def config(self) -> RunConfig:
+        try:
+            return RunConfig.model_validate(self.values)
+        except ValidationError as error:
+            raise ConfigError(self._message(error.errors(include_url=False)[0])) from error
+
+    def checked(self) -> RunConfig:
+        config = self.config()
+        for mistake in mistakes(config):
+            key, _, text = mistake.partition(": ")
+            raise ConfigError(f"{self.origin(key)}: {text}" if key in self.origins else mistake)
+        return config
+
+    def _message(self, error: ErrorDetails) -> str:
+        """One line about the first mistake that pydantic found."""
+        kind, value, place = error["type"], error["input"], ".".join(map(str, error["loc"]))
+        if kind == "extra_forbidden":
+            return f"{self.origin(place)}: {_unknown_in_file(place)}"
+        if place in run_sections():
+            example = next(key.name for key in run_keys().values() if key.section == place)
+            hint = f", as in `{place}: {{{example}: {show(value)}}}`" if isinstance(value, str) else ""
+            return f"{self.origin(place)}: this is a section; its keys go below it, indented{hint}"
+        key = key_of(place)
+        if "recursion" in kind:
+            text = "nested too deeply, or a value that contains itself"
+        elif kind == "invalid_key" or error["loc"][-1] == "[key]":
+            text = f"the key {show(value)} is not text; put it in quotes"
+        elif kind == "finite_number":
+            text = f"{value} is not a finite number"
+        elif kind == "invalid-json-value" or key is None:
+            text = f"a value of type {type(value).__name__} can't be written as JSON"
+        else:
+            place, text = str(key), f"{show(self.get(str(key)))} is not allowed here; this takes {key.allowed}"
+        return f"{self.origin(place, key)}: {text}"
+
+
+def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+    """Keys and values of `--key value`, `--key=value` and `--switch`; `keys`: the only ones that may be set."""
+    rest = list(arguments)
+    while rest:
+        flag, equals, text = rest.pop(0).partition("=")
+        name = flag.removeprefix("--")
+        if name == flag or not name:
+            raise ConfigError(f"{flag!r} is neither a flag nor the value of one; flags are `--section.key value`")
+        if name in run_sections():
+            example = next(key for key in keys or run_keys() if key.startswith(f"{name}."))
+            raise ConfigError(f"{flag}: this is a section; set one of its keys, as in `--{example} VALUE`")
+        key = settable(name)
+        if key is None:
+            raise ConfigError(f"{flag}: {_unknown(name, '--', keys=keys)}")
+        if keys is not None and str(key) not in keys:
+            same = next((used for used in keys if used.rpartition(".")[2] == key.name), None)
+            hint = f"did you mean `--{same}`?" if same else f"its keys are {', '.join(keys)}"
+            raise ConfigError(f"{flag}: not used by this command; {hint}")
+        if not equals and rest and not rest[0].startswith("--"):
+            text, equals = rest.pop(0), "="
+        if equals:
+            # `--run_dir 2024` and `--model.path ~` are text, whatever YAML makes of them.
+            plain = str(key) == name and key.types <= {"string", "null"} and not ("null" in key.types and text == "null")
+            yield name, text if plain else yaml_text.parse(text, flag).value
+        elif "boolean" in key.types:
+            yield name, True
+        else:
+            raise ConfigError(f"{flag}: needs a value: {key.allowed}")
+
+
+def _unknown_in_file(key: str) -> str:
+    if key in run_keys():
+        section, _, name = key.partition(".")
+        return f"in a run file this is `{name}` below `{section}:`, indented"
+    if (mapping := settable(key)) is None:
+        return _unknown(key, sections=True)
+    return f"unknown key; this takes {mapping.allowed}" if mapping.inner else f"write `{mapping}` as a mapping"
+
+
+def _unknown(key: str, prefix: str = "", *, sections: bool = False, keys: Collection[str] | None = None) -> str:
+    if key in MOVED:
+        return f"unknown key; it is now {MOVED[key].format(prefix=prefix)}"
+    closest = closest_key(key, sections=sections, among=keys)
+    return "unknown key; " + (f"did you mean `{prefix}{closest}`?" if closest else "`pipelinerl config` prints all keys")
 
 
 def _read(path: Path) -> str:
@@ -156,159 +222,14 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: a run file is UTF-8 text; byte {error.start} is not") from error
 
 
-def _settings_of_text(text: str, source: str) -> Iterator[Setting]:
-    parsed = yaml_text.parse(text, source)
-    if parsed.value is None:
-        return
-    if not isinstance(parsed.value, dict):
-        raise ConfigError(f"{source}: a run file is a mapping of keys to values, this is {show(parsed.value)}")
-    yield from _settings_of_mapping(parsed.value, source, parsed.lines)
-
-
-def _settings_of_mapping(values: dict[Any, Any], source: str, lines: dict[str, int]) -> Iterator[Setting]:
-    def setting(key: str, value: Any) -> Setting:
-        place = f"{source}:{lines[key]}" if key in lines else source
-        return Setting(key, value, f"{place}: {key}")
-
-    for name, value in values.items():
-        if str(name) in run_fields() and "." in str(name):
-            section, _, key = str(name).partition(".")
-            raise ConfigError(
-                f"{setting(str(name), value).origin}: in a run file this is `{key}` below `{section}:`, indented"
-            )
-        if name not in run_sections():
-            yield setting(str(name), value)
-        elif isinstance(value, dict):
-            for inner, inner_value in value.items():
-                yield setting(f"{name}.{inner}", inner_value)
-        elif value is not None:  # a section with all its keys commented out is null, and that is fine
-            example = next(field for field in run_fields().values() if field.section == name)
-            hint = f", as in `{name}: {{{example.name}: {show(value)}}}`" if isinstance(value, str) else ""
-            raise ConfigError(f"{setting(name, None).origin}: this is a section; its keys go below it, indented{hint}")
-
-
-def _settings_on_top(overrides: Sequence[str] | Mapping[str, Any]) -> Iterator[Setting]:
-    if isinstance(overrides, str):  # a sequence of its letters, to Python
-        raise ConfigError(
-            f"overrides: {show(overrides)} is one text; give a list of words, or a dict of values by dotted key"
-        )
-    if not isinstance(overrides, Mapping):
-        yield from _settings_of_flags(overrides)
-        return
-    for key, value in overrides.items():
-        if key in run_sections() and isinstance(value, Mapping):
-            yield from (Setting(f"{key}.{name}", inner, f"overrides: {key}.{name}") for name, inner in value.items())
-        else:
-            yield Setting(str(key), value, f"overrides: {key}")
-
-
-def _settings_of_flags(arguments: Sequence[str]) -> Iterator[Setting]:
-    rest = list(arguments)
-    while rest:
-        flag, equals, text = rest.pop(0).partition("=")
-        key = flag.removeprefix("--")
-        if key == flag or not key:
-            raise ConfigError(f"{flag!r} is neither a flag nor the value of one; flags are `--section.key value`")
-        if key in run_sections():
-            example = next(field for field in run_fields().values() if field.section == key)
-            raise ConfigError(f"{flag}: this is a section; set one of its keys, as in `--{example.key} VALUE`")
-        field = _field(key, flag, "--")
-        if not equals and rest and not rest[0].startswith("--"):
-            text, equals = rest.pop(0), "="
-        if equals:
-            yield Setting(key, _value_of_flag(field, key, text, flag), flag)
-        elif field.is_switch:
-            yield Setting(key, True, flag)
-        else:
-            raise ConfigError(f"{flag}: needs a value: {_field(key, flag).allowed}")
-
-
-def _value_of_flag(field: Field, key: str, text: str, flag: str) -> Any:
-    if field.key == key and field.is_text and not (field.is_nullable and text == "null"):
-        return text  # `--run_dir 2024` and `--model.path ~` are text, whatever YAML makes of them
-    return yaml_text.parse(text, flag).value
-
-
-def _override(settings: dict[str, Setting], setting: Setting) -> None:
-    """Put a flag over what the run file says. Keys inside a mapping (`environment.args.x`) change that key alone."""
-    field = _field(setting.key, setting.origin)
-    inner = setting.key[len(field.key) + 1 :].split(".") if setting.key != field.key else []
-    value = setting.value
-    if inner:
-        before = settings.get(field.key)
-        value = deepcopy(before.value) if before and isinstance(before.value, dict) else {}
-        target = value
-        for name in inner[:-1]:
-            if not isinstance(target.get(name), dict):
-                target[name] = {}
-            target = target[name]
-        target[inner[-1]] = setting.value
-    settings[field.key] = replace(setting, key=field.key, value=value)
-
-
-def _build(settings: dict[str, Setting]) -> RunConfig:
-    values: dict[str, Any] = {}
-    for setting in settings.values():
-        field = _field(setting.key, setting.origin)
-        if field.key != setting.key:
-            raise ConfigError(f"{setting.origin}: write `{field.key}` as a mapping")
-        try:
-            value = field.convert(setting.value)
-        except ValueError as error:
-            raise ConfigError(f"{setting.origin}: {error}") from error
-        except RecursionError as error:
-            raise ConfigError(f"{setting.origin}: nested too deeply, or a value that contains itself") from error
-        target = values.setdefault(field.section, {}) if field.section else values
-        target[field.name] = value
-    return msgspec.convert(values, RunConfig)
-
-
-def _field(key: str, origin: str, prefix: str = "") -> Field:
-    """The field of a key; keys inside a mapping field belong to that field. Raises ConfigError for an unknown key."""
-    fields = run_fields()
-    if key in fields:
-        return fields[key]
-    if key in MOVED:
-        raise ConfigError(f"{origin}: unknown key; it is now {MOVED[key].format(prefix=prefix)}")
-    parents = [field for field in fields.values() if field.is_mapping and key.startswith(field.key + ".")]
-    if parents and all(key.split(".")):
-        return parents[0]
-    closest = closest_key(key, sections=not prefix)
-    hint = f"did you mean `{prefix}{closest}`?" if closest else "`pipelinerl config` prints all keys"
-    raise ConfigError(f"{origin}: unknown key; {hint}")
-
-
-def closest_key(key: str, *, sections: bool = False) -> str | None:
-    """The existing key that someone who wrote `key` most likely meant, if there is one; with `sections`, or section."""
-    keys = list(run_fields())
-    name = key.rpartition(".")[2].replace("-", "_")
-    if sections and "." not in key and (near := difflib.get_close_matches(name, run_sections(), n=1, cutoff=0.75)):
-        return near[0]
-    if name in SYNONYMS and SYNONYMS[name] in keys:
-        return SYNONYMS[name]
-    misplaced = [known for known in keys if known.rpartition(".")[2] == name]
-    if misplaced:
-        return max(misplaced, key=lambda known: difflib.SequenceMatcher(None, key, known).ratio())
-    near = difflib.get_close_matches(key.replace("-", "_"), keys, n=1, cutoff=0.6)
-    if near:
-        return near[0]
-    by_name = {known.rpartition(".")[2]: known for known in keys}
-    near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
-    return by_name[near[0]] if near else None
-
-
-def _with_absolute_path(setting: Setting, folders: Sequence[Path]) -> Setting:
-    value = setting.value
-    if not isinstance(value, str):
-        return setting
-    if setting.key == "model.path" and value != "demo":
-        found = _first(value, folders, os.path.isdir)
-        return setting if found is None else replace(setting, value=found)
-    if setting.key == "environment.kind" and ".py:" in value:
+def _absolute(key: str, value: Any, folders: Sequence[Path]) -> Any:
+    """`value` with an absolute path if it names something that exists relative to one of `folders`."""
+    if key == "model.path" and isinstance(value, str) and value != "demo":
+        return _first(value, folders, os.path.isdir) or value
+    if key == "environment.kind" and isinstance(value, str) and ".py:" in value:
         file, _, name = value.rpartition(":")
-        found = _first(file, folders, os.path.isfile)
-        return setting if found is None else replace(setting, value=f"{found}:{name}")
-    return setting
+        return f"{_first(file, folders, os.path.isfile) or file}:{name}"
+    return value
 
 
 def _first(path: str, folders: Sequence[Path], is_there: Callable[[str], bool]) -> str | None:

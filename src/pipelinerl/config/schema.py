@@ -1,465 +1,390 @@
-"""The run file's schema: typed, frozen, each field documented where it is defined.
+"""The run file's schema: typed, frozen, each key documented where it is defined.
 
-`msgspec` checks types and ranges while decoding, and rejects unknown keys; `checks.py` rejects invalid combinations. This
-package imports neither torch nor transformers, so that mistakes in a run file are reported at once.
+Pydantic checks types and ranges and rejects unknown keys; `checks.py` rejects combinations that make no sense. This package
+imports neither torch nor transformers, so that mistakes in a run file are reported at once.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-import msgspec
-from msgspec import Meta
+from pydantic import BaseModel, Field, JsonValue, Strict
+
+from pipelinerl.types import MAX_RECEIVERS
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Names = Annotated[tuple[str, ...], Strict(False)]
+"""`Strict(False)`: a list becomes a tuple. Its items are still checked strictly."""
+Device = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:[0-9]+)?)$", examples=["cpu", "cuda", "cuda:N", "mps"])]
+TokenCorrection = Literal["none", "truncate", "mask", "band", "tv"]
+SequenceCorrection = Literal["none", "truncate", "geo_mask"]
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True):
     """Base of every section of the run file."""
+
+    def mistakes(self) -> Iterator[str]:
+        """Combinations of this section's keys that make no sense, as `key: what is wrong; how to fix it`.
+
+        Not validators: a run directory stays readable when a rule is added, and a changed copy is checked, too.
+        """
+        yield from ()
 
 
 class LoraConfig(Section, frozen=True):
     """Low-rank adapters. There is no dropout, since the policy that samples has none."""
 
-    rank: Annotated[
-        int, Meta(ge=1, description="r: the change of each layer's weight is scale * B A, of rank at most r.")
-    ] = 16
-    alpha: Annotated[
-        float,
-        Meta(gt=0, description="scale = alpha / rank. With alpha fixed, the best learning rate hardly depends on the rank."),
-    ] = 32.0
-    target_modules: Annotated[
-        tuple[str, ...] | None,
-        Meta(description="Names of linear layers, like `[q_proj, v_proj]`. null: all except the output head."),
-    ] = None
+    rank: Count = 16
+    """r: the change of each layer's weight is scale * B A, of rank at most r."""
+    alpha: Positive = 32.0
+    """scale = alpha / rank. With alpha fixed, the best learning rate hardly depends on the rank."""
+    target_modules: Annotated[Names, Field(min_length=1)] | None = None
+    """Names of linear layers, like `[q_proj, v_proj]`. null: all except the output head."""
 
 
 class ModelConfig(Section, frozen=True):
-    path: Annotated[
-        str, Meta(description="Folder or hub id of a Hugging Face causal LM; `demo` is the small model in the package.")
-    ] = "demo"
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        Meta(description="Type of the trainer's and engine's weights. float32 is the faster one on most CPUs."),
-    ] = "float32"
-    trust_remote_code: Annotated[
-        bool, Meta(description="Run Python code that comes with the model. Only for models whose code you have read.")
-    ] = False
-    head_dtype: Annotated[
-        Literal["float32"] | None,
-        Meta(
-            description="float32: trainer and engine compute logits in float32 even if weights are bfloat16, so that their "
-            "log-probabilities agree better. null: in `dtype`."
-        ),
-    ] = None
-    lora: Annotated[
-        LoraConfig | None,
-        Meta(
-            description="Train low-rank adapters (extra `lora`) instead of the weights; engines get merged weights. "
-            "`{}`: with the defaults. null: train all weights."
-        ),
-    ] = None
+    path: str = "demo"
+    """Folder or hub id of a Hugging Face causal LM; `demo` is the small model in the package."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the trainer's and engine's weights. float32 is the faster one on most CPUs."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+    head_dtype: Literal["float32"] | None = None
+    """float32: trainer and engine compute logits in float32 even if weights are bfloat16, so that their log-probabilities
+    agree better. null: in `dtype`.
+    """
+    lora: LoraConfig | None = None
+    """Train low-rank adapters (extra `lora`) instead of the weights; engines get merged weights. `{}`: with the defaults.
+    null: train all weights.
+    """
 
 
 class EnvironmentConfig(Section, frozen=True):
-    kind: Annotated[
-        str,
-        Meta(
-            description="`gcd`, `math`, `countdown`, `guess_number`, `calculator`, `reasoning_gym`, "
-            "`verifiers` (environments of these packages), `function` (your reward function), `tools` (a reward function "
-            "and functions that the model may call), `agent` (your program, as a client of an OpenAI-compatible API), "
-            "`mixture` (several environments), `difficulty_filter` (problems selected by pass rate), or your class: "
-            "`path/to/file.py:ClassName` or `package.module:ClassName`."
-        ),
-    ] = "gcd"
-    args: Annotated[dict[str, Any], Meta(description="Keyword arguments of the environment's constructor.")] = {}
+    kind: str = "gcd"
+    """`gcd`, `math`, `countdown`, `guess_number`, `calculator`, `reasoning_gym`, `verifiers` (environments of
+    these packages), `function` (your reward function), `tools` (a reward function and functions that the model may call),
+    `agent` (your program, as a client of an OpenAI-compatible API), `mixture` (several environments), `difficulty_filter`
+    (problems selected by pass rate), or your class: `path/to/file.py:ClassName` or `package.module:ClassName`.
+    """
+    args: dict[str, JsonValue] = {}
+    """Keyword arguments of the environment's constructor."""
 
 
 class ScheduleConfig(Section, frozen=True):
-    kind: Annotated[
-        Literal["pipeline", "conventional", "async"],
-        Meta(
-            description="`pipeline`: generate and train at the same time, with an in-flight weight update after every step. "
-            "`conventional`: generate B*G samples with frozen weights, then take G steps. `async`: generate for the next G "
-            "steps while training on the samples of the last round; weights change between rounds."
-        ),
-    ] = "pipeline"
-    steps_per_round: Annotated[int, Meta(ge=1, description="G, optimizer steps per round (conventional and async).")] = 1
-    max_lag: Annotated[
-        int | None,
-        Meta(
-            description="pipeline: the largest lag, in optimizer steps, of a token that is trained on. The actor starts no "
-            "group that could exceed it, so that none has to be dropped. null: no bound."
-        ),
-    ] = None
+    kind: Literal["pipeline", "conventional", "async"] = "pipeline"
+    """`pipeline`: generate and train at the same time, with an in-flight weight update after every step. `conventional`:
+    generate B*G samples with frozen weights, then take G steps. `async`: generate for the next G steps while training on the
+    samples of the last round; weights change between rounds.
+    """
+    steps_per_round: Count = 1
+    """G, optimizer steps per round (conventional and async)."""
+    max_lag: Natural | None = None
+    """pipeline: the largest lag, in optimizer steps, of a token that is trained on. The actor starts no group that could
+    exceed it, so that none has to be dropped. null: no bound.
+    """
+
+    def mistakes(self) -> Iterator[str]:
+        if self.kind == "pipeline" and self.steps_per_round > 1:
+            yield (
+                f"schedule.steps_per_round: {self.steps_per_round} applies to rounds, and `pipeline` has none; remove it, "
+                "or set schedule.kind to conventional or async"
+            )
+        if self.kind != "pipeline" and self.max_lag is not None:
+            yield (
+                f"schedule.max_lag: only `pipeline` bounds lag this way; with `{self.kind}` set it to null and choose "
+                "schedule.steps_per_round"
+            )
 
 
 class ActorConfig(Section, frozen=True):
-    group_size: Annotated[int, Meta(ge=1, description="K, attempts at each problem.")] = 8
-    max_tokens: Annotated[int, Meta(ge=1, description="Longest completion, in tokens.")] = 256
-    temperature: Annotated[float, Meta(gt=0, description="Sampling temperature of training rollouts.")] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus truncation. Must stay 1 in training: see `top_k`.")] = 1.0
-    top_k: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Truncation to the k most likely tokens, 0 = off. Must stay 0 in training: the trainer's ratio is "
-            "over the whole distribution.",
-        ),
-    ] = 0
-    max_open_rollouts: Annotated[
-        int | None,
-        Meta(
-            description="pipeline: maximum number of open rollouts in a process. Rollouts that wait for a tool or a judge "
-            "take no slot; a higher limit keeps the engine busy and increases lag. null: four per slot.",
-        ),
-    ] = None
-    rollout_timeout_s: Annotated[
-        float, Meta(gt=0, description="A rollout that takes longer is dropped (reason `timeout`).")
-    ] = 600.0
-    code_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Environment or reward code that computes for longer without yielding is interrupted "
-            "(reason `timeout`).",
-        ),
-    ] = 20.0
-    max_failure_fraction: Annotated[
-        float,
-        Meta(ge=0, le=1, description="The run ends if more than this share of the last `failure_window` rollouts failed."),
-    ] = 0.5
-    failure_window: Annotated[
-        int, Meta(ge=1, description="Number of rollouts over which the share of failures is computed.")
-    ] = 64
+    group_size: Count = 8
+    """K, attempts at each problem."""
+    max_tokens: Count = 256
+    """Longest completion, in tokens."""
+    temperature: Positive = 1.0
+    """Sampling temperature of training rollouts."""
+    top_p: PositiveShare = 1.0
+    """Nucleus truncation. Must stay 1 in training: see `top_k`."""
+    top_k: Natural = 0
+    """Truncation to the k most likely tokens, 0 = off. Must stay 0 in training: the trainer's ratio is over the whole
+    distribution.
+    """
+    max_open_rollouts: Count | None = None
+    """pipeline: maximum number of open rollouts in a process. Rollouts that wait for a tool or a judge take no slot; a
+    higher limit keeps the engine busy and increases lag. null: four per slot.
+    """
+    rollout_timeout_s: Positive = 600.0
+    """A rollout that takes longer is dropped (reason `timeout`)."""
+    code_timeout_s: Positive = 20.0
+    """Environment or reward code that computes for longer without yielding is interrupted (reason `timeout`)."""
+    max_failure_fraction: Share = 0.5
+    """The run ends if more than this share of the last `failure_window` rollouts failed."""
+    failure_window: Count = 64
+    """Number of rollouts over which the share of failures is computed."""
 
 
 class EngineConfig(Section, frozen=True):
-    kind: Annotated[
-        Literal["local", "http", "vllm"],
-        Meta(
-            description="`local`: the embedded slot engine. `http`: engine servers (`pipelinerl serve`), in separate "
-            "processes or on other machines. `vllm`: vLLM servers. All are updated in flight."
-        ),
-    ] = "local"
-    processes: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Generation processes, each with an actor and an engine of `slots` slots and `threads` threads. "
-            "With more than one, `conventional` uses all cores while it generates. `http` and `vllm` need exactly one: "
-            "set `servers` instead.",
-        ),
-    ] = 1
-    servers: Annotated[
-        int, Meta(ge=1, description="http and vllm: number of servers that the run starts here, if `urls` is empty.")
-    ] = 1
-    urls: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="http and vllm: servers that already run, like `[http://10.0.0.5:8000]`. They have their own slots, "
-            "lengths and devices, and keep running after the run."
-        ),
-    ] = ()
-    api_key_env: Annotated[
-        str | None, Meta(description="Name of the environment variable that holds the API key of the servers in `urls`.")
-    ] = None
-    weights_dir: Annotated[
-        str | None,
-        Meta(
-            description="Directory through which the servers in `urls` get weights; its path must be the same here and "
-            "there. null: shared memory, for servers on this machine."
-        ),
-    ] = None
-    python: Annotated[
-        str | None,
-        Meta(description="vllm: to start servers, the interpreter that has vLLM installed, like `/opt/vllm/bin/python`."),
-    ] = None
-    slots: Annotated[
-        int, Meta(ge=1, description="H, sequences in progress at once (per process, or per server started here).")
-    ] = 64
-    max_length: Annotated[
-        int | None,
-        Meta(description="Longest prompt + completion of a slot, in tokens. null: the model's maximum, at most 2048."),
-    ] = None
-    kv_on_update: Annotated[
-        Literal["keep", "recompute"],
-        Meta(description="The KV cache at a weight update: keep the old entries, or recompute them."),
-    ] = "keep"
-    prefill_tokens: Annotated[
-        int, Meta(ge=1, description="Maximum prompt tokens in one engine step; longer prompts are split into chunks.")
-    ] = 2048
-    device: Annotated[str, Meta(description="torch device of the engine, e.g. `cpu` or `cuda:0`.")] = "cpu"
-    threads: Annotated[
-        int | None,
-        Meta(
-            description="CPU threads of an engine. null: half the cores, or 1 each for several processes or servers; "
-            "`conventional`: all."
-        ),
-    ] = None
+    kind: Literal["local", "http", "vllm"] = "local"
+    """`local`: the embedded slot engine. `http`: engine servers (`pipelinerl serve`), in separate processes or on other
+    machines. `vllm`: vLLM servers. All are updated in flight.
+    """
+    processes: Annotated[int, Field(ge=1, le=MAX_RECEIVERS)] = 1
+    """Generation processes, each with an actor and an engine of `slots` slots and `threads` threads. With more than one,
+    `conventional` uses all cores while it generates. `http` and `vllm` need exactly one: set `servers` instead.
+    """
+    servers: Count = 1
+    """http and vllm: number of servers that the run starts here, if `urls` is empty."""
+    urls: Names = ()
+    """http and vllm: servers that already run, like `[http://10.0.0.5:8000]`. They have their own slots, lengths and
+    devices, and keep running after the run.
+    """
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key of the servers in `urls`."""
+    weights_dir: str | None = None
+    """Directory through which the servers in `urls` get weights; its path must be the same here and there. null: shared
+    memory, for servers on this machine.
+    """
+    python: str | None = None
+    """vllm: to start servers, the interpreter that has vLLM installed, like `/opt/vllm/bin/python`."""
+    slots: Count = 64
+    """H, sequences in progress at once (per process, or per server started here)."""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Longest prompt + completion of a slot, in tokens. null: the model's maximum, at most 2048."""
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """The KV cache at a weight update: keep the old entries, or recompute them."""
+    prefill_tokens: Count = 2048
+    """Maximum prompt tokens in one engine step; longer prompts are split into chunks."""
+    device: Device = "cpu"
+    """torch device of the engine, e.g. `cpu` or `cuda:0`."""
+    threads: Count | None = None
+    """CPU threads of an engine. null: half the cores, or 1 each for several processes or servers; `conventional`: all."""
+
+    def mistakes(self) -> Iterator[str]:
+        if self.kind == "local":
+            named = {"urls": self.urls, "api_key_env": self.api_key_env, "servers": self.servers > 1}
+            for name in (name for name, value in named.items() if value):
+                yield f"engine.{name}: the `local` engine has no servers; remove it, or set engine.kind to http or vllm"
+        elif self.processes > 1:
+            yield (
+                f"engine.processes: one generation process drives all `{self.kind}` servers, not {self.processes}; set it "
+                "to 1, and engine.servers (or engine.urls) to have more engines"
+            )
+        if self.kind != "vllm" and self.python is not None:
+            yield f"engine.python: this is for vLLM, and engine.kind is {self.kind}; remove it, or set engine.kind to vllm"
+        if self.kind == "vllm" and not self.urls and self.python is None:
+            yield (
+                "engine.python: to start vLLM, give the interpreter that has it installed (/path/to/its/bin/python); or set "
+                "engine.urls to servers that run already"
+            )
+        if self.kind == "vllm" and self.kv_on_update == "recompute":
+            yield "engine.kv_on_update: vLLM servers always keep the KV cache at an update; set it to keep"
+        yield from self._mistakes_of_servers()
+
+    def _mistakes_of_servers(self) -> Iterator[str]:
+        if self.urls and self.servers > 1:
+            yield (
+                f"engine.servers: with engine.urls the run can't start {self.servers} servers of its own; set it to 1, or "
+                "engine.urls to []"
+            )
+        if self.api_key_env is not None and not self.urls:
+            yield "engine.api_key_env: servers that the run starts itself need no key; remove it, or set engine.urls"
+        if self.weights_dir is not None and not self.urls:
+            yield "engine.weights_dir: servers that the run starts itself use shared memory; remove it, or set engine.urls"
+        for url in self.urls:
+            if not re.fullmatch(r"https?://[^/\s]+/?", url):
+                yield f"engine.urls: {url!r} is not a server's address; write http://HOST:PORT"
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            yield "engine.urls: a server is named twice; name each once"
 
 
 class StreamConfig(Section, frozen=True):
-    kind: Annotated[
-        Literal["files", "memory", "redis"],
-        Meta(
-            description="`files`: append-only files in the run directory. `memory`: within one process only. `redis`: a "
-            "Redis server (extra `redis`)."
-        ),
-    ] = "files"
-    url: Annotated[
-        str | None,
-        Meta(
-            description="redis: the server, like `redis://10.0.0.5:6379/0`. null: the run starts its own server, which "
-            "keeps its data in the run directory and stops with the run."
-        ),
-    ] = None
-    capacity: Annotated[
-        int | None,
-        Meta(
-            description="Maximum number of groups in the stream. null: enough for two optimizer steps, or a round, and the "
-            "pipeline starts no group while enough rollouts for two steps are finished."
-        ),
-    ] = None
-    when_full: Annotated[
-        Literal["block", "drop_oldest"],
-        Meta(description="If the stream is full: make the actor wait, or drop the oldest group for the new one (counted)."),
-    ] = "block"
+    kind: Literal["files", "memory", "redis"] = "files"
+    """`files`: append-only files in the run directory. `memory`: within one process only. `redis`: a Redis server (extra
+    `redis`).
+    """
+    url: str | None = None
+    """redis: the server, like `redis://10.0.0.5:6379/0`. null: the run starts its own server, which keeps its data in the
+    run directory and stops with the run.
+    """
+    capacity: Count | None = None
+    """Maximum number of groups in the stream. null: enough for two optimizer steps, or a round, and the pipeline starts no
+    group while enough rollouts for two steps are finished.
+    """
+    when_full: Literal["block", "drop_oldest"] = "block"
+    """If the stream is full: make the actor wait, or drop the oldest group for the new one (counted)."""
+
+    def mistakes(self) -> Iterator[str]:
+        if self.url is not None and self.kind != "redis":
+            yield f"stream.url: `{self.kind}` streams need no server; remove it, or set stream.kind to redis"
+        if self.url is not None and not self.url.startswith(("redis://", "rediss://", "unix://")):
+            yield "stream.url: a Redis server is redis://HOST:PORT/DB, rediss://... (encrypted) or unix:///PATH"
 
 
 class WeightsConfig(Section, frozen=True):
-    kind: Annotated[
-        Literal["shared", "collective"],
-        Meta(
-            description="Weight transfer from the trainer to engines. `shared`: shared memory, then to servers as a file. "
-            "`collective`: broadcast by torch.distributed, directly to servers; nccl if all ends have a GPU, else gloo."
-        ),
-    ] = "shared"
+    kind: Literal["shared", "collective"] = "shared"
+    """Weight transfer from the trainer to engines. `shared`: shared memory, then to servers as a file. `collective`:
+    broadcast by torch.distributed, directly to servers; nccl if all ends have a GPU, else gloo.
+    """
 
 
 class PreprocessConfig(Section, frozen=True):
-    advantage: Annotated[
-        Literal["group_mean", "leave_one_out"],
-        Meta(description="Baseline v of a rollout: mean reward of its group (the paper), or of the group's other rollouts."),
-    ] = "group_mean"
-    normalize_std: Annotated[bool, Meta(description="Divide advantages by the group's standard deviation (GRPO).")] = False
-    zero_advantage: Annotated[
-        Literal["skip", "keep", "drop"],
-        Meta(
-            description="Samples whose advantage is 0 have no gradient. `skip`: they count towards the B of a step but "
-            "cost no forward pass (not possible with a KL penalty or `correction.drift`). `keep`: compute them anyway. "
-            "`drop`: leave them out, so that a step has B other samples."
-        ),
-    ] = "skip"
-    overlong: Annotated[
-        Literal["keep", "drop"],
-        Meta(description="Completions that reached their token limit: train on them, or drop them (counted by length)."),
-    ] = "keep"
-
-
-Positive = Annotated[float, Meta(gt=0)]
-TokenCorrection = Literal["none", "truncate", "mask", "band", "tv"]
-SequenceCorrection = Literal["none", "truncate", "geo_mask"]
+    advantage: Literal["group_mean", "leave_one_out"] = "group_mean"
+    """Baseline v of a rollout: mean reward of its group (the paper), or of the group's other rollouts."""
+    normalize_std: bool = False
+    """Divide advantages by the group's standard deviation (GRPO)."""
+    zero_advantage: Literal["skip", "keep", "drop"] = "skip"
+    """Samples whose advantage is 0 have no gradient. `skip`: they count towards the B of a step but cost no forward pass
+    (not possible with a KL penalty or `correction.drift`). `keep`: compute them anyway. `drop`: leave them out, so that a
+    step has B other samples.
+    """
+    overlong: Literal["keep", "drop"] = "keep"
+    """Completions that reached their token limit: train on them, or drop them (counted by length)."""
 
 
 class CorrectionConfig(Section, frozen=True):
     """Correction for tokens sampled by another policy. r = pi / mu: trained policy over behaviour policy."""
 
-    token: Annotated[
-        TokenCorrection | None,
-        Meta(
-            description="Per token. `truncate`: importance weights are at most token_high (reinforce, decoupled). `mask`: "
-            "no gradient if r > token_high. `band`: none if r is outside token_low to token_high. `tv`: none if A > 0 and "
-            "pi - mu > token_high, or A < 0 and mu - pi > token_low. null: truncate at 5 for reinforce (the paper's clamp) "
-            "and decoupled, none for the losses that bound the ratio themselves."
-        ),
-    ] = None
-    token_low: Annotated[
-        Positive | None, Meta(description="Lower threshold of `token`. null: its default (band 0.5, tv 0.2).")
-    ] = None
-    token_high: Annotated[
-        Positive | None,
-        Meta(description="Upper threshold of `token`. null: its default (truncate 5, mask 2, band 5, tv 0.2)."),
-    ] = None
-    sequence: Annotated[
-        SequenceCorrection,
-        Meta(
-            description="Per rollout. `truncate`: all its tokens have the weight min(sequence_high, product of r) instead "
-            "of their own (reinforce, decoupled). `geo_mask`: no gradient from a rollout if the geometric mean of r is "
-            "outside sequence_low to sequence_high."
-        ),
-    ] = "none"
-    sequence_low: Annotated[
-        Positive | None, Meta(description="Lower threshold of `sequence`. null: its default (geo_mask 0.9).")
-    ] = None
-    sequence_high: Annotated[
-        Positive | None, Meta(description="Upper threshold of `sequence`. null: its default (truncate 5, geo_mask 1.1).")
-    ] = None
-    drift: Annotated[
-        float,
-        Meta(
-            ge=0, description="Weight of the penalty (log r)^2 on all sampled tokens, including masked ones; 1e-3 is usual."
-        ),
-    ] = 0.0
+    token: TokenCorrection | None = None
+    """Per token. `truncate`: importance weights are at most token_high (reinforce, decoupled). `mask`: no gradient if r >
+    token_high. `band`: none if r is outside token_low to token_high. `tv`: none if A > 0 and pi - mu > token_high, or A < 0
+    and mu - pi > token_low. null: truncate at 5 for reinforce (the paper's clamp) and decoupled, none for the losses that
+    bound the ratio themselves.
+    """
+    token_low: Positive | None = None
+    """Lower threshold of `token`. null: its default (band 0.5, tv 0.2)."""
+    token_high: Positive | None = None
+    """Upper threshold of `token`. null: its default (truncate 5, mask 2, band 5, tv 0.2)."""
+    sequence: SequenceCorrection = "none"
+    """Per rollout. `truncate`: all its tokens have the weight min(sequence_high, product of r) instead of their own
+    (reinforce, decoupled). `geo_mask`: no gradient from a rollout if the geometric mean of r is outside sequence_low to
+    sequence_high.
+    """
+    sequence_low: Positive | None = None
+    """Lower threshold of `sequence`. null: its default (geo_mask 0.9)."""
+    sequence_high: Positive | None = None
+    """Upper threshold of `sequence`. null: its default (truncate 5, geo_mask 1.1)."""
+    drift: NotNegative = 0.0
+    """Weight of the penalty (log r)^2 on all sampled tokens, including masked ones; 1e-3 is usual."""
 
 
 class TrainerConfig(Section, frozen=True):
-    steps: Annotated[int, Meta(ge=1, description="Optimizer steps to take.")] = 100
-    batch_size: Annotated[int, Meta(ge=1, description="B, rollouts per optimizer step.")] = 64
-    loss: Annotated[
-        Literal["reinforce", "ppo", "gspo", "cispo", "decoupled"],
-        Meta(
-            description="The objective; stale tokens are treated as `correction` says. `reinforce`: importance-weighted "
-            "REINFORCE; with the default correction, the method of the PipelineRL paper. `ppo`: PPO-clip; with group "
-            "advantages, this is GRPO. `gspo`: sequence-level ratios. `cispo`: weight clipped on both sides. `decoupled`: "
-            "PPO-clip around a proximal policy between the behaviour policy and the trained one (A-3PO)."
-        ),
-    ] = "reinforce"
-    clip_low: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(
-            description="The ratio is clipped below at 1 - clip_low (ppo, gspo, cispo, decoupled). null: the loss's own "
-            "default, 0.2; for gspo 3e-4."
-        ),
-    ] = None
-    clip_high: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(
-            description="The ratio is clipped above at 1 + clip_high (ppo, gspo, cispo, decoupled). null: the loss's own "
-            "default, 0.2; for gspo 4e-4."
-        ),
-    ] = None
-    dual_clip: Annotated[
-        Annotated[float, Meta(gt=1)] | None,
-        Meta(
-            description="ppo and decoupled: upper limit of the ratio for negative advantages; a token above it has no "
-            "gradient. null: no limit."
-        ),
-    ] = 3.0
-    loss_normalization: Annotated[
-        Literal["sequences", "tokens"],
-        Meta(description="Divide the summed loss by the step's number of rollouts, or of sampled tokens."),
-    ] = "tokens"
-    kl_coefficient: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Weight of the KL penalty to the initial model. Above 0 it costs a forward pass and, except with "
-            "LoRA, a copy of the model.",
-        ),
-    ] = 0.0
-    learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
-    ess_lr: Annotated[
-        Literal["off", "sqrt"],
-        Meta(
-            description="`sqrt`: a step's learning rate is multiplied by the square root of its batch's effective sample "
-            "size (metric `ess`), which is 1 on-policy and falls with staleness (VCPO)."
-        ),
-    ] = "off"
-    lr_schedule: Annotated[
-        Literal["constant", "linear", "cosine"],
-        Meta(description="The learning rate after warm-up: constant, or a decay to 10%."),
-    ] = "constant"
-    warmup_steps: Annotated[int, Meta(ge=0, description="Steps of linear warm-up.")] = 0
-    betas: Annotated[tuple[float, float], Meta(description="AdamW's beta1 and beta2.")] = (0.9, 0.95)
-    weight_decay: Annotated[float, Meta(ge=0, description="AdamW's decoupled weight decay.")] = 0.0
-    max_grad_norm: Annotated[float, Meta(gt=0, description="Gradients are clipped to this global norm.")] = 1.0
-    micro_batch_tokens: Annotated[
-        int,
-        Meta(ge=1, description="Token budget of one packed forward/backward; does not change the step's result."),
-    ] = 8192
-    ess_threshold: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="If a batch's normalised effective sample size is below this, no step is taken: the batch and all "
-            "stale rollouts are dropped (counted) and the trainer waits for on-policy data. 0: off.",
-        ),
-    ] = 0.0
-    checkpoint_every: Annotated[
-        int, Meta(ge=0, description="Optimizer steps between checkpoints; 0: only at the end and when stopped.")
-    ] = 0
-    keep_checkpoints: Annotated[int, Meta(ge=1, description="How many checkpoints to keep.")] = 2
-    weights_every: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Optimizer steps between copies of the weights in `weights/`, for `pipelinerl eval RUN_DIR@all`. "
-            "All copies are kept; they are cheaper than checkpoints. 0: none.",
-        ),
-    ] = 0
-    gradient_checkpointing: Annotated[
-        bool, Meta(description="Recompute activations in the backward pass, to save memory.")
-    ] = False
-    device: Annotated[str, Meta(description="torch device of the trainer.")] = "cpu"
-    threads: Annotated[
-        int | None,
-        Meta(
-            description="CPU threads of the trainer. null: half the cores, or those that engines leave; `conventional`: all."
-        ),
-    ] = None
+    steps: Count = 100
+    """Optimizer steps to take."""
+    batch_size: Count = 64
+    """B, rollouts per optimizer step."""
+    loss: Literal["reinforce", "ppo", "gspo", "cispo", "decoupled"] = "reinforce"
+    """The objective; stale tokens are treated as `correction` says. `reinforce`: importance-weighted REINFORCE; with the
+    default correction, the method of the PipelineRL paper. `ppo`: PPO-clip; with group advantages, this is GRPO. `gspo`:
+    sequence-level ratios. `cispo`: weight clipped on both sides. `decoupled`: PPO-clip around a proximal policy between the
+    behaviour policy and the trained one (A-3PO).
+    """
+    clip_low: NotNegative | None = None
+    """The ratio is clipped below at 1 - clip_low (ppo, gspo, cispo, decoupled). null: the loss's own default, 0.2; for gspo
+    3e-4.
+    """
+    clip_high: NotNegative | None = None
+    """The ratio is clipped above at 1 + clip_high (ppo, gspo, cispo, decoupled). null: the loss's own default, 0.2; for gspo
+    4e-4.
+    """
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """ppo and decoupled: upper limit of the ratio for negative advantages; a token above it has no gradient. null: no limit.
+    """
+    loss_normalization: Literal["sequences", "tokens"] = "tokens"
+    """Divide the summed loss by the step's number of rollouts, or of sampled tokens."""
+    kl_coefficient: NotNegative = 0.0
+    """Weight of the KL penalty to the initial model. Above 0 it costs a forward pass and, except with LoRA, a copy of the
+    model.
+    """
+    learning_rate: Positive = 1e-6
+    """Peak learning rate of AdamW."""
+    ess_lr: Literal["off", "sqrt"] = "off"
+    """`sqrt`: a step's learning rate is multiplied by the square root of its batch's effective sample size (metric `ess`),
+    which is 1 on-policy and falls with staleness (VCPO).
+    """
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after warm-up: constant, or a decay to 10%."""
+    warmup_steps: Natural = 0
+    """Steps of linear warm-up."""
+    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Strict(False)] = (0.9, 0.95)
+    """AdamW's beta1 and beta2."""
+    weight_decay: NotNegative = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are clipped to this global norm."""
+    micro_batch_tokens: Count = 8192
+    """Token budget of one packed forward/backward; does not change the step's result."""
+    ess_threshold: ShareBelowOne = 0.0
+    """If a batch's normalised effective sample size is below this, no step is taken: the batch and all stale rollouts are
+    dropped (counted) and the trainer waits for on-policy data. 0: off.
+    """
+    checkpoint_every: Natural = 0
+    """Optimizer steps between checkpoints; 0: only at the end and when stopped."""
+    keep_checkpoints: Count = 2
+    """How many checkpoints to keep."""
+    weights_every: Natural = 0
+    """Optimizer steps between copies of the weights in `weights/`, for `pipelinerl eval RUN_DIR@all`. All copies are kept;
+    they are cheaper than checkpoints. 0: none.
+    """
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, to save memory."""
+    device: Device = "cpu"
+    """torch device of the trainer."""
+    threads: Count | None = None
+    """CPU threads of the trainer. null: half the cores, or those that engines leave; `conventional`: all."""
 
 
 class EvaluationConfig(Section, frozen=True):
-    problems: Annotated[
-        int,
-        Meta(ge=0, description="Held-out problems, each attempted once before and once after training; 0: no evaluation."),
-    ] = 0
-    temperature: Annotated[float, Meta(ge=0, description="Sampling temperature of evaluations; 0 = greedy.")] = 1.0
-    every: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Optimizer steps between evaluations during training, which use the engine's current weights; "
-            "0: only before and after training.",
-        ),
-    ] = 0
-    share: Annotated[
-        float, Meta(gt=0, le=1, description="Share of the slots that an evaluation may take during training.")
-    ] = 0.25
+    problems: Natural = 0
+    """Held-out problems, each attempted once before and once after training; 0: no evaluation."""
+    temperature: NotNegative = 1.0
+    """Sampling temperature of evaluations; 0 = greedy."""
+    every: Natural = 0
+    """Optimizer steps between evaluations during training, which use the engine's current weights; 0: only before and after
+    training.
+    """
+    share: PositiveShare = 0.25
+    """Share of the slots that an evaluation may take during training."""
 
 
 class MetricsConfig(Section, frozen=True):
-    view: Annotated[
-        Literal["auto", "live", "plain", "none"],
-        Meta(description="The view in the terminal; `auto`: live in a terminal, plain lines otherwise."),
-    ] = "auto"
-    tensorboard: Annotated[bool, Meta(description="Also write TensorBoard events (extra `tensorboard`).")] = False
-    plot: Annotated[bool, Meta(description="Draw `curves.png` into the run directory at the end.")] = True
+    view: Literal["auto", "live", "plain", "none"] = "auto"
+    """The view in the terminal; `auto`: live in a terminal, plain lines otherwise."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (extra `tensorboard`)."""
+    plot: bool = True
+    """Draw `curves.png` into the run directory at the end."""
 
 
 class LaunchConfig(Section, frozen=True):
-    kind: Annotated[
-        Literal["processes", "embedded"],
-        Meta(
-            description="`processes`: generation and training in separate processes. `embedded`: all in one process, "
-            "deterministic, for debugging, teaching and tests."
-        ),
-    ] = "processes"
-    preprocessor: Annotated[
-        Literal["with_trainer", "process"],
-        Meta(
-            description="Where rollouts are prepared, and scored by the reference model of a KL penalty: in the trainer's "
-            "process, or in a separate process in parallel."
-        ),
-    ] = "with_trainer"
-    watchdog_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="If no stage makes progress for this long, the run prints which stage waits on which and exits "
-            "with status 3.",
-        ),
-    ] = 180.0
-    startup_timeout_s: Annotated[float, Meta(gt=0, description="Longest time for all processes to become ready.")] = 600.0
+    kind: Literal["processes", "embedded"] = "processes"
+    """`processes`: generation and training in separate processes. `embedded`: all in one process, deterministic, for
+    debugging, teaching and tests.
+    """
+    preprocessor: Literal["with_trainer", "process"] = "with_trainer"
+    """Where rollouts are prepared, and scored by the reference model of a KL penalty: in the trainer's process, or in a
+    separate process in parallel.
+    """
+    watchdog_s: Positive = 180.0
+    """If no stage makes progress for this long, the run prints which stage waits on which and exits with status 3."""
+    startup_timeout_s: Positive = 600.0
+    """Longest time for all processes to become ready."""
 
 
 class RunConfig(Section, frozen=True):
     """The configuration of a run. Every field has a default; the demo has its own run file."""
 
-    run_dir: Annotated[str | None, Meta(description="The run directory. null: `runs/<date>-<environment>-<schedule>`.")] = (
-        None
-    )
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Seed of problems, sampling and all other randomness.")] = 0
+    run_dir: str | None = None
+    """The run directory. null: `runs/<date>-<environment>-<schedule>`."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """Seed of problems, sampling and all other randomness."""
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -31,23 +31,12 @@ _PLAIN_VALUES = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values as in YAML 1.2, and no key twice."""
+    """Plain values as in YAML 1.2."""
 
     def whole_number(self, node: yaml.ScalarNode) -> int:
         text = node.value
         base = {"0o": 8, "0x": 16}.get(text[:2], 10)
         return int(text if base == 10 else text[2:], base)
-
-    def unique_mapping(self, node: yaml.MappingNode) -> Any:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key `{key.value}` is here twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return self.construct_yaml_map(node)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -69,7 +58,6 @@ for _tag, _pattern, _firsts in _PLAIN_VALUES:
     _Loader.add_implicit_resolver(_tag, _pattern, list(_firsts))
     _Dumper.add_implicit_resolver(_tag, _pattern, list(_firsts))
 _Loader.add_constructor(_TAG + "int", _Loader.whole_number)
-_Loader.add_constructor(_TAG + "map", _Loader.unique_mapping)
 _Dumper.add_representer(str, _Dumper.text)
 _Dumper.add_representer(list, _Dumper.sequence)
 _Dumper.add_representer(tuple, _Dumper.sequence)
@@ -89,9 +77,9 @@ def parse(text: str, source: str) -> YamlText:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            value = None if node is None else loader.construct_document(node)
             lines: dict[str, int] = {}
             _collect_lines(node, "", lines)
+            value = None if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -119,9 +107,15 @@ def dump(value: Any) -> str:
 
 
 def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            lines[prefix + key.value] = key.start_mark.line + 1
-            _collect_lines(value, f"{prefix}{key.value}.", lines)
+    """Add the line of every key. Raises MarkedYAMLError for a key that is in a mapping twice."""
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            _collect_lines(item, f"{prefix}{number}.", lines)
+    seen = set()
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = key.value if isinstance(key, yaml.ScalarNode) else None
+        if name is not None and name in seen:
+            raise yaml.MarkedYAMLError(problem=f"the key `{name}` is here twice", problem_mark=key.start_mark)
+        seen.add(name)
+        lines[f"{prefix}{name}"] = key.start_mark.line + 1
+        _collect_lines(value, f"{prefix}{name}.", lines)

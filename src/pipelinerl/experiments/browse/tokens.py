@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import msgspec
 from rich.text import Text
 
 from pipelinerl.config import RunConfig
@@ -67,7 +66,7 @@ def load_token_text(model: ModelConfig) -> TokenText:
     from pipelinerl.models.loading import load_tokenizer  # noqa: PLC0415 (loads torch and transformers: seconds)
 
     try:
-        return TokenText(load_tokenizer(msgspec.structs.replace(model, trust_remote_code=False)))
+        return TokenText(load_tokenizer(model.model_copy(update={"trust_remote_code": False})))
     except ModelLoadError as error:
         return TokenText(None, str(error))
 
@@ -245,7 +244,7 @@ class Gaps:
         path = self._weights or latest_checkpoint(self._run_dir)
         if path is None:
             raise UserError("the gap needs weights: the run has no checkpoint yet; name a model folder with --weights")
-        model = load_model(msgspec.structs.replace(config.model, path=str(path), trust_remote_code=False))
+        model = load_model(config.model.model_copy(update={"path": str(path), "trust_remote_code": False}))
         return FrozenModelScorer(
             model,
             temperature=config.actor.temperature,

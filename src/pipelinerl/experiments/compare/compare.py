@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunInterruptedError
 from pipelinerl.experiments.compare.contenders import PIPELINE, Contender, run_config
@@ -149,8 +147,8 @@ class _Session:
 
 def start_settings(request: Request, contender: Contender) -> Settings:
     """The run file's settings, with defaults resolved for this schedule."""
-    schedule = msgspec.structs.replace(request.config.schedule, kind=contender.kind)
-    return settings_of(msgspec.structs.replace(request.config, schedule=schedule), request.machine.cores)
+    schedule = request.config.schedule.model_copy(update={"kind": contender.kind})
+    return settings_of(request.config.model_copy(update={"schedule": schedule}), request.machine.cores)
 
 
 def _check(request: Request, contender: Contender) -> None:

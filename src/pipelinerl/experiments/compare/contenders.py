@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import msgspec
-
-from pipelinerl.config import EvaluationConfig, RunConfig, ScheduleConfig, validate
+from pipelinerl.config import RunConfig, validate
+from pipelinerl.config.schema import EvaluationConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.settings import Settings
 
@@ -83,15 +82,14 @@ def run_config(
         steps_per_round=contender.steps_per_round,
         max_lag=base.schedule.max_lag if contender.kind == PIPELINE else None,
     )
-    replace = msgspec.structs.replace
-    return validate(
-        replace(
-            settings.applied_to(base),
-            run_dir=str(run_dir),
-            seed=seed,
-            schedule=schedule,
-            evaluation=EvaluationConfig(problems=0, temperature=base.evaluation.temperature),
-            metrics=replace(base.metrics, view="none", plot=False, tensorboard=False),
-            trainer=replace(settings.applied_to(base).trainer, steps=steps, checkpoint_every=0, weights_every=weights_every),
-        )
-    )
+    config = settings.applied_to(base)
+    trainer = {"steps": steps, "checkpoint_every": 0, "weights_every": weights_every}
+    changes = {
+        "run_dir": str(run_dir),
+        "seed": seed,
+        "schedule": schedule,
+        "evaluation": EvaluationConfig(problems=0, temperature=base.evaluation.temperature),
+        "metrics": base.metrics.model_copy(update={"view": "none", "plot": False, "tensorboard": False}),
+        "trainer": config.trainer.model_copy(update=trainer),
+    }
+    return validate(config.model_copy(update=changes))

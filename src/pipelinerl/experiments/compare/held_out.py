@@ -144,11 +144,12 @@ def write_answers(run_dir: Path, answered: Sequence[Answered]) -> None:
 def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) -> _Part:
     """Start evaluating `versions` of a run. The temperature is the run file's `evaluation.temperature`."""
     arguments = [*(f"{run_dir}@{version}" for version in versions), "--problems", str(request.held_out), "--attempts", "1"]
-    for key, value in request.held_out_args.items():
-        arguments += ["--env-arg", f"{key}={msgspec.json.encode(value).decode()}"]
+    if request.held_out_args:
+        args = request.config.environment.args | request.held_out_args
+        arguments.append(f"--environment.args={msgspec.json.encode(args).decode()}")
     environment: dict[str, str] = {}
     if request.config.engine.device == "cpu":
-        arguments += ["--threads", "1"]
+        arguments += ["--engine.threads", "1"]
         environment = thread_environment(1)
     command = [sys.executable, "-c", _EVAL, "eval", *arguments, "--out", str(out)]
     return _Part(ChildProcess(command, log=out.with_suffix(".log"), environment=environment), out)

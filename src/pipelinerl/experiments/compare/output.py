@@ -13,7 +13,7 @@ from pipelinerl.experiments.compare.contenders import PIPELINE, Contender
 from pipelinerl.experiments.compare.folder import Execution
 from pipelinerl.experiments.compare.held_out import read_answers
 from pipelinerl.experiments.compare.page import Results, Trials, comparison_page
-from pipelinerl.experiments.compare.request import Request
+from pipelinerl.experiments.compare.request import Request, plain
 from pipelinerl.experiments.compare.results import row, target_reward
 from pipelinerl.report import figures
 from pipelinerl.report.figures import DrawnRun
@@ -91,7 +91,7 @@ def document(request: Request, results: Results, drawn: Sequence[DrawnRun]) -> d
             ]
             for schedule, tried in results.trials.items()
         },
-        "request": {**builtins(request), "schedules": [one.label for one in request.schedules]},
+        "request": {**plain(request), "schedules": [one.label for one in request.schedules]},
         "runs": [
             {**builtins(run), "settings": run.settings._asdict(), "series": builtins(series_of(one))}
             for run, one in zip(results.runs, drawn, strict=True)

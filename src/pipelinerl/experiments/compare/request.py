@@ -164,7 +164,7 @@ def make_request(
         raise ConfigError("launch.kind: compare runs each stage in a separate process; set it to processes")
     steps = whole_rounds(min(config.trainer.steps, effort.max_steps or config.trainer.steps), contenders)
     return Request(
-        config=msgspec.structs.replace(config, run_dir=None),
+        config=config.model_copy(update={"run_dir": None}),
         schedules=contenders,
         seeds=effort.seeds if seeds is None else seeds,
         steps=steps,
@@ -186,12 +186,12 @@ def claim_folder(out: Path, request: Request) -> None:
         before = path.read_bytes()
     except FileNotFoundError:
         _make(out)
-        write_file(path, msgspec.json.format(msgspec.json.encode(request)))
+        write_file(path, msgspec.json.format(msgspec.json.encode(plain(request))))
         return
     except OSError as error:
         raise RunDirectoryError(f"can't read {path}: {error.strerror}; choose another --out") from error
     try:
-        differences = differing(msgspec.json.decode(before), msgspec.to_builtins(request))
+        differences = differing(msgspec.json.decode(before), plain(request))
     except msgspec.DecodeError as error:
         raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
     if differences:
@@ -199,6 +199,12 @@ def claim_folder(out: Path, request: Request) -> None:
             f"{out} holds another comparison ({'; '.join(differences)}); give the same arguments to continue it, or "
             "choose another --out"
         )
+
+
+def plain(request: Request) -> dict[str, Any]:
+    """The request as values that can be written as JSON."""
+    values: dict[str, Any] = msgspec.to_builtins(request, enc_hook=lambda config: config.model_dump(mode="json"))
+    return values
 
 
 def _make(out: Path) -> None:

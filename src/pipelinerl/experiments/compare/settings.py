@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from pipelinerl.config import RunConfig
 from pipelinerl.launch.hosts.resources import plan_threads
 from pipelinerl.schedule import make_schedule
@@ -33,9 +31,9 @@ class Settings(NamedTuple):
         return f"p{self.processes}-e{self.engine_threads}-h{self.slots}-t{self.trainer_threads}"
 
     def applied_to(self, config: RunConfig) -> RunConfig:
-        replace = msgspec.structs.replace
-        engine = replace(config.engine, processes=self.processes, slots=self.slots, threads=self.engine_threads)
-        return replace(config, engine=engine, trainer=replace(config.trainer, threads=self.trainer_threads))
+        changes = {"processes": self.processes, "slots": self.slots, "threads": self.engine_threads}
+        trainer = config.trainer.model_copy(update={"threads": self.trainer_threads})
+        return config.model_copy(update={"engine": config.engine.model_copy(update=changes), "trainer": trainer})
 
 
 def settings_of(config: RunConfig, cores: int) -> Settings:

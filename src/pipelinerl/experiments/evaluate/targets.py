@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from pipelinerl.checkpoint import saved_versions
-from pipelinerl.config.load import config_from_yaml
+from pipelinerl.config import config_from_yaml
 from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.models.loading import resolve_path
@@ -99,5 +97,5 @@ def _targets_of(text: str) -> Iterator[Target]:
         versions = ", ".join(map(str, saved))
         raise RunDirectoryError(f"{text}: give {run_dir}@all, or one of the versions that it has: 0, {versions}")
     for version in saved if wanted == "all" else [int(wanted) if wanted else max(saved)]:
-        model = msgspec.structs.replace(config.model, path=str(saved[version]))
+        model = config.model.model_copy(update={"path": str(saved[version])})
         yield Target(f"{name}@{version}", "", model, version, checkpoint=True)

@@ -110,7 +110,7 @@ def prepare(config: RunConfig, stream: Path) -> PreparedSamples:
 
 def make_learner(config: RunConfig) -> Learner:
     """The run's learner with a negligible learning rate, because it trains on the same rollouts repeatedly."""
-    trainer = msgspec.structs.replace(config.trainer, learning_rate=1e-12, ess_threshold=0.0, kl_coefficient=0.0)
+    trainer = config.trainer.model_copy(update={"learning_rate": 1e-12, "ess_threshold": 0.0, "kl_coefficient": 0.0})
     model = load_model(config.model, config.trainer.device)
     lora = LoraModel(model, config.model.lora, seed=config.seed) if config.model.lora else None
     return Learner(

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from pipelinerl.checkpoint import load_checkpoint, saved_versions
@@ -57,7 +56,7 @@ class SavedWeights:
         if path is None:
             return load_model(self._model, device)
         load_checkpoint(path)  # verifies every file
-        return load_model(msgspec.structs.replace(self._model, path=str(path)), device)
+        return load_model(self._model.model_copy(update={"path": str(path)}), device)
 
     def tensors(self, version: int) -> Mapping[str, Tensor]:
         """The weights of `version` on the CPU, by name. Read only."""

@@ -42,15 +42,10 @@ def serve_engine(session: Session, role: str) -> None:
     serve(
         ServeOptions(
             model=config.model,
+            engine=engine.model_copy(update={"threads": _threads(session)}),
             name=role,
             listen=Address(HOST, 0),
-            slots=engine.slots,
-            max_length=engine.max_length,
             max_queue=engine.slots,
-            prefill_tokens=engine.prefill_tokens,
-            kv_on_update=engine.kv_on_update,
-            device=engine.device,
-            threads=_threads(session),
             weight_directories=(SHARED_MEMORY, session.run.control),
             drain_s=DRAIN_S,
             ready_file=session.run.ready_file(role),

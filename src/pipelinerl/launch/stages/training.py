@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipelinerl.checkpoint import Checkpoint, load_checkpoint
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
@@ -58,7 +56,7 @@ def load_policy(session: Session, board: Board) -> Policy:
     config, plan = session.config, session.plan
     starting(board, [TRAINER], "loads the model")
     checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint else None
-    merged = msgspec.structs.replace(config.model, path=str(checkpoint.path)) if checkpoint else config.model
+    merged = config.model.model_copy(update={"path": str(checkpoint.path)}) if checkpoint else config.model
     if config.model.lora is None:
         if checkpoint:
             refuse_adapter(checkpoint.path)

@@ -88,7 +88,7 @@ class EngineThread:
                 raise RefusedError(
                     "overloaded",
                     f"{self._slots} requests are in progress and {waiting} wait, the most that this server accepts "
-                    "(--slots, --max-queue): try again later",
+                    "(--engine.slots, --max-queue): try again later",
                     retry_after_s=1,
                 )
             self._open.add(request.id)

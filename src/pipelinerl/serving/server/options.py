@@ -7,9 +7,9 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from pipelinerl.config.schema import ModelConfig
+from pipelinerl.config.schema import EngineConfig, ModelConfig
 from pipelinerl.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where trainers write weight files, under unique names
@@ -24,41 +24,27 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """`name`: the model's name in OpenAI's API and the engine's name in receipts. `updates`: a separate address for updates.
+    """`engine`: only the keys of the embedded engine are used. `name`: the model's name in OpenAI's API and the engine's
+    name in receipts. `updates`: a separate address for updates.
 
     `drain_s`: how long requests in progress may take when the server is stopped. `lifeline_fd`: read end of a pipe; the
     server stops at once when the other end closes.
     """
 
     model: ModelConfig
+    engine: EngineConfig
     name: str
     listen: Address
     updates: Address | None = None
     api_key: str | None = field(default=None, repr=False)
-    slots: int = 32
-    max_length: int | None = None
     max_queue: int = 256
-    prefill_tokens: int = 2048
-    kv_on_update: Literal["keep", "recompute"] = "keep"
-    device: str = "cpu"
-    threads: int | None = None
     weight_directories: Sequence[Path] = (SHARED_MEMORY,)
     drain_s: float = 30.0
     ready_file: Path | None = None
     lifeline_fd: int | None = None
 
     def check(self) -> None:
-        """Raises UserError for numbers out of range, and for an address that other machines can reach without a key."""
-        for flag, value, least in (
-            ("slots", self.slots, 1),
-            ("max-queue", self.max_queue, 0),
-            ("prefill-tokens", self.prefill_tokens, 1),
-            ("max-length", self.max_length, 2),
-            ("threads", self.threads, 1),
-            ("drain-s", self.drain_s, 0),
-        ):
-            if value is not None and value < least:
-                raise UserError(f"--{flag} {value:g}: give at least {least}")
+        """Raises UserError for an address that is invalid, or that other machines can reach without a key."""
         for flag, address in (("", self.listen), ("update-", self.updates)):
             if address is None:
                 continue

@@ -91,21 +91,21 @@ class Loaded:
 
 def load(options: ServeOptions) -> Loaded:
     """Load the model and create its engine; takes seconds to minutes. Raises ModelLoadError and UnsupportedModelError."""
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    if options.engine.threads is not None:
+        torch.set_num_threads(options.engine.threads)
     tokenizer = load_tokenizer(options.model)
-    return loaded_from(load_model(options.model, options.device), tokenizer, options)
+    return loaded_from(load_model(options.model, options.engine.device), tokenizer, options)
 
 
 def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: bool = True) -> Loaded:
     """The second half of `load`, for a model and tokenizer in memory. `flatten`: see `LocalEngine`."""
-    max_length = slot_length(model, options.max_length)
+    max_length = slot_length(model, options.engine.max_length)
     engine = LocalEngine(
         model,
-        slots=options.slots,
+        slots=options.engine.slots,
         max_length=max_length,
-        prefill_tokens=options.prefill_tokens,
-        kv_on_update=options.kv_on_update,
+        prefill_tokens=options.engine.prefill_tokens,
+        kv_on_update=options.engine.kv_on_update,
         name=options.name,
         flatten=flatten,
     )
@@ -113,7 +113,7 @@ def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: b
     thread = EngineThread(
         engine,
         name=options.name,
-        slots=options.slots,
+        slots=options.engine.slots,
         max_queue=options.max_queue,
         held=lambda: checksum(weights),
     )
@@ -121,7 +121,7 @@ def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: b
         engine=thread,
         tokenizer=tokenizer,
         weights=weights,
-        slots=options.slots,
+        slots=options.engine.slots,
         max_length=max_length,
         vocabulary=model.get_input_embeddings().weight.shape[0],
         stop_token_ids=stop_token_ids(model, tokenizer),

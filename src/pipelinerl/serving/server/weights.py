@@ -111,7 +111,7 @@ def _check_kind(name: str, tensor: Tensor, held: Tensor) -> None:
     """Raises WeightUpdateError unless the tensor has the type and shape of the engine's; both are part of the checksum."""
     if (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
         raise WeightUpdateError(
-            f"{name} is {_kind(tensor)}, in the engine it is {_kind(held)}: nothing was changed (types: see --dtype)"
+            f"{name} is {_kind(tensor)}, in the engine it is {_kind(held)}: nothing was changed (types: see --model.dtype)"
         )
 
 
