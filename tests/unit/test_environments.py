@@ -330,6 +330,55 @@ def test_two_files_of_the_same_name_do_not_mix(own, tmp_path):
     assert (first.word.text, second.word.text) == ("hey", "ho")
 
 
+JUDGED = """
+import asyncio
+from typing import Annotated
+from msgspec import Meta
+from pipelinerl.environments.options import Options
+from pipelinerl.environments.single_turn import JudgedTurn, Judgement
+from pipelinerl.types import Problem
+
+class ShortOptions(Options, kw_only=True):
+    most: Annotated[int, Meta(ge=1)] = 3
+
+class Short(JudgedTurn):
+    Options = ShortOptions
+
+    def __init__(self, tokenizer, seed, **args):
+        super().__init__(tokenizer, seed)
+        self.most = ShortOptions.read(args).most
+
+    def problem(self, index):
+        return Problem(id=str(index), payload={})
+
+    def prompt(self, problem):
+        return "say"
+
+    async def judge(self, problem, turn):
+        await asyncio.sleep(0)
+        return Judgement(float(len(turn.text) <= self.most), {"tokens": len(turn.completion.token_ids)})
+
+class Derived(Short):
+    def __init__(self, tokenizer, seed, *, word="", **args):
+        super().__init__(tokenizer, seed, **args)
+        self.word = word
+"""
+
+
+def test_a_class_may_declare_its_arguments_in_a_struct_and_await_its_judgement(tmp_path):
+    path = tmp_path / "judged.py"
+    path.write_text(JUDGED)
+    environment = make_environment(f"{path}:Short", {"most": 2}, TOKENIZER, 0)
+    outcomes = [play(environment, environment.problem(0), [say(text)])[0] for text in ("no", "yes")]
+    assert [(outcome.reward, outcome.metrics) for outcome in outcomes] == [(1.0, {"tokens": 3}), (0.0, {"tokens": 4})]
+    assert make_environment(f"{path}:Derived", {"word": "x", "most": 5}, TOKENIZER, 0).most == 5
+    for kind in ("Short", "Derived"):
+        with pytest.raises(EnvironmentSetupError, match=r"environment\.args\.most is 0: expected `int` >= 1"):
+            make_environment(f"{path}:{kind}", {"most": 0}, TOKENIZER, 0)
+        with pytest.raises(EnvironmentSetupError, match="Did you mean 'most' instead of 'mots'"):
+            make_environment(f"{path}:{kind}", {"mots": 1}, TOKENIZER, 0)
+
+
 @pytest.mark.parametrize(
     ("kind", "args", "complaint"),
     [

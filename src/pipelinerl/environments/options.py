@@ -54,7 +54,7 @@ class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: dict[str, Any] = {}
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Base of the structs. A subclass may check several fields together in `__post_init__` (EnvironmentSetupError)."""
 
     @classmethod
