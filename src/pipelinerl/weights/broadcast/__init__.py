@@ -10,13 +10,13 @@ a group of gloo or nccl (`group`). The launcher creates the sender's socket with
     Offer to all members                             -> have memory: Report ready
     waits for all; Go receive                        -> receive into a buffer, in buckets, and verify the checksum, while the
                                                         engine decodes: Report staged
-    waits for all; Go apply to all members           -> only now does `poll` return the update. The engine copies it between
+    waits for all; Go apply                          -> only now does `poll` return the update. The engine copies it between
                                                         two tokens, and echoes the checksum of what it holds: Answer
     waits for all answers before the next update; a
     wrong one ends the run
 
-Engine servers receive in the process that computes. The process that sends requests to them is then the coordinator: it
-gets Offer and Go apply, offers the update (without tensors) to its engine, which makes the servers apply what they have
+Engine servers receive in the process that computes. The process that sends requests to them is then the coordinator. Go
+apply is for it alone: it offers the update (without tensors) to its engine, which makes the servers apply what they have
 staged (over HTTP: `serving.client`), and its Answer is for all of them.
 
 Whole or not at all: an engine's weights change only after Go apply, so only if every receiver has staged the whole

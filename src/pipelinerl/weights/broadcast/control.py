@@ -66,6 +66,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
     """All members have connected: form the group of `size` ranks. The sender is rank 0, receiver i is rank i + 1.
 
     `backend`: nccl between GPUs, gloo between CPUs. `store_port`: of the group's rendezvous store, at the sender's address.
+    `coordinated`: there is a coordinator.
     """
 
     backend: str
@@ -73,6 +74,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
     store_port: int
     bucket_bytes: Annotated[int, msgspec.Meta(ge=1)]
     stall_s: Annotated[float, msgspec.Meta(ge=1)]
+    coordinated: bool
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
@@ -85,7 +87,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """`receive`: all receivers are ready, the broadcast of update `number` begins. `apply`: all have staged it."""
+    """`receive`: all receivers are ready, the broadcast of update `number` begins. `apply`: all have staged it.
+
+    `apply` is sent to the coordinator if there is one, else to the receivers.
+    """
 
     step: Literal["receive", "apply"]
     number: int

@@ -52,8 +52,8 @@ class CollectiveWeightReceiver:
     Index None makes it the coordinator: the `WeightReceiver` of a process whose engine consists of servers that are the
     receivers. Its updates have no tensors. It decides when the servers apply an update, and its receipt is for all of them.
 
-    An update arrives once every receiver has staged it. After a failure, including a wrong address, key or index, `offered`
-    and `poll` raise, but an update that has arrived can still be taken first.
+    An update arrives once every receiver has staged it; at a server, once it is staged there. After a failure, including a
+    wrong address, key or index, `offered` and `poll` raise, but an update that has arrived can still be taken first.
     """
 
     def __init__(
@@ -165,8 +165,15 @@ class CollectiveWeightReceiver:
             offer = self._next(control.Offer)
             if self._group is not None:
                 self._stage(self._group, offer, form.bucket_bytes)
-            self._expect(control.Go("apply", offer.number))
-            self._arrived = _Arrived(offer.number, WeightUpdate(offer.version, offer.checksum, self._tensors))
+            arrived = _Arrived(offer.number, WeightUpdate(offer.version, offer.checksum, self._tensors))
+            if self._group is not None and form.coordinated:
+                # The engine is a server, which is told over HTTP when to apply the update: `poll` must return it by then.
+                self._arrived = arrived
+            if self._group is not None:
+                self._send(control.Report("staged", offer.number))
+            if self._group is None or not form.coordinated:
+                self._expect(control.Go("apply", offer.number))
+                self._arrived = arrived
 
     def _join(self) -> tuple[control.Channel[control.FromSender], control.Form]:
         """Connect to the sender and wait until all members have."""
@@ -207,7 +214,6 @@ class CollectiveWeightReceiver:
             raise WeightUpdateError(
                 f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
             )
-        self._send(control.Report("staged", offer.number))
 
     def _next(self, expected: type[M], deadline_s: float | None = None) -> M:
         """The sender's next message. Raises _OverError if the transfer ends first, WeightUpdateError for another message."""

@@ -421,7 +421,12 @@ class CollectiveWeightSender:
             return None
         backend, size, store = self._backend, len(self._members.receivers) + 1, serve_store(self.host)
         form = control.Form(
-            backend=backend, size=size, store_port=store.port, bucket_bytes=self._bucket_bytes, stall_s=self._stall_s
+            backend=backend,
+            size=size,
+            store_port=store.port,
+            bucket_bytes=self._bucket_bytes,
+            stall_s=self._stall_s,
+            coordinated=self._members.coordinator is not None,
         )
         self._members.send(form)
         device, bound_s = staging_device(backend, self._device), 2 * self._stall_s
@@ -443,7 +448,7 @@ class CollectiveWeightSender:
             self._wait_for_step("staged", offer, _EXPLANATION_S)  # Raises an error that names the failed receiver.
             raise
         if self._wait_for_step("staged", offer, 2 * self._stall_s):
-            members.send(control.Go("apply", number))
+            members.send(control.Go("apply", number), members.answering)
             self._released = number
 
     def _wait_for_step(self, step: str, offer: control.Offer, bound_s: float) -> bool:
