@@ -5,19 +5,15 @@ User code runs in a separate process (`tryout`), which has a time limit and is k
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
 from pipelinerl import errors
+from pipelinerl.child import ChildProcess
 from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.user.static_check import check_statically
@@ -104,65 +100,35 @@ def try_environment(config: RunConfig) -> TryoutReport:
     Raises the error that this ended with. Raises EnvironmentSetupError if it took longer than `launch.startup_timeout_s`
     or crashed its process.
     """
-    bound_s = config.launch.startup_timeout_s
-    read_fd, write_fd = os.pipe()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-m", "pipelinerl.launch.tryout", str(write_fd)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[write_fd],
-            start_new_session=True,
-        )
-        os.close(write_fd)
-        try:
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    process.stdin.write(config_to_yaml(config).encode())
-                    process.stdin.close()
-            doing = "loads this package"
-            for message in _messages(read_fd, time.monotonic() + bound_s):
-                if isinstance(message, Step):
-                    doing = message.doing
-                elif isinstance(message, Mistake):
-                    raise _to_error(message)
-                else:
-                    return message
-            if process.poll() is None and _wait(process) is None:
+    kind, bound_s = config.environment.kind, config.launch.startup_timeout_s
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-tryout-") as name:
+        folder = Path(name)
+        settings, messages = folder / "config.yaml", folder / "messages.jsonl"
+        settings.write_text(config_to_yaml(config), encoding="utf-8")
+        messages.touch()
+        command = [sys.executable, "-m", "pipelinerl.launch.tryout", str(settings), str(messages)]
+        with ChildProcess(command, log=folder / "output") as process:
+            process.wait_until(lambda: not isinstance(_last_message(messages), Step), bound_s)
+            message = _last_message(messages)
+            if isinstance(message, TryoutReport):
+                return message
+            if isinstance(message, Mistake):
+                raise _to_error(message)
+            if process.running:
                 raise EnvironmentSetupError(
-                    f"environment {config.environment.kind} was not ready after {bound_s:g} s "
-                    f"(launch.startup_timeout_s): it {doing}"
+                    f"environment {kind} was not ready after {bound_s:g} s (launch.startup_timeout_s): it {message.doing}"
                 )
-            output.seek(0)
-            last = b"\n".join(output.read().splitlines()[-OUTPUT_LINES:]).decode(errors="replace")
+            last = "\n".join(process.log_lines()[-OUTPUT_LINES:])
             raise EnvironmentSetupError(
-                f"environment {config.environment.kind} ended its process (status {process.returncode}) while it {doing}"
+                f"environment {kind}: its process {process.how_it_ended()} while it {message.doing}"
                 + (f"; the end of its output:\n{last}" if last else "")
             )
-        finally:
-            os.close(read_fd)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
-def _messages(fd: int, deadline_s: float) -> Iterator[TryoutMessage]:
-    """The messages that arrive, one per line, until the other end closes or `deadline_s` has passed."""
-    decoder, waiting = msgspec.json.Decoder(TryoutMessage), b""
-    while select.select([fd], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-        received = os.read(fd, 1 << 16)
-        if not received:
-            return
-        *lines, waiting = (waiting + received).split(b"\n")
-        yield from map(decoder.decode, lines)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit status of the process, or None if it still runs after a second."""
-    with suppress(subprocess.TimeoutExpired):
-        return process.wait(1.0)
-    return None
+def _last_message(path: Path) -> TryoutMessage:
+    """The last complete line that the process wrote."""
+    *_, last, _ = ["", *path.read_text(encoding="utf-8").split("\n")]
+    return msgspec.json.decode(last, type=TryoutMessage) if last else Step("loads this package")
 
 
 def _to_error(mistake: Mistake) -> PipelineRLError:

@@ -1,18 +1,18 @@
 """Builds the environment of a run and tries its first problem with an empty answer, without a model.
 
-    python -m pipelinerl.launch.tryout FD
+    python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES
 
-The configuration is read as YAML from standard input. Messages (`dry_run.TryoutMessage`) are written to FD, one per line.
+Messages (`dry_run.TryoutMessage`) are appended to the file MESSAGES, one per line.
 Attempts have the time limits of a run, `actor.code_timeout_s` and `actor.rollout_timeout_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -58,18 +58,18 @@ class EmptyAnswers(EngineClient):
         yield completion
 
 
-def main(argument: str) -> int:
-    fd = int(argument)
-    os.set_inheritable(fd, False)
+def main(arguments: Sequence[str]) -> int:
+    settings, messages = map(Path, arguments)
+    with messages.open("ab", buffering=0) as file:
 
-    def send(message: TryoutMessage) -> None:
-        os.write(fd, msgspec.json.encode(message) + b"\n")
+        def send(message: TryoutMessage) -> None:
+            file.write(msgspec.json.encode(message) + b"\n")
 
-    try:
-        send(asyncio.run(try_environment(config_from_yaml(sys.stdin.read()), send)))
-    except PipelineRLError as error:
-        send(Mistake(type(error).__name__, str(error)))
-        return error.exit_status
+        try:
+            send(asyncio.run(try_environment(config_from_yaml(settings.read_text(encoding="utf-8")), send)))
+        except PipelineRLError as error:
+            send(Mistake(type(error).__name__, str(error)))
+            return error.exit_status
     return 0
 
 
@@ -131,4 +131,4 @@ def _last_place(failure: Failure) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))
