@@ -8,8 +8,6 @@ timed run ─▶ weights/step_* ─▶ `pipelinerl eval` in one process per core
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError
 from pipelinerl.experiments.compare.request import Request
@@ -30,6 +29,8 @@ from pipelinerl.report.files import write_file
 
 HELD_OUT_FILE = "held_out.json"
 POLL_S = 0.1
+STOP_S = 2.0
+"""Time for an evaluation to end once it is told to. Its results are not used."""
 _EVAL = "import sys; from pipelinerl.cli import main; sys.exit(main())"
 
 
@@ -68,11 +69,10 @@ class _Summary(msgspec.Struct):
 
 
 class _Part(NamedTuple):
-    """One evaluation process and its output paths."""
+    """One evaluation process, and the folder of its results."""
 
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     out: Path
-    log: Path
 
 
 def check_held_out(request: Request) -> None:
@@ -100,15 +100,16 @@ def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=run_dir, prefix=".held-out-")))
         interrupts = cleanup.enter_context(counted_interrupts(raising=True))
+        processes: list[ChildProcess] = []
+        cleanup.callback(stop_all, processes, STOP_S)
         parts = []
         for number in range(workers):
-            part = _start(run_dir, versions[number::workers], request, scratch / str(number))
-            cleanup.callback(_terminate, part.process)
-            parts.append(part)
-        while any(part.process.poll() is None for part in parts):
+            parts.append(_start(run_dir, versions[number::workers], request, scratch / str(number)))
+            processes.append(parts[-1].process)
+        while any(process.running for process in processes):
             if interrupts.count:
                 raise RunInterruptedError("stopped during an evaluation")
-            if any(part.process.poll() for part in parts):
+            if any(process.status for process in processes):
                 break
             time.sleep(POLL_S)
         found = [model for part in parts for model in _models_of(part, run_dir)]
@@ -145,37 +146,18 @@ def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) 
     arguments = [*(f"{run_dir}@{version}" for version in versions), "--problems", str(request.held_out), "--attempts", "1"]
     for key, value in request.held_out_args.items():
         arguments += ["--env-arg", f"{key}={msgspec.json.encode(value).decode()}"]
-    environment = dict(os.environ)
+    environment: dict[str, str] = {}
     if request.config.engine.device == "cpu":
         arguments += ["--threads", "1"]
-        environment |= thread_environment(1)
-    log = out.with_suffix(".log")
-    with log.open("wb") as file:
-        process = subprocess.Popen(  # noqa: S603 - this interpreter, this package
-            [sys.executable, "-c", _EVAL, "eval", *arguments, "--out", str(out)],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=environment,
-        )
-    return _Part(process, out, log)
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """Terminate the process if it is still running. The first signal requests a clean stop."""
-    while process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
-            continue
+        environment = thread_environment(1)
+    command = [sys.executable, "-c", _EVAL, "eval", *arguments, "--out", str(out)]
+    return _Part(ChildProcess(command, log=out.with_suffix(".log"), environment=environment), out)
 
 
 def _models_of(part: _Part, run_dir: Path) -> tuple[_Model, ...]:
-    status = part.process.poll()
-    if status is None:  # still running: another process has failed, and raises below
+    if part.process.running:  # another process has failed, and raises below
         return ()
-    if status:
-        lines = part.log.read_text(encoding="utf-8", errors="replace").splitlines() or [f"exit status {status}"]
-        raise PipelineRLError(f"evaluating the weights of {run_dir} failed: {lines[-1].removeprefix('error: ')}")
+    if part.process.status:
+        last = (part.process.log_lines() or [f"its process {part.process.how_it_ended()}"])[-1]
+        raise PipelineRLError(f"evaluating the weights of {run_dir} failed: {last.removeprefix('error: ')}")
     return msgspec.json.decode((part.out / "summary.json").read_bytes(), type=_Summary).models
