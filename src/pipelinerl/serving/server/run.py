@@ -138,7 +138,7 @@ class _Process:
         holder.open(service)
         urls = [_url(listening) for listening in self._sockets]
         ready = Ready(url=urls[0], pid=os.getpid(), update_url=urls[-1])
-        slots = f"{self._options.slots} slots of {service.loaded.max_length} tokens"
+        slots = f"{self._options.engine.slots} slots of {service.loaded.max_length} tokens"
         print(f"{service.name} is served at {ready.url}, {slots}", file=sys.stderr, flush=True)
         if (path := self._options.ready_file) is not None:
             try:
