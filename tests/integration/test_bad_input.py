@@ -85,7 +85,7 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
         "trainer.device: device 'cuda:99' can't be used: ",
     ),
     "no such GPU for the engine": (lambda _: {"engine__device": "cuda:99"}, "engine.device: device 'cuda:99' can't be used"),
-    "no such device": (lambda _: {"engine__device": "gpu"}, "engine.device: 'gpu' is not a device; set it to cpu, cuda"),
+    "no such device": (lambda _: {"engine__device": "gpu"}, "engine.device: 'gpu' is not allowed here; this takes one of cpu, cuda"),
     "memory": (lambda _: {"engine__slots": 10**9}, "KV cache"),
     "model without weights": (model_without_weights, "model"),
     "model cut short": (model_cut_short, "model.safetensors is cut short: 100 bytes are missing"),
@@ -169,7 +169,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
         "delete this checkpoint to resume from the one before",
     ),
     "weights": (damaged("checkpoints/step_00000001/model.safetensors", 400), 1, "model.safetensors is damaged"),
-    "no configuration": (lambda run_dir: (run_dir / "config.yaml").unlink(), 2, "it is not a run directory"),
+    "no configuration": (lambda run_dir: (run_dir / "config.yaml").unlink(), 2, "is not a run directory (there is no"),
 }
 
 
