@@ -85,7 +85,7 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
         "trainer.device: device 'cuda:99' can't be used: ",
     ),
     "no such GPU for the engine": (lambda _: {"engine__device": "cuda:99"}, "engine.device: device 'cuda:99' can't be used"),
-    "no such device": (lambda _: {"engine__device": "gpu"}, "engine.device: 'gpu' is not allowed here; this takes one of cpu, cuda"),
+    "no such device": (lambda _: {"engine__device": "gpu"}, "'gpu' is not allowed here; this takes one of cpu, cuda"),
     "memory": (lambda _: {"engine__slots": 10**9}, "KV cache"),
     "model without weights": (model_without_weights, "model"),
     "model cut short": (model_cut_short, "model.safetensors is cut short: 100 bytes are missing"),
