@@ -128,7 +128,6 @@ def refuse_network_file_system(directory: Path, mounts: Path = Path("/proc/self/
     if kind in NETWORK_FILE_SYSTEMS:
         raise OSError(
             errno.EOPNOTSUPP,
-            f"it is on a network file system ({kind}), where processes can't share a database: use a run directory on a "
-            "local disk, or `stream.kind: redis`",
+            f"it is on a network file system ({kind}), where processes can't share a database: choose a local disk",
             str(directory),
         )

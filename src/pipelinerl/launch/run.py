@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -123,7 +124,8 @@ def _write_start(session: Session) -> None:
             stale.unlink()
         make_record(run.admission, sum(kept.left for kept in session.plan.kept), session.plan.settled)
     except OSError as error:
-        raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}; make room on that disk") from error
+        advice = "; make room on that disk" if error.errno == errno.ENOSPC else ""
+        raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}{advice}") from error
 
 
 def _launch(session: Session, lock: RunLock, broker: Broker | None, view: View) -> Outcome:
