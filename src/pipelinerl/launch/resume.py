@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
 from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
 from pipelinerl.config import config_from_yaml
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.schema import LoraConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.launch.run_directory import RunDirectory, set_aside
 from pipelinerl.launch.session import KeptGroup, StartPlan
@@ -51,8 +50,10 @@ def start_again(run: RunDirectory) -> str | None:
     return f"{run.root} has no checkpoint: it starts again from the beginning{records}"
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def _shown(value: str | LoraConfig | None) -> str:
+    if value is None:
+        return "null"
+    return value if isinstance(value, str) else value.model_dump_json()
 
 
 def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> StartPlan:
