@@ -29,7 +29,7 @@ def test_a_run_compares_what_engine_and_trainer_compute(tmp_path: Path, monkeypa
     check = ProbeCheck.check
 
     def noted(self: ProbeCheck, readings: Any) -> None:
-        before = self._checked.get("engine", -1)
+        readings, before = list(readings), self._checked.get("engine", -1)
         check(self, readings)
         compared.extend(reading for reading in readings if before < reading.version <= self._checked["engine"])
 

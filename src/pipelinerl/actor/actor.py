@@ -54,7 +54,7 @@ class Actor:
         evaluations: Evaluations,
         status: GenerationStatus,
     ) -> None:
-        """`admission` decides which groups to start and when. `idle_s` is the sleep when there is nothing to do."""
+        """`admission` decides which groups to start and when."""
         self._groups = groups
         self._client = groups.context.client
         self._engine = groups.context.client.engine
