@@ -10,13 +10,15 @@ from __future__ import annotations
 import errno
 import sqlite3
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 BUSY_TIMEOUT_S = 30.0
 """Transactions take less than a millisecond. One lasts this long only if its process is stopped (a killed one ends it)."""
+_POLL_S = 0.0002
 
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "fuse.sshfs"})
 """The write-ahead log needs memory that processes share through the file system, which these do not offer reliably."""
@@ -37,10 +39,10 @@ class Database:
         self._path = path
         refuse_network_file_system(path.parent)
         with self._errors_as_os_errors():
-            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             try:
                 for setting in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=0"):
-                    self._connection.execute(f"PRAGMA {setting}")
+                    self._execute(f"PRAGMA {setting}")
                 with self.transaction():
                     for statement in schema.split(";"):
                         self._connection.execute(statement)
@@ -55,7 +57,7 @@ class Database:
         Raises TimeoutError if another process keeps it locked too long.
         """
         with self._errors_as_os_errors(), self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
+            self._execute("BEGIN IMMEDIATE")
             yield connection
 
     @contextmanager
@@ -75,7 +77,7 @@ class Database:
     def rows(self, query: str, *values: int | bytes) -> list[Any]:
         """The rows that a query finds, each a tuple. Outside of a transaction it sees the last complete one."""
         with self._errors_as_os_errors():
-            return self._connection.execute(query, values).fetchall()
+            return self._execute(query, values).fetchall()
 
     def changes(self) -> tuple[int, int]:
         """Differs from an earlier value if any process has changed the database since. Takes a microsecond or two."""
@@ -87,12 +89,23 @@ class Database:
         """Idempotent."""
         self._connection.close()
 
+    def _execute(self, statement: str, values: Sequence[int | bytes] = ()) -> sqlite3.Cursor:
+        """Repeat the statement while another process has the lock. SQLite's own waiting sleeps for up to 0.1 s at a time."""
+        deadline_s = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                return self._connection.execute(statement, values)
+            except sqlite3.OperationalError as error:
+                if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(_POLL_S)
+
     @contextmanager
     def _errors_as_os_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.OperationalError as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+            code = _code(error)
             if code == sqlite3.SQLITE_BUSY:
                 raise TimeoutError(
                     f"{self._path} has been locked for {BUSY_TIMEOUT_S:.0f} s: the process that holds it is stopped; "
@@ -103,6 +116,11 @@ class Database:
             raise
         except sqlite3.DatabaseError as error:
             raise DamagedDatabaseError(f"{self._path}: {error}") from error
+
+
+def _code(error: sqlite3.Error) -> int:
+    """The primary result code."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
 
 
 _ERRNO = {
