@@ -11,7 +11,7 @@ from pipelinerl.environments import make_environment
 from pipelinerl.environments.combine.difficulty_filter import read_pass_rates
 from pipelinerl.environments.combine.nested import distinct_problems
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.experiments.evaluate.records import PassRate
+from pipelinerl.experiments.evaluate.results import PassRate
 from pipelinerl.types import Problem
 
 from .env_client import TOKENIZER, rollout

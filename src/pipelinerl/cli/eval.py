@@ -20,7 +20,7 @@ from pipelinerl.errors import RunInterruptedError, UserError
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.evaluate.evaluate import EvaluationPlan
-    from pipelinerl.experiments.evaluate.targets import Target
+    from pipelinerl.experiments.evaluate.models import Target
 
 _EPILOG = (
     "MODEL: a folder, a hub id, `demo`, or a run directory: RUN_DIR is its last checkpoint, RUN_DIR@7 that of version 7, "
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         find_class(options.env)
     plan = _plan(options, arguments)
     from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.evaluate.table import evaluation_table  # noqa: PLC0415
+    from pipelinerl.experiments.evaluate.results import evaluation_table  # noqa: PLC0415
     from pipelinerl.launch.hosts.interrupts import counted_interrupts  # noqa: PLC0415
 
     with counted_interrupts(raising=True) as interrupts:
@@ -131,8 +131,8 @@ def _check(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace, arguments: dict[str, Any]) -> EvaluationPlan:
     from pipelinerl.experiments.evaluate.evaluate import LEVEL, RESAMPLES, EvaluationPlan  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.evaluate.records import EvaluationSettings  # noqa: PLC0415
-    from pipelinerl.experiments.evaluate.targets import find_targets, run_config_of  # noqa: PLC0415
+    from pipelinerl.experiments.evaluate.models import find_targets, run_config_of  # noqa: PLC0415
+    from pipelinerl.experiments.evaluate.results import EvaluationSettings  # noqa: PLC0415
 
     of_run = run_config_of(options.models[0])
     config = of_run or RunConfig()

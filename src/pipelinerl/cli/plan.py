@@ -59,11 +59,10 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load(options.run_file, settings) if options.run_file or settings else None
-    from pipelinerl.experiments.planner.plan import make_plan, plan_json  # noqa: PLC0415 (loads numpy: after the checks above)
-    from pipelinerl.experiments.planner.question import Flags, ask, calibration_of  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.calibrated import doubts  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.plan import Flags, ask, calibration_of, make_plan, plan_json  # noqa: PLC0415 (numpy)
+    from pipelinerl.experiments.planner.simulation.scenario import doubts  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.table import plan_text  # noqa: PLC0415 (as above)
-    from pipelinerl.report.files import write_file  # noqa: PLC0415 (as above)
+    from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
     flags = Flags(**{name: getattr(options, name) for name in _FLAGS})
     plan = make_plan(ask(config, flags))

@@ -54,9 +54,13 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load(_run_file(options), settings)
     from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (loads numpy)
     from pipelinerl.experiments.planner.simulation import simulate  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.calibrated import calibrated_costs, doubts, run_scenario  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.recorded import read_measured  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.scenario import (  # noqa: PLC0415 (as above)
+        calibrated_costs,
+        doubts,
+        read_measured,
+        run_scenario,
+    )
+    from pipelinerl.experiments.planner.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
     from pipelinerl.launch.stages.streams import stream_capacity  # noqa: PLC0415 (as above)
 
     calibration = read_calibration(options.calibration)
@@ -105,9 +109,8 @@ def _run_file(options: argparse.Namespace) -> Path | None:
 
 def _workload(options: argparse.Namespace, config: RunConfig, calibration: Calibration) -> tuple[Workload, str]:
     """The workload to simulate, and the source of its lengths as text."""
-    from pipelinerl.experiments.planner.lengths import parse_lengths  # noqa: PLC0415 (loads numpy)
-    from pipelinerl.experiments.planner.simulation.calibrated import calibrated_workload  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.recorded import read_workload  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.analytic import parse_lengths  # noqa: PLC0415 (loads numpy)
+    from pipelinerl.experiments.planner.simulation.scenario import calibrated_workload, read_workload  # noqa: PLC0415 (as above)
 
     if options.lengths:
         drawn = calibrated_workload(calibration, config, seed=config.seed, lengths=parse_lengths(options.lengths))
@@ -120,6 +123,6 @@ def _workload(options: argparse.Namespace, config: RunConfig, calibration: Calib
 def _write_json(path: Path, value: object) -> None:
     import msgspec  # noqa: PLC0415 (with the others)
 
-    from pipelinerl.report.files import write_file  # noqa: PLC0415 (as above)
+    from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
     write_file(path, msgspec.json.encode(value) + b"\n")

@@ -18,13 +18,13 @@ import platform
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import msgspec
 import torch
@@ -32,18 +32,26 @@ import torch
 from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
+from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, Machine, TrainingCost
-from pipelinerl.experiments.planner.lengths import LengthDistribution
-from pipelinerl.experiments.planner.measure_generation import decode_costs, prefill_costs, prompt_tokens_mean, update_pause_s
+from pipelinerl.experiments.planner.measure_generation import (
+    Generator,
+    Production,
+    decode_costs,
+    load_generator,
+    prefill_costs,
+    produce,
+    prompt_tokens_mean,
+    update_pause_s,
+)
 from pipelinerl.experiments.planner.measure_training import ENOUGH, READY
-from pipelinerl.experiments.planner.production import Generator, Production, load_generator, produce
-from pipelinerl.experiments.planner.utilisation import Utilisation
 from pipelinerl.launch.hosts.resources import plan_threads, side_by_side, thread_environment, usable_cores
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import Group
 
 DECODE_SECONDS = 0.8
 ACTOR_SECONDS = 8.0
+POLL_S = 0.05
 
 
 def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None) -> Calibration:
@@ -86,7 +94,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         generation=msgspec.structs.replace(generation_cost, threads=threads.generation),
         training=training_cost,
         lengths=dict(sorted(Counter(_lengths(sampled)).items())),
-        reward_mean=_mean_reward(sampled),
+        reward_mean=fmean(rollout.reward for group in sampled for rollout in group.rollouts),
     )
 
 
@@ -127,59 +135,53 @@ class TrainingProcess:
     def __init__(self, config: RunConfig, stream: Path, folder: Path, threads: int) -> None:
         path = folder / "config.yaml"
         path.write_text(config_to_yaml(config), encoding="utf-8")
-        self._errors = (folder / "training.log").open("w+", encoding="utf-8")
-        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this package
-            [sys.executable, "-m", "pipelinerl.experiments.planner.measure_training", str(path), str(stream)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**os.environ, **thread_environment(threads)},
-        )
-        self._lines: list[str] = []
-        self._changed = threading.Condition()
-        self._ended = False
+        self._output, self._errors = folder / "training.out", folder / "training.log"
+        with self._output.open("wb") as output, self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this package
+                [sys.executable, "-m", "pipelinerl.experiments.planner.measure_training", str(path), str(stream)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=errors,
+                env={**os.environ, **thread_environment(threads)},
+            )
         self._timeout_s = config.launch.startup_timeout_s
-        threading.Thread(target=self._listen, daemon=True).start()
 
     def has_printed(self, word: str) -> bool:
         """Whether the process has printed `word`. Raises PipelineRLError if it ended without printing it."""
-        if word not in self._lines and self._ended:
+        ended = self._process.poll() is not None  # before its output is read
+        printed = word in self._lines()
+        if ended and not printed:
             self._raise()
-        return word in self._lines
+        return printed
 
     def wait(self, word: str) -> None:
         """Wait for `word`. Raises PipelineRLError if the process ends first or exceeds `launch.startup_timeout_s`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: word in self._lines or self._ended, self._timeout_s):
+        deadline_s = time.monotonic() + self._timeout_s
+        while not self.has_printed(word):
+            if time.monotonic() > deadline_s:
                 raise PipelineRLError(f"the training process did not print {word!r} within {self._timeout_s:.0f} s")
-        self.has_printed(word)
+            time.sleep(POLL_S)
 
     def result(self) -> TrainingCost:
         """Stop the process and return what it measured. Raises PipelineRLError."""
-        assert self._process.stdin is not None  # noqa: S101 - a pipe, see above
-        self._process.stdin.close()
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ended, self._timeout_s):
-                raise PipelineRLError(f"the training process did not end within {self._timeout_s:.0f} s")
-        if self._process.wait() != 0 or not self._lines:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(self._timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise PipelineRLError(f"the training process did not end within {self._timeout_s:.0f} s") from error
+        lines = self._lines()
+        if self._process.returncode != 0 or not lines:
             self._raise()
-        return msgspec.json.decode(self._lines[-1], type=TrainingCost)
+        return msgspec.json.decode(lines[-1], type=TrainingCost)
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None  # noqa: S101 - a pipe, see above
-        for line in self._process.stdout:
-            with self._changed:
-                self._lines.append(line.strip())
-                self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+    def _lines(self) -> list[str]:
+        return self._output.read_text(encoding="utf-8").splitlines()
 
-    def _raise(self) -> None:
-        status = self._process.wait()
-        self._errors.seek(0)
-        last = next((line for line in reversed(self._errors.read().splitlines()) if line.strip()), "no output")
+    def _raise(self) -> NoReturn:
+        status = self._process.returncode
+        errors = self._errors.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = next((line for line in reversed(errors) if line.strip()), "no output")
         kind = UserError if status == UserError.exit_status else PipelineRLError
         raise kind(f"training could not be measured (exit status {status}): {last.removeprefix('error: ')}")
 
@@ -187,10 +189,8 @@ class TrainingProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()  # does nothing if the process has ended
         self._process.wait()
-        self._errors.close()
 
 
 def describe_machine(device: str, threads: int) -> Machine:
@@ -218,7 +218,3 @@ def _lengths(groups: list[Group]) -> list[int]:
         sum(len(turn.completion.token_ids) for turn in rollout.turns) for group in groups for rollout in group.rollouts
     ]
     return [count for count in counts if count]
-
-
-def _mean_reward(groups: list[Group]) -> float:
-    return fmean(rollout.reward for group in groups for rollout in group.rollouts)

@@ -1,4 +1,4 @@
-"""Measures the costs of an engine: decode steps by batch size, prefill, weight updates.
+"""Measures generation: an actor at full load as in a run, and an engine's decode steps, prefill and weight updates.
 
 Decode steps are timed with the KV cache as full as in a batch that is kept full. The sequences are random tokens, with the
 distribution of ages at a random moment.
@@ -7,20 +7,158 @@ distribution of ages at a random moment.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
+from pipelinerl.actor.actor import Actor
+from pipelinerl.actor.admission import Admission
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.engine import LocalEngine
+from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import UserError
+from pipelinerl.experiments.planner.analytic import LengthDistribution, powers_of_two
 from pipelinerl.experiments.planner.calibration import DecodeCost
-from pipelinerl.experiments.planner.lengths import LengthDistribution
-from pipelinerl.experiments.planner.production import Generator
-from pipelinerl.experiments.planner.utilisation import powers_of_two
-from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.files import JsonLines
+from pipelinerl.interfaces import Environment, Tokenizer, WeightUpdate
+from pipelinerl.launch.stages.engines import load_local_engine
+from pipelinerl.models.loading import load_tokenizer, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.status.board import MemoryBoard
+from pipelinerl.stream import FileStreamWriter
 from pipelinerl.types import GenerationRequest, Group, SamplingParams
+from pipelinerl.weights.memory import MemoryChannel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """The parts of a generation process. Created by `load_generator`."""
+
+    config: RunConfig
+    environment: Environment
+    tokenizer: Tokenizer
+    model: Any
+    engine: LocalEngine
+    vocabulary: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Production:
+    """What an actor produced in `wall_s`, with all slots in use.
+
+    `groups` are all groups it finished. `first` are those started before any unfinished group, so that they are not biased
+    to short completions. `active` is the number of sequences in progress at each engine step.
+    """
+
+    groups: list[Group]
+    first: list[Group]
+    wall_s: float
+    tokens: int
+    rollouts: int
+    active: list[int]
+
+
+def load_generator(config: RunConfig) -> Generator:
+    """Load the environment, model and engine of a run file. Raises UserError if one can't be loaded."""
+    tokenizer = load_tokenizer(config.model)
+    environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
+    model, engine = load_local_engine(config)
+    return Generator(
+        config=config,
+        environment=environment,
+        tokenizer=tokenizer,
+        model=model,
+        engine=engine,
+        vocabulary=model.get_input_embeddings().weight.shape[0],
+        stop_token_ids=stop_token_ids(model, tokenizer),
+    )
+
+
+async def produce(
+    generator: Generator, folder: Path, *, seconds: float, rollouts: int, keep_going: Callable[[], bool] = lambda: False
+) -> Production:
+    """Run an actor that writes its groups and records to `folder`, as to a run directory.
+
+    The actor warms up until as many rollouts as there are slots have ended. The measurement then runs for at least
+    `seconds`, until the first `rollouts` rollouts in order of their start have ended, and while `keep_going()`.
+    """
+    config = generator.config
+    folder.mkdir(parents=True, exist_ok=True)
+    board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
+    with (
+        closing(FileStreamWriter(folder / "stream", Group, capacity=1 << 20)) as writer,
+        closing(Admission.alone(folder / "admission", schedule, board)) as admission,
+        JsonLines(folder / "rollouts.jsonl") as log,
+    ):
+        records = _Records(log)
+        actor = Actor(
+            environment=generator.environment,
+            engine=generator.engine,
+            tokenizer=generator.tokenizer,
+            admission=admission,
+            writer=writer,
+            receiver=MemoryChannel().receiver,
+            board=board,
+            records=records,
+            config=config.actor,
+            seed=config.seed,
+            slots=config.engine.slots,
+            stop_token_ids=generator.stop_token_ids,
+        )
+        try:
+            while records.rollouts < config.engine.slots:
+                await actor.iterate()
+            begin_s, tokens, before = time.perf_counter(), generator.engine.progress().tokens_generated, records.rollouts
+            active = [generator.engine.in_progress]
+            while time.perf_counter() - begin_s < seconds or records.first_rollouts < rollouts or keep_going():
+                await actor.iterate()
+                active.append(generator.engine.in_progress)
+            return Production(
+                groups=records.groups,
+                first=records.first,
+                wall_s=time.perf_counter() - begin_s,
+                tokens=generator.engine.progress().tokens_generated - tokens,
+                rollouts=records.rollouts - before,
+                active=active,
+            )
+        finally:
+            await actor.finish()
+
+
+class _Records:
+    """A sink for the actor's records that writes them to disk, like a run, and keeps the groups in memory.
+
+    `first` are the groups before the first one that is unfinished, in order of their start.
+    """
+
+    def __init__(self, log: JsonLines) -> None:
+        self.groups: list[Group] = []
+        self.first: list[Group] = []
+        self.rollouts = 0
+        self.first_rollouts = 0
+        self._log = log
+        self._later: dict[int, Group] = {}
+
+    def write(self, record: object) -> None:
+        self._log.write(record)
+        if isinstance(record, Group):
+            self.groups.append(record)
+            self.rollouts += len(record.rollouts)
+            self._later[record.index] = record
+            while group := self._later.pop(len(self.first), None):
+                self.first.append(group)
+                self.first_rollouts += len(group.rollouts)
+
+
+# ---- the engine
+
 
 STEPS = 16
 """Consecutive decode steps in a round: few, so that the fill of the cache hardly changes."""

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     except PipelineRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    _print_line(msgspec.json.encode(cost).decode())
+    print(msgspec.json.encode(cost).decode(), flush=True)
     return 0
 
 
@@ -142,9 +142,9 @@ def take_steps(
         steps.append(Step(used_tokens(config, batch), time.perf_counter() - begin_s))
         measured = len(steps) - 2  # the first two warm up
         if number == 1:
-            _print_line(READY)
+            print(READY, flush=True)
         if measured == 2 * MIN_STEPS:
-            _print_line(ENOUGH)
+            print(ENOUGH, flush=True)
         if measured >= 2 * MIN_STEPS and closed():
             break
     return steps[2:]
@@ -173,10 +173,6 @@ def fit_steps(steps: Sequence[Step]) -> tuple[float, float]:
 def _wait_for_end_of_input(closed: threading.Event) -> None:
     sys.stdin.read()
     closed.set()
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":
