@@ -135,7 +135,7 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
         html.heading("Findings"),
         html.bullets(findings(rows, target, request.reward)),
         html.heading("Schedules"),
-        html.table(_HEADER, [_cells(row) for row in rows], strong=strong),
+        html.records([_cells(row) for row in rows], strong=strong),
         html.paragraph(_legend(target, request), "note"),
         *([html.heading("Held-out reward"), html.figure(figures["held_out"], HELD_OUT)] if "held_out" in figures else []),
         html.heading("Learning"),
@@ -149,7 +149,7 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
         html.heading("Where PipelineRL does not help"),
         html.bullets(LIMITS),
         html.heading("Every run"),
-        html.table(_RUN_HEADER, [_run_cells(run) for run in runs]),
+        html.records([_run_cells(run) for run in runs]),
         html.heading("Trials of settings"),
         *_tried(request, trials),
         html.heading("Machine and method"),
@@ -158,32 +158,25 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
     return html.page(f"Schedules compared: {config.environment.kind}", body)
 
 
-_HEADER = (
-    *("schedule", "time to target, s", "times sooner", "samples to target", "samples/s", "times faster", "tokens/s"),
-    *("mean length", "ESS mean (min)", "lag mean (max)", "engine busy", "trainer busy", "slots in use", "settings"),
-)
-
-
-def _cells(row: Row) -> list[str]:
-    reached = row.time_to_reward_s
-    return [
-        row.schedule,
-        _spread(reached, ".1f") if reached.median is not None else f"{row.reached} of {row.runs} runs reached it",
-        _spread(row.ratio_time_to_reward, ".2f"),
-        _spread(row.samples_to_reward, ".0f"),
-        _spread(row.samples_per_s, ".1f")
-        if row.samples_per_s.median is not None
-        else f"{row.diverged} of {row.runs} diverged",
-        _spread(row.ratio_samples_per_s, ".2f"),
-        number(row.tokens_per_s, ".0f"),
-        number(row.length_mean, ".1f"),
-        f"{number(row.ess_mean, '.4f')} ({number(row.ess_min, '.3f')})",
-        f"{number(row.lag_mean, '.2f')} ({number(row.lag_max, '.0f')})",
-        number(row.engine_busy_fraction, ".0%"),
-        number(row.trainer_busy_fraction, ".0%"),
-        number(row.slots_used_fraction, ".0%"),
-        row.settings.label,
-    ]
+def _cells(row: Row) -> dict[str, str]:
+    reached, rate = row.time_to_reward_s, row.samples_per_s
+    missed, diverged = f"{row.reached} of {row.runs} runs reached it", f"{row.diverged} of {row.runs} diverged"
+    return {
+        "schedule": row.schedule,
+        "time to target, s": missed if reached.median is None else _spread(reached, ".1f"),
+        "times sooner": _spread(row.ratio_time_to_reward, ".2f"),
+        "samples to target": _spread(row.samples_to_reward, ".0f"),
+        "samples/s": diverged if rate.median is None else _spread(rate, ".1f"),
+        "times faster": _spread(row.ratio_samples_per_s, ".2f"),
+        "tokens/s": number(row.tokens_per_s, ".0f"),
+        "mean length": number(row.length_mean, ".1f"),
+        "ESS mean (min)": f"{number(row.ess_mean, '.4f')} ({number(row.ess_min, '.3f')})",
+        "lag mean (max)": f"{number(row.lag_mean, '.2f')} ({number(row.lag_max, '.0f')})",
+        "engine busy": number(row.engine_busy_fraction, ".0%"),
+        "trainer busy": number(row.trainer_busy_fraction, ".0%"),
+        "slots in use": number(row.slots_used_fraction, ".0%"),
+        "settings": row.settings.label,
+    }
 
 
 HELD_OUT = (
@@ -211,28 +204,22 @@ def _dashed(target: float | None) -> str:
     return "" if target is None else " Dashed: the target."
 
 
-_RUN_HEADER = (
-    *("schedule", "seed", "status", "time to target, s", "samples/s", "samples/s, last 4/5 of steps", "tokens/s"),
-    *("last reward", "same training reward at, s", "ESS mean", "lag mean", "began", "load before"),
-)
-
-
-def _run_cells(run: RunResult) -> list[str]:
-    return [
-        run.schedule,
-        str(run.seed),
-        run.status,
-        number(time_to_reward(run), ".1f") if run.reached else "not reached",
-        number(samples_per_s(run), ".1f"),
-        number(run.measured.samples_per_s_later, ".1f"),
-        number(run.measured.tokens_per_s, ".0f"),
-        number(run.rewards[-1] if run.rewards else None, ".3f"),
-        number(run.reached_training.time_s if run.reached_training else None, ".1f"),
-        number(run.ess_mean, ".4f"),
-        number(run.lag_mean, ".2f"),
-        run.began,
-        number(run.load_before, ".2f"),
-    ]
+def _run_cells(run: RunResult) -> dict[str, str]:
+    return {
+        "schedule": run.schedule,
+        "seed": str(run.seed),
+        "status": run.status,
+        "time to target, s": number(time_to_reward(run), ".1f") if run.reached else "not reached",
+        "samples/s": number(samples_per_s(run), ".1f"),
+        "samples/s, last 4/5 of steps": number(run.measured.samples_per_s_later, ".1f"),
+        "tokens/s": number(run.measured.tokens_per_s, ".0f"),
+        "last reward": number(run.rewards[-1] if run.rewards else None, ".3f"),
+        "same training reward at, s": number(run.reached_training.time_s if run.reached_training else None, ".1f"),
+        "ESS mean": number(run.ess_mean, ".4f"),
+        "lag mean": number(run.lag_mean, ".2f"),
+        "began": run.began,
+        "load before": number(run.load_before, ".2f"),
+    }
 
 
 def _tried(request: Request, trials: Trials) -> list[str]:

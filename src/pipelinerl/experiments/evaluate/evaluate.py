@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,27 +75,23 @@ def evaluate(plan: EvaluationPlan, stop: Callable[[], bool], say: Callable[[str]
         alarm.release()
 
 
+@dataclass
 class _Evaluation:
-    def __init__(
-        self, plan: EvaluationPlan, limits: TimeLimits, stop: Callable[[], bool], say: Callable[[str], None]
-    ) -> None:
-        self._plan = plan
-        self._limits = limits
-        self._stop = stop
-        self._say = say
-        self._problems: list[Problem] = []
-        self._first_values: Mapping[int, Floats] | None = None
-        self._results: list[ModelResult] = []
+    plan: EvaluationPlan
+    limits: TimeLimits
+    stop: Callable[[], bool]
+    say: Callable[[str], None]
+    problems: list[Problem] = field(default_factory=list)
+    results: list[ModelResult] = field(default_factory=list)
+    first_values: Mapping[int, Floats] | None = None
 
     def run(self) -> EvaluationSummary:
-        first = self._load_environment(self._plan.targets[0])
-        folder = EvaluationFolder(self._plan.out, overwrite=self._plan.overwrite)
+        first = self._load_environment(self.plan.targets[0])
+        folder = EvaluationFolder(self.plan.out, overwrite=self.plan.overwrite)
         folder.write_summary(self._summary("unfinished"))
         done = True
-        for number, target in enumerate(self._plan.targets):
-            done = not self._stop() and self._evaluate(
-                target, *(self._load_environment(target) if number else first), folder
-            )
+        for number, target in enumerate(self.plan.targets):
+            done = not self.stop() and self._evaluate(target, *(self._load_environment(target) if number else first), folder)
             if not done:
                 break
         summary = self._summary("finished" if done else "interrupted")
@@ -103,38 +99,38 @@ class _Evaluation:
         return summary
 
     def _summary(self, status: Status) -> EvaluationSummary:
-        return EvaluationSummary(status=status, settings=self._plan.settings, models=tuple(self._results))
+        return EvaluationSummary(status=status, settings=self.plan.settings, models=tuple(self.results))
 
     def _load_environment(self, target: Target) -> tuple[Environment, Tokenizer]:
         """The environment for this model's tokenizer. Its problems must be the same as for the first model."""
-        settings = self._plan.settings
+        settings = self.plan.settings
         kind = settings.environment
         tokenizer = load_tokenizer(target.model)
         environment = make_environment(kind, settings.environment_args, tokenizer, settings.environment_seed)
-        problems = problems_of(environment, settings, self._limits)
+        problems = problems_of(environment, settings, self.limits)
         if not problems:
             raise EnvironmentSetupError(
                 f"environment {kind} has no held-out problems: define `held_out`, or give --training"
             )
-        if self._problems and [problem.id for problem in problems] != [problem.id for problem in self._problems]:
+        if self.problems and [problem.id for problem in problems] != [problem.id for problem in self.problems]:
             raise EnvironmentSetupError(
                 f"environment {kind} gives different problems for {target.name} and "
-                f"{self._plan.targets[0].name}; evaluate them separately"
+                f"{self.plan.targets[0].name}; evaluate them separately"
             )
-        if not self._problems and len(problems) < settings.problems:
-            self._say(f"{kind} has {len(problems)} problems, not {settings.problems}")
-        self._problems = problems
+        if not self.problems and len(problems) < settings.problems:
+            self.say(f"{kind} has {len(problems)} problems, not {settings.problems}")
+        self.problems = problems
         return environment, tokenizer
 
     def _evaluate(self, target: Target, environment: Environment, tokenizer: Tokenizer, folder: EvaluationFolder) -> bool:
         """Evaluate one model; False if it was stopped. Results so far are written even if it is stopped or fails."""
-        plan, settings = self._plan, self._plan.settings
-        tally = Tally(self._problems, settings)
+        plan, settings = self.plan, self.plan.settings
+        tally = Tally(self.problems, settings)
         reported_s = time.monotonic()
 
         def report() -> None:
             mean = "" if tally.reward is None else f", mean reward {tally.reward:.3f}"
-            self._say(f"{target.name}: {tally.attempts} of {len(self._problems) * settings.attempts} attempts{mean}")
+            self.say(f"{target.name}: {tally.attempts} of {len(self.problems) * settings.attempts} attempts{mean}")
 
         with (
             engine_for(target, plan.engine, tokenizer, settings.max_tokens, plan.api_key) as ready,
@@ -157,19 +153,19 @@ class _Evaluation:
                 stop_token_ids=ready.stop_token_ids,
             )
             questions = Questions(
-                environment, self._problems, settings.attempts, sampling, self._limits, settings.pass_at, settings.seed
+                environment, self.problems, settings.attempts, sampling, self.limits, settings.pass_at, settings.seed
             )
             try:
                 done = asyncio.run(
-                    answer(questions, ready.engine, tokenizer, ready.slots, stop=self._stop, on_attempt=on_attempt)
+                    answer(questions, ready.engine, tokenizer, ready.slots, stop=self.stop, on_attempt=on_attempt)
                 )
             finally:
                 report()
-                self._results.append(tally.result(target, ready.version, self._first_values))
+                self.results.append(tally.result(target, ready.version, self.first_values))
                 folder.write_pass_rates(target.folder, tally.pass_rates())
                 folder.write_summary(self._summary("unfinished"))
-        if self._first_values is None:
-            self._first_values = tally.values()
+        if self.first_values is None:
+            self.first_values = tally.values()
         if tally.all_failed and done:
             raise TooManyFailuresError(
                 f"{target.name}: all {tally.attempts} attempts failed, the last with {tally.last_failure} (see "

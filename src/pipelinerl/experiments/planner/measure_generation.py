@@ -178,16 +178,8 @@ def decode_costs(generator: Generator, lengths: LengthDistribution, prompt_token
         while rounds < MIN_ROUNDS or time.perf_counter() - begin_s < seconds:
             times_s += _decode_round(generator, (prompt_tokens + ages - STEPS // 2).tolist(), rng)
             rounds += 1
-        quartiles = np.quantile(times_s, (0.25, 0.5, 0.75))
-        costs.append(
-            DecodeCost(
-                active=active,
-                step_s=float(quartiles[1]),
-                step_s_p25=float(quartiles[0]),
-                step_s_p75=float(quartiles[2]),
-                steps=len(times_s),
-            )
-        )
+        low, middle, high = np.quantile(times_s, (0.25, 0.5, 0.75)).tolist()
+        costs.append(DecodeCost(active=active, step_s=middle, step_s_p25=low, step_s_p75=high, steps=len(times_s)))
     return costs
 
 
@@ -201,10 +193,7 @@ def _decode_round(generator: Generator, contexts: Sequence[int], rng: np.random.
         raise UserError(
             f"engine.max_length {engine.max_length} leaves no room to measure decode steps; set it to {budget + 16} or more"
         )
-    names = []
-    for i, context in enumerate(contexts):
-        names.append(f"decode-{i}")
-        _submit(generator, names[-1], min(max(context, 1), room), budget, rng)
+    names = _submit(generator, [min(max(context, 1), room) for context in contexts], budget, rng)
     while _sampled_in_step(engine) < len(contexts):
         pass
     engine.step()  # one untimed step, which compacts the rows
@@ -231,8 +220,7 @@ def prefill_costs(generator: Generator, prompt_tokens: int) -> tuple[float, floa
 
 
 def _prefill_s(generator: Generator, count: int, prompt_tokens: int, rng: np.random.Generator) -> float:
-    for i in range(count):
-        _submit(generator, f"prefill-{i}", prompt_tokens, 1, rng)
+    _submit(generator, [prompt_tokens] * count, 1, rng)
     begin_s = time.perf_counter()
     while generator.engine.in_progress or generator.engine.queued:
         generator.engine.step()
@@ -242,10 +230,8 @@ def _prefill_s(generator: Generator, count: int, prompt_tokens: int, rng: np.ran
 def update_pause_s(generator: Generator, lengths: LengthDistribution, prompt_tokens: int) -> float:
     """The engine's pause for an update with all slots in use, recomputation of the cache included (`kv_on_update`)."""
     engine, rng = generator.engine, np.random.default_rng(generator.config.seed)
-    names = []
-    for i, age in enumerate(rng.choice(lengths.longest, size=engine.slots, p=lengths.ages()).tolist()):
-        names.append(f"update-{i}")
-        _submit(generator, names[-1], min(prompt_tokens + age, engine.max_length - 2), 2, rng)
+    ages = rng.choice(lengths.longest, size=engine.slots, p=lengths.ages()).tolist()
+    names = _submit(generator, [min(prompt_tokens + age, engine.max_length - 2) for age in ages], 2, rng)
     engine.step()
     weights = {name: value.clone() for name, value in named_weights(generator.model).items()}
     held = checksum(weights)
@@ -264,9 +250,14 @@ def prompt_tokens_mean(groups: Sequence[Group]) -> float:
     )
 
 
-def _submit(generator: Generator, name: str, prompt_tokens: int, max_tokens: int, rng: np.random.Generator) -> None:
-    ids = tuple(rng.integers(generator.vocabulary, size=prompt_tokens).tolist())
-    generator.engine.submit(GenerationRequest(id=name, prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens)))
+def _submit(generator: Generator, lengths: Sequence[int], max_tokens: int, rng: np.random.Generator) -> list[str]:
+    """Submit random prompts of these lengths; returns the requests' names."""
+    names = [f"measured-{i}" for i in range(len(lengths))]
+    sampling = SamplingParams(max_tokens=max_tokens)
+    for name, length in zip(names, lengths, strict=True):
+        ids = tuple(rng.integers(generator.vocabulary, size=length).tolist())
+        generator.engine.submit(GenerationRequest(id=name, prompt_ids=ids, sampling=sampling))
+    return names
 
 
 def _sampled_in_step(engine: LocalEngine) -> int:

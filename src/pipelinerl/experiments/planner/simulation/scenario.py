@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple, Protocol
@@ -112,6 +112,7 @@ RECENT = 64
 """Number of a run's last groups that replace groups without a record."""
 
 
+@dataclass
 class DrawnWorkload:
     """K independent lengths per group. All attempts of a share `used_share` of the groups have a gradient, and no others.
 
@@ -119,28 +120,17 @@ class DrawnWorkload:
     the logarithm, cut at `wait_most_s`. With a median of 0 no attempt waits. A pure function of (seed, index).
     """
 
-    def __init__(
-        self,
-        lengths: LengthDistribution,
-        group_size: int,
-        *,
-        seed: int,
-        used_share: float = 1.0,
-        prompt_tokens: float = 0.0,
-        wait_median_s: float = 0.0,
-        wait_sigma: float = 1.0,
-        wait_most_s: float = math.inf,
-    ) -> None:
-        self.prompt_tokens = prompt_tokens
-        self._wait_median_s = wait_median_s
-        self._wait_sigma = wait_sigma
-        self._wait_most_s = wait_most_s
-        self._lengths = lengths
-        self._group_size = group_size
-        self._seed = seed
-        self._used_share = used_share
-        self._block = -1
-        self._drawn: list[GroupWork] = []
+    lengths: LengthDistribution
+    group_size: int
+    _: KW_ONLY
+    seed: int
+    used_share: float = 1.0
+    prompt_tokens: float = 0.0
+    wait_median_s: float = 0.0
+    wait_sigma: float = 1.0
+    wait_most_s: float = math.inf
+    _block: int = field(default=-1, init=False)
+    _drawn: list[GroupWork] = field(default_factory=list, init=False, repr=False)
 
     def group(self, index: int) -> GroupWork:
         block, number = divmod(index, BLOCK)
@@ -149,15 +139,15 @@ class DrawnWorkload:
         return self._drawn[number]
 
     def _draw(self, block: int) -> list[GroupWork]:
-        rng = np.random.default_rng((self._seed, block))
-        lengths_GK = self._lengths.sample(rng, BLOCK * self._group_size).reshape(BLOCK, self._group_size)
-        used_G = rng.random(BLOCK) < self._used_share
+        rng = np.random.default_rng((self.seed, block))
+        lengths_GK = self.lengths.sample(rng, BLOCK * self.group_size).reshape(BLOCK, self.group_size)
+        used_G = rng.random(BLOCK) < self.used_share
         waits_G: list[tuple[float, ...]] = [()] * BLOCK
-        if self._wait_median_s > 0:
-            drawn_GK = rng.lognormal(math.log(self._wait_median_s), self._wait_sigma, lengths_GK.shape)
-            waits_G = [tuple(waits) for waits in np.minimum(drawn_GK, self._wait_most_s).tolist()]
+        if self.wait_median_s > 0:
+            drawn_GK = rng.lognormal(math.log(self.wait_median_s), self.wait_sigma, lengths_GK.shape)
+            waits_G = [tuple(waits) for waits in np.minimum(drawn_GK, self.wait_most_s).tolist()]
         return [
-            GroupWork(tuple(lengths), (used,) * self._group_size, waits_s=waits)
+            GroupWork(tuple(lengths), (used,) * self.group_size, waits_s=waits)
             for lengths, used, waits in zip(lengths_GK.tolist(), used_G.tolist(), waits_G, strict=True)
         ]
 
