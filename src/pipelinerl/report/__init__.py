@@ -10,7 +10,6 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -43,10 +42,16 @@ def writing_to(out: Path) -> Iterator[None]:
         raise RunDirectoryError(f"can't write to {out}: {error.strerror}; free space, or choose another --out") from error
 
 
-def new_table(title: str, *columns: str, **style: Any) -> Table:
+def new_table(title: str, *columns: str, caption: str | None = None, show_header: bool | None = None) -> Table:
     """A table for the terminal. The title is plain text, so that a path in it is not read as markup."""
-    style = {"title_justify": "left", "caption_justify": "left", "show_header": any(columns), "border_style": "dim"} | style
-    table = Table(title=Text(title, "bold"), **style)
+    table = Table(
+        title=Text(title, "bold"),
+        caption=caption,
+        show_header=any(columns) if show_header is None else show_header,
+        title_justify="left",
+        caption_justify="left",
+        border_style="dim",
+    )
     for column in columns:
         table.add_column(column)
     return table
