@@ -87,7 +87,8 @@ async def produce(
     """Run an actor that writes its groups and records to `folder`, as to a run directory.
 
     The actor warms up until as many rollouts as there are slots have ended. The measurement then runs for at least
-    `seconds`, until the first `rollouts` rollouts in order of their start have ended, and while `keep_going()`.
+    `seconds` (and until one rollout has ended, unless `seconds` is 0), until the first `rollouts` rollouts in order of their
+    start have ended, and while `keep_going()`.
     """
     config = generator.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,12 @@ async def produce(
                 await actor.iterate()
             begin_s, tokens, before = time.perf_counter(), generator.engine.progress().tokens_generated, records.rollouts
             active = [generator.engine.in_progress]
-            while time.perf_counter() - begin_s < seconds or records.first_rollouts < rollouts or keep_going():
+
+            def unfinished() -> bool:
+                nothing_timed = seconds > 0 and records.rollouts == before  # one step may take longer than `seconds`
+                return nothing_timed or time.perf_counter() - begin_s < seconds or records.first_rollouts < rollouts
+
+            while unfinished() or keep_going():
                 await actor.iterate()
                 active.append(generator.engine.in_progress)
             return Production(
