@@ -11,12 +11,20 @@ import pytest
 from pipelinerl.config import RunConfig, load_config
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.planner import measure_generation
+from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibrate import describe_machine, rollout_overhead_s
 from pipelinerl.experiments.planner.calibration import DecodeCost
-from pipelinerl.experiments.planner.lengths import LengthDistribution
-from pipelinerl.experiments.planner.measure_generation import decode_costs, prefill_costs, prompt_tokens_mean, update_pause_s
+from pipelinerl.experiments.planner.measure_generation import (
+    Generator,
+    Production,
+    decode_costs,
+    load_generator,
+    prefill_costs,
+    produce,
+    prompt_tokens_mean,
+    update_pause_s,
+)
 from pipelinerl.experiments.planner.measure_training import Step, fit_steps, make_learner, prepare, take_steps, used_tokens
-from pipelinerl.experiments.planner.production import Generator, Production, load_generator, produce
 
 SLOTS = 6
 SMALL = ["--engine.slots", str(SLOTS), "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
