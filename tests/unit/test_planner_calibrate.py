@@ -56,6 +56,12 @@ def test_an_actor_at_work_loses_no_long_completions(production: tuple[Production
     assert prompt_tokens_mean(found.first) == 6.0
 
 
+def test_a_measurement_that_is_over_at_once_has_a_rollout(generator: Generator, tmp_path: Path) -> None:
+    found = asyncio.run(produce(generator, tmp_path, seconds=0, rollouts=0))
+    assert found.rollouts > 0
+    assert rollout_overhead_s(found, [DecodeCost(active=1, step_s=0.1, step_s_p25=0.1, step_s_p75=0.1, steps=1)]) >= 0
+
+
 def test_decode_steps_are_those_of_all_sequences_and_nothing_else(
     generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

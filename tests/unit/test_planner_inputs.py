@@ -265,8 +265,9 @@ def test_a_run_file_alone_does_not_say_how_many_accelerators_there_are() -> None
 def test_flags_of_modelled_hardware_do_not_go_with_measured(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     write_calibration(path, CALIBRATION)
-    with pytest.raises(UserError, match="--mfu is for"):
-        ask(None, Flags(hardware=str(path), mfu=0.5))
+    for mfu in (0.5, 0.0):
+        with pytest.raises(UserError, match="--mfu is for"):
+            ask(None, Flags(hardware=str(path), mfu=mfu))
     assert ask(None, Flags(hardware=str(path), tau=0.25)).workload.tau == 0.25
 
 
