@@ -28,12 +28,10 @@ from matplotlib.figure import Figure
 
 from benchmarks import common
 from pipelinerl.experiments.planner import analytic
-from pipelinerl.experiments.planner.lengths import LengthDistribution
-from pipelinerl.experiments.planner.question import PAPER_PARAMETERS
-from pipelinerl.experiments.planner.search import compare
+from pipelinerl.experiments.planner.analytic import H100, PAPER_TAU, LengthDistribution, flash_s, roofline
+from pipelinerl.experiments.planner.plan import PAPER_PARAMETERS, compare
 from pipelinerl.experiments.planner.simulation import Costs, DrawnWorkload, Prediction, Scenario, simulate
-from pipelinerl.experiments.planner.utilisation import H100, PAPER_TAU, flash_s, roofline
-from pipelinerl.report.drawing import png_of
+from pipelinerl.report.figures import png_of
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 
 N = 128

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import EnvironmentSetupError, RunInterruptedError, TooManyFailuresError
-from pipelinerl.experiments.evaluate.records import AttemptRecord, EvaluationSummary, PassRate
+from pipelinerl.experiments.evaluate.results import AttemptRecord, EvaluationSummary, PassRate
 from pipelinerl.files import read_json_lines
 from tests.integration.runs import run, write_environment
 from tests.integration.test_serve import serving

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.experiments.study.result import PolicyRecord, StudyRecord
+from pipelinerl.experiments.study.kv_cache import PolicyRecord, StudyRecord
 from tests.integration.runs import run
 
 pytestmark = pytest.mark.slow

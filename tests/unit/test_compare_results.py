@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.experiments.compare.collect import rounded
+from pipelinerl.experiments.compare.compare import rounded
 from pipelinerl.experiments.compare.page import findings
 from pipelinerl.experiments.compare.results import (
     RunResult,

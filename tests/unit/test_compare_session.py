@@ -15,8 +15,8 @@ from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.config import RunConfig, config_to_yaml, load_config
 from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedError, StalledError, TrainingDivergedError
 from pipelinerl.experiments.compare.compare import compare, plan_runs
-from pipelinerl.experiments.compare.held_out import Answered
 from pipelinerl.experiments.compare.request import Machine, Request, make_request
+from pipelinerl.experiments.compare.runs import Answered
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize

@@ -10,17 +10,20 @@ from pipelinerl.config import RunConfig, load_config
 from pipelinerl.config.schema import EngineConfig, ScheduleConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.compare import start_settings, trial_length
-from pipelinerl.experiments.compare.contenders import Contender, parse_contenders, run_config, whole_rounds
 from pipelinerl.experiments.compare.request import FULL, QUICK, Machine, Request, differing, make_request
 from pipelinerl.experiments.compare.settings import (
+    Contender,
     Settings,
     Trial,
     axes,
     decide,
     engine_layouts,
     finalists,
+    parse_contenders,
+    run_config,
     search,
     settings_of,
+    whole_rounds,
 )
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={})

@@ -11,7 +11,7 @@ import pytest
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.records import METRICS_FILE, EngineRecord, EvaluationRecord, StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
-from pipelinerl.report.curves import Mark, draw_curves, prepare
+from pipelinerl.report.figures import draw_curves, prepare
 
 STEPS = [
     StepRecord(
@@ -70,9 +70,9 @@ def test_the_numbers_that_are_drawn() -> None:
     assert curves.generated_tokens_per_s[1] == 450.0
     assert curves.trained_length_mean[:2] == [25.0, 40.0]
     assert is_nan(curves.sampled_length_mean) == [True, False, True]
-    assert curves.evaluations == [
-        Mark("held out, before training", 1.0, 0.2, 0.1),
-        Mark("held out, after training", 8.0, 0.9, 0.0),
+    assert [(one.when, one.time_s, one.reward, one.standard_error) for one in curves.held_out] == [
+        ("before", 1.0, 0.2, 0.1),
+        ("after", 8.0, 0.9, 0.0),
     ]
 
 
@@ -94,7 +94,6 @@ def test_online_evaluations_lie_at_the_versions_that_answered() -> None:
         (3, 3, 3, 0.9),
     ]
     assert [one.time_s for one in curves.online] == [5.0]
-    assert len(curves.evaluations) == 2
 
 
 def test_environments_are_those_with_a_reward_among_the_metrics() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.combine import distinct_problems, read_pass_rates
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.experiments.evaluate.records import PassRate
+from pipelinerl.experiments.evaluate.results import PassRate
 from pipelinerl.types import Problem
 
 from .env_client import TOKENIZER, rollout

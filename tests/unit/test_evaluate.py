@@ -16,19 +16,18 @@ from pipelinerl.cli.parser import Commands
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RunDirectoryError, UserError
-from pipelinerl.experiments.evaluate.answering import Questions, answer
-from pipelinerl.experiments.evaluate.evaluate import problems_of
-from pipelinerl.experiments.evaluate.folder import EvaluationFolder
-from pipelinerl.experiments.evaluate.records import (
+from pipelinerl.experiments.evaluate.evaluate import Questions, answer, problems_of
+from pipelinerl.experiments.evaluate.models import Target, find_targets, run_config_of
+from pipelinerl.experiments.evaluate.results import (
     AttemptRecord,
+    EvaluationFolder,
     EvaluationSettings,
     EvaluationSummary,
     ModelResult,
     PassRate,
+    Tally,
+    evaluation_table,
 )
-from pipelinerl.experiments.evaluate.table import evaluation_table
-from pipelinerl.experiments.evaluate.tally import Tally
-from pipelinerl.experiments.evaluate.targets import Target, find_targets, run_config_of
 from pipelinerl.experiments.statistics import Interval, pass_at_k
 from pipelinerl.files import read_json_lines
 from pipelinerl.types import GenerationRequest, Problem, SamplingParams
@@ -297,8 +296,8 @@ def test_an_evaluation_is_replaced_on_request_only_and_nothing_else_is_touched(t
     folder.write_summary(EvaluationSummary(status="unfinished", settings=SETTINGS))
     folder = EvaluationFolder(out, overwrite=False)  # it never got to an attempt
     folder.write_summary(EvaluationSummary(status="unfinished", settings=SETTINGS))
-    with folder.attempts("m") as attempts:
-        attempts.write(made(0, 0, 1.0))
+    with folder.attempts("m") as write:
+        write(made(0, 0, 1.0))
     folder.write_pass_rates("m", [PassRate("a", 4, 1)])
     assert read_json_lines(out / "m" / "attempts.jsonl", AttemptRecord) == [made(0, 0, 1.0)]
     assert (out / "m" / "pass_rates.jsonl").read_text() == '{"id":"a","attempts":4,"passes":1}\n'

@@ -11,12 +11,20 @@ import pytest
 from pipelinerl.config import RunConfig, load_config
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.planner import measure_generation
+from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibrate import describe_machine, rollout_overhead_s
 from pipelinerl.experiments.planner.calibration import DecodeCost
-from pipelinerl.experiments.planner.lengths import LengthDistribution
-from pipelinerl.experiments.planner.measure_generation import decode_costs, prefill_costs, prompt_tokens_mean, update_pause_s
+from pipelinerl.experiments.planner.measure_generation import (
+    Generator,
+    Production,
+    decode_costs,
+    load_generator,
+    prefill_costs,
+    produce,
+    prompt_tokens_mean,
+    update_pause_s,
+)
 from pipelinerl.experiments.planner.measure_training import Step, fit_steps, make_learner, prepare, take_steps, used_tokens
-from pipelinerl.experiments.planner.production import Generator, Production, load_generator, produce
 
 SLOTS = 6
 SMALL = ["--engine.slots", str(SLOTS), "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
@@ -46,6 +54,12 @@ def test_an_actor_at_work_loses_no_long_completions(production: tuple[Production
     assert max(found.active) <= SLOTS
     assert np.mean(found.active) > SLOTS / 2
     assert prompt_tokens_mean(found.first) == 6.0
+
+
+def test_a_measurement_that_is_over_at_once_has_a_rollout(generator: Generator, tmp_path: Path) -> None:
+    found = asyncio.run(produce(generator, tmp_path, seconds=0, rollouts=0))
+    assert found.rollouts > 0
+    assert rollout_overhead_s(found, [DecodeCost(active=1, step_s=0.1, step_s_p25=0.1, step_s_p75=0.1, steps=1)]) >= 0
 
 
 def test_decode_steps_are_those_of_all_sequences_and_nothing_else(

@@ -13,7 +13,13 @@ from pipelinerl.cli import plan as plan_command
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config import RunConfig, load_config
 from pipelinerl.errors import UserError
-from pipelinerl.experiments.planner.analytic import conventional, pipeline
+from pipelinerl.experiments.planner.analytic import (
+    LengthDistribution,
+    conventional,
+    parse_lengths,
+    pipeline,
+    read_run_lengths,
+)
 from pipelinerl.experiments.planner.calibration import (
     Calibration,
     DecodeCost,
@@ -23,9 +29,7 @@ from pipelinerl.experiments.planner.calibration import (
     read_calibration,
     write_calibration,
 )
-from pipelinerl.experiments.planner.lengths import LengthDistribution, parse_lengths, read_run_lengths
-from pipelinerl.experiments.planner.plan import make_plan, plan_json, tabulated
-from pipelinerl.experiments.planner.question import Flags, ask
+from pipelinerl.experiments.planner.plan import Flags, ask, make_plan, plan_json, tabulated
 from pipelinerl.experiments.planner.table import calibration_text, plan_text
 from pipelinerl.files import JsonLines
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
@@ -60,6 +64,11 @@ CALIBRATION = Calibration(
     lengths={10: 3, 30: 1},
     reward_mean=0.5,
 )
+
+
+def histogram_of(lengths: LengthDistribution) -> dict[int, float]:
+    """Length -> share, for lengths that occur."""
+    return {length: share for length, share in enumerate(lengths.probabilities.tolist(), start=1) if share}
 
 
 def completion(tokens: int, versions: tuple[int, ...] | None = None) -> Turn:
@@ -97,15 +106,15 @@ def test_lengths_of_a_run_are_sampled_tokens_of_all_turns(tmp_path: Path) -> Non
         group(0, (completion(3, (0, 1, 1)),), (completion(2), completion(5))),
         group(1, (completion(7),), (completion(0),), ()),
     )
-    assert read_run_lengths(run).histogram() == pytest.approx({3: 1 / 3, 7: 2 / 3})
+    assert histogram_of(read_run_lengths(run)) == pytest.approx({3: 1 / 3, 7: 2 / 3})
     assert parse_lengths(str(run)).mean == pytest.approx(17 / 3)
 
 
 def test_lengths_by_name_and_from_a_histogram(tmp_path: Path) -> None:
-    assert parse_lengths("uniform:5").histogram() == pytest.approx(dict.fromkeys(range(1, 6), 0.2))
+    assert histogram_of(parse_lengths("uniform:5")) == pytest.approx(dict.fromkeys(range(1, 6), 0.2))
     path = tmp_path / "lengths.json"
     path.write_text('{"4": 1, "12": 3}')
-    assert parse_lengths(str(path)).histogram() == {4: 0.25, 12: 0.75}
+    assert histogram_of(parse_lengths(str(path))) == {4: 0.25, 12: 0.75}
 
 
 @pytest.mark.parametrize("text", ["uniform:", "uniform:0", "uniform:many", "nowhere"])
@@ -256,8 +265,9 @@ def test_a_run_file_alone_does_not_say_how_many_accelerators_there_are() -> None
 def test_flags_of_modelled_hardware_do_not_go_with_measured(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     write_calibration(path, CALIBRATION)
-    with pytest.raises(UserError, match="--mfu is for"):
-        ask(None, Flags(hardware=str(path), mfu=0.5))
+    for mfu in (0.5, 0.0):
+        with pytest.raises(UserError, match="--mfu is for"):
+            ask(None, Flags(hardware=str(path), mfu=mfu))
     assert ask(None, Flags(hardware=str(path), tau=0.25)).workload.tau == 0.25
 
 

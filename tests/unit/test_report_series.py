@@ -20,7 +20,6 @@ from pipelinerl.report.series import (
     WINDOW,
     BatchSize,
     Reached,
-    VersionRun,
     batch_size_over_time,
     begin_s,
     lag_by_position,
@@ -32,6 +31,7 @@ from pipelinerl.report.series import (
     tokens_rate_after,
     windowed,
 )
+from pipelinerl.types import VersionSpan
 
 
 def step(version: int, time_s: float, reward: float | None = 0.0, **changed: float) -> StepRecord:
@@ -109,14 +109,14 @@ def test_reaching_a_target(rewards: list[float | None], target: float) -> None:
         assert (found.version, found.time_s, found.samples) == (expected, 2.0 * expected, 10 * expected)
 
 
-def random_rollouts(rng: random.Random, count: int) -> dict[str, list[VersionRun]]:
+def random_rollouts(rng: random.Random, count: int) -> dict[str, list[VersionSpan]]:
     """Rollouts of up to 150 tokens, with versions that rise along each."""
     rollouts = {}
     for number in range(count):
         version, end, runs = rng.randrange(3), 0, []
         for _ in range(rng.randrange(1, 4)):
             start, end = end, end + rng.randrange(1, 51)
-            runs.append(VersionRun(version, start, end))
+            runs.append(VersionSpan(version, start, end))
             version += rng.randrange(1, 3)
         rollouts[f"g{number}"] = runs
     return rollouts

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.experiments.planner import analytic
-from pipelinerl.experiments.planner.lengths import LengthDistribution
+from pipelinerl.experiments.planner.analytic import H100, PAPER_TAU, LengthDistribution, Utilisation, roofline
 from pipelinerl.experiments.planner.simulation import Costs, DrawnWorkload, GroupWork, ReplayedWorkload, Scenario, simulate
-from pipelinerl.experiments.planner.simulation.result import Timeline, first_fifth
-from pipelinerl.experiments.planner.utilisation import H100, PAPER_TAU, Utilisation, roofline
+from pipelinerl.experiments.planner.simulation.run import Timeline
+from pipelinerl.experiments.planner.simulation.scenario import first_fifth
 from pipelinerl.interfaces import Verdict
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 

@@ -18,8 +18,14 @@ from pipelinerl.experiments.planner.calibration import (
     write_calibration,
 )
 from pipelinerl.experiments.planner.simulation import simulate
-from pipelinerl.experiments.planner.simulation.calibrated import calibrated_costs, calibrated_workload, doubts, run_scenario
-from pipelinerl.experiments.planner.simulation.recorded import read_measured, read_workload
+from pipelinerl.experiments.planner.simulation.scenario import (
+    calibrated_costs,
+    calibrated_workload,
+    doubts,
+    read_measured,
+    read_workload,
+    run_scenario,
+)
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan

@@ -11,12 +11,11 @@ import pytest
 from pipelinerl.config.schema import ActorConfig, ModelConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserError
-from pipelinerl.experiments.study.prompts import History, Prompt, make_prompts, read_history
-from pipelinerl.experiments.study.saved_weights import SavedWeights, choose_starts
+from pipelinerl.experiments.study.inputs import History, Prompt, SavedWeights, choose_starts, make_prompts, read_history
 from pipelinerl.files import JsonLines
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.models.state import checksum
-from pipelinerl.types import Completion, Group, Problem, Rollout, Turn
+from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
 
 DEMO = ModelConfig()
 
@@ -73,7 +72,7 @@ def group(index: int, lengths: list[int], turns: int = 1) -> Group:
             request_id="r",
             token_ids=tuple(range(length)),
             logprobs=(0.0,) * length,
-            weight_versions=(),
+            weight_versions=(VersionSpan(0, 0, length),),
             finish_reason="stop",
         )
         return Turn(prompt_ids=(1,), completion=completion)
@@ -98,13 +97,13 @@ def test_history(tmp_path: Path) -> None:
 
 
 def test_records_that_can_not_be_used(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="can't read"):
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
         read_history(tmp_path)
     write_records(tmp_path, [])
     with pytest.raises(RunDirectoryError, match="holds no rollout"):
         read_history(tmp_path)
     (tmp_path / "rollouts" / "rollouts.jsonl").write_text('{"no": "group"}\n')
-    with pytest.raises(RunDirectoryError, match="not a record of rollouts"):
+    with pytest.raises(RunDirectoryError, match="damaged records"):
         read_history(tmp_path)
 
 

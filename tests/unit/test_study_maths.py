@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.experiments.statistics import difference_interval, draw_counts, mean_interval
-from pipelinerl.experiments.study.divergence import TokenDivergences, equivalent_lag, exact_kl, joined, log_probabilities
-from pipelinerl.experiments.study.sampling import Stretch, interval_edges, lagged_policy, mixed_policy, mixed_version
+from pipelinerl.experiments.study.policies import (
+    Stretch,
+    TokenDivergences,
+    equivalent_lag,
+    exact_kl,
+    interval_edges,
+    joined,
+    lagged_policy,
+    log_probabilities,
+    mixed_policy,
+    mixed_version,
+)
 
 # ------------------------------------------------------------------------------------------------ switching
 

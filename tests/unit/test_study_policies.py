@@ -10,10 +10,18 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from pipelinerl.experiments.study import replay as replay_module
-from pipelinerl.experiments.study.prompts import Prompt
-from pipelinerl.experiments.study.replay import Replay, Replayed
-from pipelinerl.experiments.study.sampling import KV, MixedSampler, Sampled, Stretch, lagged_policy, mixed_policy
+from pipelinerl.experiments.study import policies
+from pipelinerl.experiments.study.inputs import Prompt
+from pipelinerl.experiments.study.policies import (
+    KV,
+    MixedSampler,
+    Replay,
+    Sampled,
+    Stretch,
+    TokenDivergences,
+    lagged_policy,
+    mixed_policy,
+)
 from pipelinerl.models.state import named_weights
 from pipelinerl.types import GenerationRequest, SamplingParams, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
@@ -70,7 +78,9 @@ class Bench:
     def sample(self, stretches: Sequence[Stretch], *, kv: KV = "keep") -> list[Sampled]:
         return self.samplers[kv].sample(prompts(), stretches)
 
-    def compare(self, samples: Sequence[Sampled], stretches: Sequence[Stretch], *, kv: KV = "keep") -> Replayed:
+    def compare(
+        self, samples: Sequence[Sampled], stretches: Sequence[Stretch], *, kv: KV = "keep"
+    ) -> tuple[TokenDivergences, float]:
         return self.replay.run(samples, stretches, TARGET, self.tensors, kv=kv)
 
 
@@ -97,9 +107,9 @@ def slow_distributions(models: Mapping[int, Any], sampled: Sampled, versions: Se
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_divergences_are_those_of_token_by_token_forwards(kv: KV, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_module, "LONGEST_STRETCH", 7)
-    monkeypatch.setattr(replay_module, "FED_TOKENS", 40)
-    monkeypatch.setattr(replay_module, "DISTRIBUTIONS", 12 * VOCABULARY)
+    monkeypatch.setattr(policies, "LONGEST_STRETCH", 7)
+    monkeypatch.setattr(policies, "FED_TOKENS", 40)
+    monkeypatch.setattr(policies, "DISTRIBUTIONS", 12 * VOCABULARY)
     stretches = mixed_policy(0, LAG, LENGTH)
     assert len(stretches) == 3
     done = bench.sample(stretches, kv=kv)

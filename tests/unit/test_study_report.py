@@ -9,8 +9,8 @@ import pytest
 
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.statistics import Interval
+from pipelinerl.experiments.study.kv_cache import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
 from pipelinerl.experiments.study.page import make_folder, shown_lags, study_table, write_study
-from pipelinerl.experiments.study.result import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
 
 
 def interval(mean: float) -> Interval:

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         raise UserError(f"--pass-at {options.pass_at:g}: give a finite number")
     plan = _plan(options, settings)
     from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.evaluate.table import evaluation_table  # noqa: PLC0415
+    from pipelinerl.experiments.evaluate.results import evaluation_table  # noqa: PLC0415
     from pipelinerl.launch.hosts.interrupts import counted_interrupts  # noqa: PLC0415
 
     with counted_interrupts(raising=True) as interrupts:
@@ -71,8 +71,8 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
     config = with_flags(RunConfig(), settings, KEYS)
     find_class(config.environment.kind)  # mistakes in flags first: the imports take seconds
     from pipelinerl.experiments.evaluate.evaluate import LEVEL, RESAMPLES, EvaluationPlan  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.evaluate.records import EvaluationSettings  # noqa: PLC0415
-    from pipelinerl.experiments.evaluate.targets import find_targets, run_config_of  # noqa: PLC0415
+    from pipelinerl.experiments.evaluate.models import find_targets, run_config_of  # noqa: PLC0415
+    from pipelinerl.experiments.evaluate.results import EvaluationSettings  # noqa: PLC0415
 
     given = {setting.partition("=")[0] for setting in settings}
     of_run = run_config_of(options.models[0])

@@ -73,11 +73,10 @@ def add_to(commands: Commands) -> None:
 
 def run_plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(options.run_file, settings) if options.run_file or settings else None
-    from pipelinerl.experiments.planner.plan import make_plan, plan_json  # noqa: PLC0415 (loads numpy: after the checks above)
-    from pipelinerl.experiments.planner.question import Flags, ask, calibration_of  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.calibrated import doubts  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.plan import Flags, ask, calibration_of, make_plan, plan_json  # noqa: PLC0415 (numpy)
+    from pipelinerl.experiments.planner.simulation.scenario import doubts  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.table import plan_text  # noqa: PLC0415 (as above)
-    from pipelinerl.report.files import write_file  # noqa: PLC0415 (as above)
+    from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
     flags = Flags(**{field.name: getattr(options, field.name) for field in fields(Flags)})
     plan = make_plan(ask(config, flags))
@@ -118,11 +117,15 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(config_of_run(compared) if compared else options.run_file, settings)
     from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (loads numpy)
     from pipelinerl.experiments.planner.simulation import simulate  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.calibrated import calibrated_costs, doubts, run_scenario  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.recorded import read_measured  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.scenario import (  # noqa: PLC0415 (as above)
+        calibrated_costs,
+        doubts,
+        read_measured,
+        run_scenario,
+    )
+    from pipelinerl.experiments.planner.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
     from pipelinerl.launch.stages.streams import stream_capacity  # noqa: PLC0415 (as above)
-    from pipelinerl.report.files import write_file  # noqa: PLC0415 (as above)
+    from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
     calibration = read_calibration(options.calibration)
     measured = read_measured(options.compare, config) if options.compare else None
@@ -150,9 +153,8 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def _workload(options: argparse.Namespace, config: RunConfig, calibration: Calibration) -> tuple[Workload, str]:
     """The workload to simulate, and the source of its lengths as text."""
-    from pipelinerl.experiments.planner.lengths import parse_lengths  # noqa: PLC0415 (loads numpy)
-    from pipelinerl.experiments.planner.simulation.calibrated import calibrated_workload  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.recorded import read_workload  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.analytic import parse_lengths  # noqa: PLC0415 (loads numpy)
+    from pipelinerl.experiments.planner.simulation.scenario import calibrated_workload, read_workload  # noqa: PLC0415 (as above)
 
     if options.lengths:
         drawn = calibrated_workload(calibration, config, seed=config.seed, lengths=parse_lengths(options.lengths))

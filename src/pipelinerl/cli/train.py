@@ -95,7 +95,7 @@ def run_config(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def run_report(options: argparse.Namespace, settings: Sequence[str]) -> int:
     refuse_settings("pipelinerl report", settings)
-    from pipelinerl.report.files import write_file  # noqa: PLC0415 (with the others)
+    from pipelinerl.report import write_file  # noqa: PLC0415 (with the others)
     from pipelinerl.report.run_report import report_page  # noqa: PLC0415
 
     run_dirs: list[Path] = options.run_dirs

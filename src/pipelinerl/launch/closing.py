@@ -10,8 +10,8 @@ from rich.console import Console
 from pipelinerl.actor.evaluation import EvaluatedProblem
 from pipelinerl.files import read_json_lines
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.report.curves import draw_curves
-from pipelinerl.report.table import Attempt, final_table, sample_before_after
+from pipelinerl.report.figures import draw_curves
+from pipelinerl.report.run_report import Attempt, final_table, sample_before_after
 
 
 def draw(run: RunDirectory) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 _STYLE = """
@@ -67,6 +67,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, strong: Seque
     return (
         f'<div class="scroll"><table{_class("words" if words else "")}>{top}<tbody>\n{"".join(lines)}</tbody></table></div>'
     )
+
+
+def records(rows: Sequence[Mapping[str, str]], *, strong: Sequence[str] = ()) -> str:
+    """A table of rows that all have the same columns, given as cells by column name."""
+    return table(list(rows[0]) if rows else [], [list(row.values()) for row in rows], strong=strong)
 
 
 def figure(png: bytes, caption: str) -> str:

@@ -1,4 +1,4 @@
-"""Measures for comparing runs: rates, time to a target reward, lag by position, batch size over time. Pure functions.
+"""The records of a run, and measures for comparing runs: rates, time to a target reward, lag by position, batch size.
 
 Times are seconds since `begin_s`, when all stages were ready and nothing had been generated: start-up time does not depend
 on the schedule, so it is not counted.
@@ -7,15 +7,31 @@ on the schedule, so it is not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
+from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord, When
+from pipelinerl.config import RunConfig, config_from_yaml
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import read_json_lines
+from pipelinerl.metrics.records import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    EvaluationRecord,
+    StepRecord,
+    TimelineRecord,
+    When,
+    read_records,
+)
+from pipelinerl.metrics.timeline import read_timeline
+from pipelinerl.types import VersionSpan
+
+T = TypeVar("T")
 
 WINDOW = 5
 """Number of steps over which a reward is averaged before it is compared with a target or drawn."""
@@ -68,14 +84,6 @@ class BatchSize(msgspec.Struct, frozen=True):
 
     time_s: list[float]
     in_progress: list[int]
-
-
-class VersionRun(NamedTuple):
-    """Tokens `start <= i < end` of a rollout, all sampled by the weights of `version`."""
-
-    version: int
-    start: int
-    end: int
 
 
 class HeldOut(NamedTuple):
@@ -217,7 +225,7 @@ def reached_held_out(
 
 
 def lag_by_position(
-    trained: Iterable[tuple[int, Sequence[str]]], runs_of: Mapping[str, Sequence[VersionRun]]
+    trained: Iterable[tuple[int, Sequence[str]]], runs_of: Mapping[str, Sequence[VersionSpan]]
 ) -> LagByPosition:
     """Lag by position over all tokens that were trained on.
 
@@ -289,3 +297,152 @@ def _tokens(steps: Sequence[StepRecord]) -> float:
 
 def _per(amount: float, unit: float) -> float:
     return amount / unit if unit > 0 else math.nan
+
+
+# ---- the records of a run directory
+
+
+class RunRecords(NamedTuple):
+    """The records of a run. `summary` is None if the run did not write one, `lag` if it has no rollout records."""
+
+    root: Path
+    config: RunConfig
+    steps: list[StepRecord]
+    evaluations: list[EvaluationRecord]
+    summary: dict[str, Any] | None
+    timeline: list[TimelineRecord]
+    lag: LagByPosition | None
+
+    @property
+    def begin_s(self) -> float:
+        """When all stages were ready and nothing had been generated; see `begin_s`."""
+        return begin_s(self.steps, self.timeline, self.evaluations)
+
+    @property
+    def slots(self) -> int:
+        """H, over all engines."""
+        return self.config.engine.slots * self.config.engine.processes
+
+
+def read_run(run_dir: Path) -> RunRecords:
+    """The records of a run with at least one optimizer step.
+
+    Raises RunDirectoryError for a folder that is not a run, that has no step, or that is damaged.
+    """
+    config = read_config(run_dir)
+    steps = read_records(run_dir / METRICS_FILE, StepRecord)
+    if not steps:
+        raise RunDirectoryError(f"nothing to draw: {run_dir / METRICS_FILE} holds no optimizer step")
+    return RunRecords(
+        root=run_dir,
+        config=config,
+        steps=steps,
+        evaluations=read_records(run_dir / EVALUATIONS_FILE, EvaluationRecord),
+        summary=read_summary(run_dir),
+        timeline=read_timeline(run_dir),
+        lag=_read_lag(run_dir),
+    )
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """The run file of a run directory. Raises ConfigError, and RunDirectoryError if there is none or it can't be read."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        missing = "it has no config.yaml" if run_dir.is_dir() else "there is no such folder"
+        raise RunDirectoryError(f"{run_dir} is not a run directory: {missing}")
+    try:
+        return config_from_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"can't read {path}: {error}") from error
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The contents of `summary.json`, None if the file is missing. Raises RunDirectoryError if it is damaged."""
+    path = run_dir / "summary.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise RunDirectoryError(f"{path} is damaged: {error}; delete it") from error
+
+
+# The fields of rollouts.jsonl and trained.jsonl that are needed; most of a line is token ids and log-probs.
+class RecordedCompletion(msgspec.Struct, frozen=True):
+    """`weight_versions` cover the sampled tokens exactly, so their end is the number of tokens."""
+
+    weight_versions: tuple[VersionSpan, ...]
+    finish_reason: str = "stop"
+
+    @property
+    def tokens(self) -> int:
+        return self.weight_versions[-1].end if self.weight_versions else 0
+
+
+class RecordedTurn(msgspec.Struct, frozen=True):
+    completion: RecordedCompletion
+    prompt_ids: tuple[int, ...] = ()
+
+
+class RecordedRollout(msgspec.Struct, frozen=True):
+    turns: tuple[RecordedTurn, ...]
+    id: str = ""
+    reward: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of all turns."""
+        return sum(turn.completion.tokens for turn in self.turns)
+
+    def spans(self) -> Iterator[VersionSpan]:
+        """The version spans of all turns, in positions of the rollout's sampled tokens."""
+        offset = 0
+        for turn in self.turns:
+            for span in turn.completion.weight_versions:
+                yield VersionSpan(span.version, offset + span.start, offset + span.end)
+            offset += turn.completion.tokens
+
+
+class RecordedGroup(msgspec.Struct, frozen=True):
+    rollouts: tuple[RecordedRollout, ...]
+    index: int = 0
+
+
+class _TrainedSample(msgspec.Struct):
+    id: str
+
+
+class _Trained(msgspec.Struct):
+    version: int
+    samples: tuple[_TrainedSample, ...]
+
+
+def read_groups(run_dir: Path) -> list[RecordedGroup]:
+    """All groups that a run finished, as recorded. Raises RunDirectoryError if there are no records, or damaged ones."""
+    return _read_rollouts(run_dir, "rollouts.jsonl", RecordedGroup)
+
+
+def _read_rollouts(run_dir: Path, name: str, kind: type[T]) -> list[T]:
+    path = run_dir / "rollouts" / name
+    try:
+        return read_json_lines(path, kind)
+    except FileNotFoundError as error:
+        raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {path})") from error
+    except OSError as error:
+        raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RunDirectoryError(f"damaged records: {error}; repair or delete the line") from error
+
+
+def _read_lag(run_dir: Path) -> LagByPosition | None:
+    if not all((run_dir / "rollouts" / name).exists() for name in ("rollouts.jsonl", "trained.jsonl")):
+        return None
+    spans_of = {rollout.id: list(rollout.spans()) for group in read_groups(run_dir) for rollout in group.rollouts}
+    kept: list[_Trained] = []
+    for record in _read_rollouts(run_dir, "trained.jsonl", _Trained):
+        while kept and kept[-1].version >= record.version:  # a resumed run repeats the steps after its checkpoint
+            kept.pop()
+        kept.append(record)
+    return lag_by_position([(step.version - 1, [sample.id for sample in step.samples]) for step in kept], spans_of)

@@ -6,22 +6,47 @@ trials of each schedule ─▶ seed 0: a, b, c ─▶ seed 1: b, c, a ─▶ ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
+
+from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunInterruptedError
-from pipelinerl.experiments.compare.contenders import PIPELINE, Contender, run_config
-from pipelinerl.experiments.compare.folder import Execution, Folder, remove_bulk, remove_weights
-from pipelinerl.experiments.compare.held_out import Answered, read_answers, write_answers
-from pipelinerl.experiments.compare.output import PlannedRun, write_results
-from pipelinerl.experiments.compare.page import TuningResult
-from pipelinerl.experiments.compare.request import Request, claim_folder
-from pipelinerl.experiments.compare.settings import Settings, Trial, axes, decide, finalists, search, settings_of
+from pipelinerl.experiments.compare.page import Results, comparison_page
+from pipelinerl.experiments.compare.request import Request, claim_folder, plain
+from pipelinerl.experiments.compare.results import RunResult, drawn_with_answers, row, run_result, target_reward
+from pipelinerl.experiments.compare.runs import Answered, Execution, Folder, read_answers, remove_parts, write_answers
+from pipelinerl.experiments.compare.settings import (
+    PIPELINE,
+    Contender,
+    Settings,
+    Trial,
+    Trials,
+    TuningResult,
+    axes,
+    decide,
+    finalists,
+    run_config,
+    search,
+    settings_of,
+)
 from pipelinerl.metrics.records import METRICS_FILE, StepRecord, read_records
-from pipelinerl.report.series import tokens_rate_after
+from pipelinerl.report import figures, number, write_file
+from pipelinerl.report.figures import DrawnRun
+from pipelinerl.report.series import read_run, tokens_rate_after
+
+
+class PlannedRun(NamedTuple):
+    """One run of the comparison (not a trial). `name` is its folder within the comparison's folder."""
+
+    name: str
+    contender: Contender
+    seed: int
 
 
 def compare(
@@ -47,8 +72,8 @@ def compare(
         tried = {contender.label: session.tune(contender) for contender in request.schedules}
         planned = plan_runs(request)
         executions = {
-            run: session.run(run, tried[run.contender.label].used, f"[{number}/{len(planned)}]")
-            for number, run in enumerate(planned, start=1)
+            run: session.run(run, tried[run.contender.label].used, f"[{place}/{len(planned)}]")
+            for place, run in enumerate(planned, start=1)
         }
     except RunInterruptedError as stopped:
         raise RunInterruptedError(f"stopped; to continue, run the same command with --out {out}") from stopped
@@ -58,8 +83,8 @@ def compare(
 def plan_runs(request: Request) -> list[PlannedRun]:
     """All runs in order. The order of schedules rotates from seed to seed, so that none is always first."""
     runs: list[PlannedRun] = []
-    for number, seed in enumerate(request.seed_numbers):
-        first = number % len(request.schedules)
+    for place, seed in enumerate(request.seed_numbers):
+        first = place % len(request.schedules)
         order = (*request.schedules[first:], *request.schedules[:first])
         runs += [PlannedRun(f"runs/seed-{seed}/{_folder_name(one)}", one, seed) for one in order]
     return runs
@@ -70,6 +95,25 @@ def trial_length(trial_steps: int, contender: Contender) -> tuple[int, int]:
     rounds = contender.steps_per_round
     fill = -(-trial_steps // (3 * rounds)) * rounds
     return max(-(-trial_steps // rounds) * rounds, fill + rounds), fill
+
+
+def start_settings(request: Request, contender: Contender) -> Settings:
+    """The run file's settings, with defaults resolved for this schedule."""
+    schedule = request.config.schedule.model_copy(update={"kind": contender.kind})
+    return settings_of(request.config.model_copy(update={"schedule": schedule}), request.machine.cores)
+
+
+def _check(request: Request, contender: Contender) -> None:
+    """Raise ConfigError if a schedule is incompatible with the run file, before anything is run."""
+    settings = start_settings(request, contender)
+    try:
+        run_config(request.config, contender, settings, seed=0, steps=request.steps, run_dir=Path("checked"))
+    except ConfigError as error:
+        raise ConfigError(f"{contender.label}: {error}") from error
+
+
+def _folder_name(contender: Contender) -> str:
+    return contender.label.replace(":", "-")
 
 
 @dataclass(frozen=True)
@@ -103,62 +147,149 @@ class _Session:
 
     def run(self, planned: PlannedRun, settings: Settings, progress: str) -> Execution:
         """Execute one run and its evaluation, unless they are done."""
-        request, path = self.request, self.folder.path(planned.name)
-        execution = self.folder.done(planned.name)
-        if execution is None:
-            config = run_config(
-                request.config,
-                planned.contender,
-                settings,
-                seed=planned.seed,
-                steps=request.steps,
-                run_dir=path,
-                weights_every=request.evaluate_every if request.held_out else 0,
-            )
-            execution = self.folder.execute(planned.name, config)
+        request, contender, path = self.request, planned.contender, self.folder.root / planned.name
+        weights_every = request.evaluate_every if request.held_out else 0
+        execution = self._executed(
+            planned.name, contender, settings, planned.seed, request.steps, weights_every=weights_every
+        )
         steps = read_records(path / METRICS_FILE, StepRecord)
         outcome = (
             f"{sum(step.samples for step in steps)} rollouts, {steps[-1].time_s:.0f} s with start-up" if steps else "no step"
         )
-        self.say(f"{progress} {planned.contender.label}, seed {planned.seed}: {execution.status}, {outcome}")
+        self.say(f"{progress} {contender.label}, seed {planned.seed}: {execution.status}, {outcome}")
         if request.held_out and execution.finished and not read_answers(path):
             write_answers(path, self.evaluate(path, request))
             last = read_answers(path)[-1]
             interval = f"{last.reward:.3f} ({last.low:.3f} to {last.high:.3f})"
             self.say(f"{progress} held-out reward of version {last.version}: {interval}")
-        remove_weights(path)
+        remove_parts(path, WEIGHTS_FOLDER)
         return execution
 
     def _rate(self, contender: Contender, settings: Settings, length: int, fill: int, kind: str = "") -> float | None:
         """Sampled tokens/s of a run of `length` steps after the first `fill`. Executes the run unless it is done."""
-        request, name = self.request, f"trials/{_folder_name(contender)}/{kind}{settings.folder}"
-        path = self.folder.path(name)
-        if self.folder.done(name) is None:
-            seed = request.config.seed
-            config = run_config(request.config, contender, settings, seed=seed, steps=length, run_dir=path)
-            self.folder.execute(name, config)
-            remove_bulk(path)
+        name = f"trials/{_folder_name(contender)}/{kind}{settings.folder}"
+        self._executed(name, contender, settings, self.request.config.seed, length)
+        path = self.folder.root / name
+        remove_parts(path, "rollouts", "checkpoints", "streams")  # the rate needs only the steps
         steps = read_records(path / METRICS_FILE, StepRecord)
         rate = tokens_rate_after(steps, fill) if steps else None
-        rate_text = "-" if rate is None else f"{rate:.0f}"
-        self.say(f"tried {contender.label}: {settings.label}, {length} steps: {rate_text} tokens/s")
+        self.say(f"tried {contender.label}: {settings.label}, {length} steps: {number(rate, '.0f')} tokens/s")
         return rate
 
-
-def start_settings(request: Request, contender: Contender) -> Settings:
-    """The run file's settings, with defaults resolved for this schedule."""
-    schedule = request.config.schedule.model_copy(update={"kind": contender.kind})
-    return settings_of(request.config.model_copy(update={"schedule": schedule}), request.machine.cores)
-
-
-def _check(request: Request, contender: Contender) -> None:
-    """Raise ConfigError if a schedule is incompatible with the run file, before anything is run."""
-    settings = start_settings(request, contender)
-    try:
-        run_config(request.config, contender, settings, seed=0, steps=request.steps, run_dir=Path("checked"))
-    except ConfigError as error:
-        raise ConfigError(f"{contender.label}: {error}") from error
+    def _executed(
+        self, name: str, contender: Contender, settings: Settings, seed: int, steps: int, *, weights_every: int = 0
+    ) -> Execution:
+        """How a run ended, which is executed unless it is done."""
+        done = self.folder.done(name)
+        if done is not None:
+            return done
+        path, base = self.folder.root / name, self.request.config
+        config = run_config(base, contender, settings, seed=seed, steps=steps, run_dir=path, weights_every=weights_every)
+        return self.folder.execute(name, config)
 
 
-def _folder_name(contender: Contender) -> str:
-    return contender.label.replace(":", "-")
+# ---- the results: `compare.json`, PNGs, and the report
+
+
+def write_results(
+    request: Request, out: Path, trials: Trials, executions: Mapping[PlannedRun, Execution], target: float | None
+) -> dict[str, Any]:
+    """Read the runs, write all results, and return the contents of `compare.json`.
+
+    `target` None: it is chosen from the runs. Raises RunDirectoryError if a run's records can't be read.
+    """
+    planned = sorted(executions, key=lambda run: (request.schedules.index(run.contender), run.seed))
+    records = {run: read_run(out / run.name) for run in planned}
+    answers = {run: read_answers(out / run.name) if request.held_out else None for run in planned}
+    drawn = {run: drawn_with_answers(records[run], run.contender.label, answers[run]) for run in planned}
+
+    def results(goal: float | None) -> list[RunResult]:
+        return [
+            run_result(
+                records[run],
+                drawn[run],
+                run.contender,
+                trials[run.contender.label].used,
+                executions[run],
+                target=goal,
+                answered=answers[run],
+            )
+            for run in planned
+        ]
+
+    target = target_reward(results(None)) if target is None else target
+    runs = results(target)
+    found = Results(target, [row(runs, one.label) for one in request.schedules], runs, trials)
+    lines = list(drawn.values())
+    drawings = {
+        "held_out": figures.held_out(lines, target) if request.held_out else None,
+        "learning": figures.learning(lines, None if request.held_out else target),
+        "on_policyness": figures.on_policyness(lines),
+        "batch_sizes": figures.batch_sizes(lines),
+    }
+    images = {name: png for name, png in drawings.items() if png is not None}
+    contents = document(request, found, lines)
+    for name, png in images.items():
+        write_file(out / f"{name}.png", png)
+    write_file(out / "report.html", comparison_page(request, found, images).encode())
+    write_file(out / "compare.json", in_lines(contents))
+    return contents
+
+
+def document(request: Request, results: Results, drawn: Sequence[DrawnRun]) -> dict[str, Any]:
+    """The contents of `compare.json`. The top-level ratios are of the pipeline schedule; None if it was not compared."""
+    pipeline = next((row for row in results.rows if row.schedule == PIPELINE), None)
+    contents: dict[str, Any] = {
+        "ratio_time_to_reward": pipeline.ratio_time_to_reward if pipeline else None,
+        "ratio_samples_per_s": pipeline.ratio_samples_per_s if pipeline else None,
+        "target_reward": results.target,
+        "reward": request.reward,
+        "schedules": [{**msgspec.structs.asdict(row), "settings": row.settings._asdict()} for row in results.rows],
+        "trials": {
+            schedule: [
+                {
+                    **trial.settings._asdict(),
+                    "tokens_per_s": trial.tokens_per_s,
+                    "full_length": trial.full,
+                    "used": tried.decided_by(trial),
+                }
+                for trial in tried.trials
+            ]
+            for schedule, tried in results.trials.items()
+        },
+        "request": {**plain(request), "schedules": [one.label for one in request.schedules]},
+        "runs": [
+            {**msgspec.structs.asdict(run), "settings": run.settings._asdict(), "series": series_of(one)}
+            for run, one in zip(results.runs, drawn, strict=True)
+        ],
+    }
+    return dict(rounded(msgspec.to_builtins(contents)))
+
+
+def series_of(drawn: DrawnRun) -> dict[str, Any]:
+    """The data of a run's curves."""
+    names = ("version", "time_s", "samples", "reward", "ess", "lag_mean", "lag_max", "trained_length_mean")
+    curves = {name: getattr(drawn.curves, name) for name in names}
+    return {**curves, "lag_by_position": drawn.lag, "batch_size": drawn.batch, "slots": drawn.slots}
+
+
+def rounded(value: Any) -> Any:
+    """A JSON-like document with floats rounded to six significant digits; NaN and infinities become None."""
+    match value:
+        case float():
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+        case dict():
+            return {key: rounded(item) for key, item in value.items()}
+        case list() | tuple():
+            return [rounded(item) for item in value]
+    return value
+
+
+def in_lines(contents: Mapping[str, Any]) -> bytes:
+    """JSON with one line for each key and list item, which is readable and gives useful diffs."""
+    encode = msgspec.json.encode
+
+    def value(item: Any) -> bytes:
+        return b"[\n" + b",\n".join(map(encode, item)) + b"\n]" if isinstance(item, list) and item else encode(item)
+
+    return b"{\n" + b",\n".join(encode(key) + b": " + value(item) for key, item in contents.items()) + b"\n}\n"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pipelinerl.experiments.compare.contenders import PIPELINE
 from pipelinerl.experiments.compare.request import Request
 from pipelinerl.experiments.compare.results import Ratio, Row, RunResult, Spread, samples_per_s, time_to_reward
-from pipelinerl.experiments.compare.settings import Settings, Trial
-from pipelinerl.report import html
+from pipelinerl.experiments.compare.settings import PIPELINE, Trials
+from pipelinerl.report import count, html, number
 from pipelinerl.report.run_report import BATCH_SIZES, LEARNING, NO_TIMELINE, ON_POLICYNESS
 from pipelinerl.report.series import WINDOW
 
@@ -80,7 +79,7 @@ def _efficiency(pipeline: Row, baseline: Row | None) -> list[str]:
     other = baseline.samples_to_reward.median if baseline else None
     if baseline is None or not own or not other:
         return []
-    lags = f"lag {_number(pipeline.lag_mean, '.2f')} against {_number(baseline.lag_mean, '.2f')} optimizer steps on average"
+    lags = f"lag {number(pipeline.lag_mean, '.2f')} against {number(baseline.lag_mean, '.2f')} optimizer steps on average"
     return [
         f"To reach it, pipeline needed {own:.0f} samples and {baseline.schedule} {other:.0f} ({own / other:.2f} times as "
         f"many): {lags}."
@@ -111,21 +110,6 @@ def _bottleneck(pipeline: Row, rows: Mapping[str, Row]) -> list[str]:
     return sentences
 
 
-class TuningResult(NamedTuple):
-    """The settings that a schedule uses, and all of its trials, in order."""
-
-    used: Settings
-    trials: Sequence[Trial]
-
-    def decided_by(self, trial: Trial) -> bool:
-        """Whether this trial decided the settings: the full-length trial of them if there are any, else the short one."""
-        return trial.settings == self.used and trial.full == any(one.full for one in self.trials)
-
-
-Trials = Mapping[str, TuningResult]
-"""By label of the schedule."""
-
-
 class Results(NamedTuple):
     """The numbers of a comparison: one row per schedule, and every run."""
 
@@ -144,14 +128,14 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
     body = [
         html.paragraph(
             f"{config.environment.kind} with model {config.model.path}: {request.steps} optimizer steps of "
-            f"{config.trainer.batch_size} rollouts per run, {_count(request.seeds, 'seed')}. Runs were made one at a time, "
+            f"{config.trainer.batch_size} rollouts per run, {count(request.seeds, 'seed')}. Runs were made one at a time, "
             "each from the same weights and with the whole machine.",
             "lead",
         ),
         html.heading("Findings"),
         html.bullets(findings(rows, target, request.reward)),
         html.heading("Schedules"),
-        html.table(_HEADER, [_cells(row) for row in rows], strong=strong),
+        html.records([_cells(row) for row in rows], strong=strong),
         html.paragraph(_legend(target, request), "note"),
         *([html.heading("Held-out reward"), html.figure(figures["held_out"], HELD_OUT)] if "held_out" in figures else []),
         html.heading("Learning"),
@@ -165,7 +149,7 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
         html.heading("Where PipelineRL does not help"),
         html.bullets(LIMITS),
         html.heading("Every run"),
-        html.table(_RUN_HEADER, [_run_cells(run) for run in runs]),
+        html.records([_run_cells(run) for run in runs]),
         html.heading("Trials of settings"),
         *_tried(request, trials),
         html.heading("Machine and method"),
@@ -174,32 +158,25 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
     return html.page(f"Schedules compared: {config.environment.kind}", body)
 
 
-_HEADER = (
-    *("schedule", "time to target, s", "times sooner", "samples to target", "samples/s", "times faster", "tokens/s"),
-    *("mean length", "ESS mean (min)", "lag mean (max)", "engine busy", "trainer busy", "slots in use", "settings"),
-)
-
-
-def _cells(row: Row) -> list[str]:
-    reached = row.time_to_reward_s
-    return [
-        row.schedule,
-        _spread(reached, ".1f") if reached.median is not None else f"{row.reached} of {row.runs} runs reached it",
-        _ratio(row.ratio_time_to_reward),
-        _spread(row.samples_to_reward, ".0f"),
-        _spread(row.samples_per_s, ".1f")
-        if row.samples_per_s.median is not None
-        else f"{row.diverged} of {row.runs} diverged",
-        _ratio(row.ratio_samples_per_s),
-        _number(row.tokens_per_s, ".0f"),
-        _number(row.length_mean, ".1f"),
-        f"{_number(row.ess_mean, '.4f')} ({_number(row.ess_min, '.3f')})",
-        f"{_number(row.lag_mean, '.2f')} ({_number(row.lag_max, '.0f')})",
-        _number(row.engine_busy_fraction, ".0%"),
-        _number(row.trainer_busy_fraction, ".0%"),
-        _number(row.slots_used_fraction, ".0%"),
-        row.settings.label,
-    ]
+def _cells(row: Row) -> dict[str, str]:
+    reached, rate = row.time_to_reward_s, row.samples_per_s
+    missed, diverged = f"{row.reached} of {row.runs} runs reached it", f"{row.diverged} of {row.runs} diverged"
+    return {
+        "schedule": row.schedule,
+        "time to target, s": missed if reached.median is None else _spread(reached, ".1f"),
+        "times sooner": _spread(row.ratio_time_to_reward, ".2f"),
+        "samples to target": _spread(row.samples_to_reward, ".0f"),
+        "samples/s": diverged if rate.median is None else _spread(rate, ".1f"),
+        "times faster": _spread(row.ratio_samples_per_s, ".2f"),
+        "tokens/s": number(row.tokens_per_s, ".0f"),
+        "mean length": number(row.length_mean, ".1f"),
+        "ESS mean (min)": f"{number(row.ess_mean, '.4f')} ({number(row.ess_min, '.3f')})",
+        "lag mean (max)": f"{number(row.lag_mean, '.2f')} ({number(row.lag_max, '.0f')})",
+        "engine busy": number(row.engine_busy_fraction, ".0%"),
+        "trainer busy": number(row.trainer_busy_fraction, ".0%"),
+        "slots in use": number(row.slots_used_fraction, ".0%"),
+        "settings": row.settings.label,
+    }
 
 
 HELD_OUT = (
@@ -227,28 +204,22 @@ def _dashed(target: float | None) -> str:
     return "" if target is None else " Dashed: the target."
 
 
-_RUN_HEADER = (
-    *("schedule", "seed", "status", "time to target, s", "samples/s", "samples/s, last 4/5 of steps", "tokens/s"),
-    *("last reward", "same training reward at, s", "ESS mean", "lag mean", "began", "load before"),
-)
-
-
-def _run_cells(run: RunResult) -> list[str]:
-    return [
-        run.schedule,
-        str(run.seed),
-        run.status,
-        _number(time_to_reward(run), ".1f") if run.reached else "not reached",
-        _number(samples_per_s(run), ".1f"),
-        _number(run.measured.samples_per_s_later, ".1f"),
-        _number(run.measured.tokens_per_s, ".0f"),
-        _number(run.rewards[-1] if run.rewards else None, ".3f"),
-        _number(run.reached_training.time_s if run.reached_training else None, ".1f"),
-        _number(run.ess_mean, ".4f"),
-        _number(run.lag_mean, ".2f"),
-        run.began,
-        _number(run.load_before, ".2f"),
-    ]
+def _run_cells(run: RunResult) -> dict[str, str]:
+    return {
+        "schedule": run.schedule,
+        "seed": str(run.seed),
+        "status": run.status,
+        "time to target, s": number(time_to_reward(run), ".1f") if run.reached else "not reached",
+        "samples/s": number(samples_per_s(run), ".1f"),
+        "samples/s, last 4/5 of steps": number(run.measured.samples_per_s_later, ".1f"),
+        "tokens/s": number(run.measured.tokens_per_s, ".0f"),
+        "last reward": number(run.rewards[-1] if run.rewards else None, ".3f"),
+        "same training reward at, s": number(run.reached_training.time_s if run.reached_training else None, ".1f"),
+        "ESS mean": number(run.ess_mean, ".4f"),
+        "lag mean": number(run.lag_mean, ".2f"),
+        "began": run.began,
+        "load before": number(run.load_before, ".2f"),
+    }
 
 
 def _tried(request: Request, trials: Trials) -> list[str]:
@@ -259,7 +230,7 @@ def _tried(request: Request, trials: Trials) -> list[str]:
             schedule,
             trial.settings.label,
             "full length" if trial.full else "short",
-            _number(trial.tokens_per_s, ".0f"),
+            number(trial.tokens_per_s, ".0f"),
             "used" if tried.decided_by(trial) else "",
         ]
         for schedule, tried in trials.items()
@@ -280,7 +251,7 @@ def _circumstances(request: Request, runs: Sequence[RunResult]) -> list[str]:
     memory = "" if machine.memory_gib is None else f", {machine.memory_gib:g} GiB"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     return [
-        f"{machine.cpu}, {_count(machine.cores, 'core')}{memory}, {machine.system}",
+        f"{machine.cpu}, {count(machine.cores, 'core')}{memory}, {machine.system}",
         versions,
         f"Seeds {', '.join(map(str, request.seed_numbers))}; the order of the schedules rotates from seed to seed.",
         "The measured time includes no evaluation of held-out problems and no checkpoint.",
@@ -292,7 +263,7 @@ def _held_out(request: Request, runs: Sequence[RunResult]) -> str:
     share = max(run.saving_s / run.measured.training_s for run in runs)
     changed = ", ".join(f"{key} {value}" for key, value in request.held_out_args.items())
     return (
-        f"Every {_count(request.evaluate_every, 'step')} each run copied its weights, which took at most {share:.2%} of its "
+        f"Every {count(request.evaluate_every, 'step')} each run copied its weights, which took at most {share:.2%} of its "
         f"measured time. After the run each copy answered {request.held_out} held-out problems once, with the same random "
         f"numbers{f' and the environment arguments {changed}' if changed else ''}."
     )
@@ -303,15 +274,3 @@ def _spread(found: Spread, pattern: str) -> str:
         return "-"
     middle, low, high = (format(value, pattern) for value in (found.median, found.min, found.max))
     return middle if low == high else f"{middle} ({low} to {high})"
-
-
-def _ratio(ratio: Ratio) -> str:
-    return _spread(Spread(median=ratio.median, min=ratio.min, max=ratio.max, per_seed=ratio.per_seed), ".2f")
-
-
-def _number(value: float | None, pattern: str) -> str:
-    return "-" if value is None else format(value, pattern)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

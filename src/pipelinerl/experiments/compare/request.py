@@ -14,9 +14,9 @@ import msgspec
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError
-from pipelinerl.experiments.compare.contenders import Contender, parse_contenders, whole_rounds
+from pipelinerl.experiments.compare.settings import Contender, parse_contenders, whole_rounds
 from pipelinerl.launch.hosts.resources import usable_cores
-from pipelinerl.report.files import write_file
+from pipelinerl.report import write_json
 
 # ---- the machine: hardware and software that affect the results
 
@@ -183,18 +183,17 @@ def claim_folder(out: Path, request: Request) -> None:
     """Create `out` for this request, or check that it holds this request. Raises RunDirectoryError with the differences."""
     path = out / REQUEST_FILE
     try:
-        before = path.read_bytes()
-    except FileNotFoundError:
-        _make(out)
-        write_file(path, msgspec.json.format(msgspec.json.encode(plain(request))))
-        return
+        if not path.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            if any(out.iterdir()):
+                raise RunDirectoryError(f"{out} is not empty and holds no comparison; choose a new --out")
+            write_json(path, plain(request), indent=2)
+        before = msgspec.json.decode(path.read_bytes())
     except OSError as error:
-        raise RunDirectoryError(f"can't read {path}: {error.strerror}; choose another --out") from error
-    try:
-        differences = differing(msgspec.json.decode(before), plain(request))
+        raise RunDirectoryError(f"can't use {out}: {error.strerror}; choose another --out") from error
     except msgspec.DecodeError as error:
         raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
-    if differences:
+    if differences := differing(before, plain(request)):
         raise RunDirectoryError(
             f"{out} holds another comparison ({'; '.join(differences)}); give the same arguments to continue it, or "
             "choose another --out"
@@ -205,16 +204,6 @@ def plain(request: Request) -> dict[str, Any]:
     """The request as values that can be written as JSON."""
     values: dict[str, Any] = msgspec.to_builtins(request, enc_hook=lambda config: config.model_dump(mode="json"))
     return values
-
-
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        taken = next(out.iterdir(), None)
-    except OSError as error:
-        raise RunDirectoryError(f"can't write to {out}: {error.strerror}; choose a writable --out") from error
-    if taken is not None:
-        raise RunDirectoryError(f"{out} is not empty and holds no comparison; choose a new --out")
 
 
 def differing(before: Any, now: Any, key: str = "") -> list[str]:

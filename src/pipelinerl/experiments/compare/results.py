@@ -1,8 +1,8 @@
-"""The numbers of a comparison, from its runs: the target, medians, ratios and their spread over seeds. Pure.
+"""The numbers of a comparison: of each run from its records, then the target, medians, ratios and their spread over seeds.
 
 A run that did not reach the target, or did not finish, has None for a quantity. When the best conventional schedule is
 chosen, None counts as worse than any value. A spread or ratio over seeds is None if one seed lacks it, so that failed runs
-never improve a result.
+never improve a result. All functions are pure.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ from statistics import median
 
 import msgspec
 
-from pipelinerl.experiments.compare.contenders import CONVENTIONAL
-from pipelinerl.experiments.compare.held_out import Answered
-from pipelinerl.experiments.compare.settings import Settings
+from pipelinerl.experiments.compare.runs import Answered, Execution
+from pipelinerl.experiments.compare.settings import CONVENTIONAL, Contender, Settings
 from pipelinerl.launch.outcome import FINISHED
-from pipelinerl.report.series import Measured, Reached
+from pipelinerl.report.figures import DrawnRun, drawn_run
+from pipelinerl.report.series import (
+    HeldOut,
+    Measured,
+    Reached,
+    RunRecords,
+    measure,
+    reached,
+    reached_held_out,
+    slots_in_use,
+    windowed,
+)
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,14 +97,10 @@ def spread(values: Sequence[float | None]) -> Spread:
     return Spread(median=median(known), min=min(known), max=max(known), per_seed=list(values))
 
 
-class Ratio(msgspec.Struct, frozen=True, kw_only=True):
+class Ratio(Spread, frozen=True, kw_only=True):
     """Ratio to `baseline`, the best conventional schedule for this quantity. Above 1: better than the baseline."""
 
     baseline: str | None
-    median: float | None
-    min: float | None
-    max: float | None
-    per_seed: list[float | None]
 
 
 def target_reward(runs: Iterable[RunResult]) -> float | None:
@@ -127,18 +133,17 @@ def over_seeds(runs: Sequence[RunResult], schedule: str, quantity: Quantity) -> 
     return [quantity(run) for run in chosen]
 
 
-def median_with_missing(values: Sequence[float | None], missing: float) -> float:
-    """The median, with `missing` (worse than any value) in place of None."""
-    return median(missing if value is None else value for value in values)
-
-
 def best_conventional(runs: Sequence[RunResult], quantity: Quantity, *, low_is_good: bool) -> str | None:
     """The conventional schedule with the best median over seeds; None if no schedule has a finite median."""
-    sign, missing = (1, math.inf) if low_is_good else (-1, -math.inf)
-    schedules = list(dict.fromkeys(run.schedule for run in runs if run.kind == CONVENTIONAL))
-    medians = {one: sign * median_with_missing(over_seeds(runs, one, quantity), missing) for one in schedules}
-    best = min(schedules, key=lambda one: medians[one], default=None)
-    return best if best is not None and medians[best] < math.inf else None
+    sign = 1 if low_is_good else -1
+
+    def cost(schedule: str) -> float:
+        values = over_seeds(runs, schedule, quantity)
+        return median(math.inf if value is None else sign * value for value in values)
+
+    schedules = dict.fromkeys(run.schedule for run in runs if run.kind == CONVENTIONAL)
+    best = min(schedules, key=cost, default=None)
+    return best if best is not None and cost(best) < math.inf else None
 
 
 def ratio(runs: Sequence[RunResult], schedule: str, quantity: Quantity, *, low_is_good: bool) -> Ratio:
@@ -148,7 +153,7 @@ def ratio(runs: Sequence[RunResult], schedule: str, quantity: Quantity, *, low_i
     others: Sequence[float | None] = [None] * len(own) if baseline is None else over_seeds(runs, baseline, quantity)
     pairs = zip(others, own, strict=True) if low_is_good else zip(own, others, strict=True)
     found = spread([above / below if above is not None and below else None for above, below in pairs])
-    return Ratio(baseline=baseline, median=found.median, min=found.min, max=found.max, per_seed=found.per_seed)
+    return Ratio(baseline=baseline, **msgspec.structs.asdict(found))
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,4 +211,64 @@ def row(runs: Sequence[RunResult], schedule: str) -> Row:
         reward_last=middle(lambda run: run.rewards[-1] if run.rewards else None),
         ratio_time_to_reward=ratio(runs, schedule, time_to_reward, low_is_good=True),
         ratio_samples_per_s=ratio(runs, schedule, samples_per_s, low_is_good=False),
+    )
+
+
+# ---- one run
+
+FROM_SUMMARY = ("ess_mean", "ess_min", "lag_mean", "lag_max", "engine_busy_fraction", "trainer_busy_fraction")
+
+
+def drawn_with_answers(records: RunRecords, label: str, answered: Sequence[Answered] | None) -> DrawnRun:
+    """The numbers of a run's figures; `answered` take the place of its evaluations."""
+    drawn = drawn_run(records, label)
+    if answered is None:
+        return drawn
+    times_s = {0: 0.0} | dict(zip(drawn.curves.version, drawn.curves.time_s, strict=True))
+    found = []
+    for one in answered:
+        error = (one.high - one.low) / (2 * 1.96)  # standard error from a 95% interval
+        time_s = times_s[one.version]
+        found.append(HeldOut("after", one.version, one.version, one.version, time_s, one.reward, error, {}))
+    return drawn._replace(curves=drawn.curves._replace(held_out=found))
+
+
+def run_result(
+    records: RunRecords,
+    drawn: DrawnRun,
+    contender: Contender,
+    settings: Settings,
+    execution: Execution,
+    *,
+    target: float | None,
+    answered: Sequence[Answered] | None,
+) -> RunResult:
+    """The results of one run. Without a target, `reached` is None.
+
+    `answered` are the run's held-out rewards, which decide when the target is reached. None: the training rewards decide.
+    """
+    steps, begin = records.steps, records.begin_s
+    measured, summary = measure(steps, begin), records.summary or {}
+    training = [reward for reward in windowed([step.reward_mean for step in steps]) if not math.isnan(reward)]
+    by_training = by_held_out = None
+    if target is not None:
+        by_training = reached(steps, begin, target)
+        by_held_out = reached_held_out([(one.version, one.reward) for one in answered or ()], steps, begin, target)
+    return RunResult(
+        schedule=contender.label,
+        kind=contender.kind,
+        seed=records.config.seed,
+        settings=settings,
+        status=execution.status,
+        began=execution.began,
+        load_before=execution.load_before,
+        run_dir=execution.run,
+        measured=measured,
+        reached=by_training if answered is None else by_held_out,
+        reached_training=by_training,
+        rewards=training if answered is None else [one.reward for one in answered],
+        held_out=list(answered or ()),
+        saving_s=math.fsum(step.saving_s for step in steps),
+        slots_used_fraction=slots_in_use(drawn.batch, drawn.slots, measured.training_s) if drawn.batch else None,
+        **{key: summary.get(key) for key in FROM_SUMMARY},
     )

@@ -1,11 +1,15 @@
-"""The settings that determine a schedule's speed on a machine, and the search for the fastest. Pure."""
+"""The schedules to compare, their settings on a machine, the search for the fastest settings, and the run of each. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config import RunConfig, validate
+from pipelinerl.config.schema import EvaluationConfig, ScheduleConfig
+from pipelinerl.errors import ConfigError
 from pipelinerl.launch.hosts.resources import plan_threads
 from pipelinerl.schedule import make_schedule
 
@@ -54,18 +58,32 @@ class Trial(NamedTuple):
     full: bool = False
 
 
+class TuningResult(NamedTuple):
+    """The settings that a schedule uses, and all of its trials, in order."""
+
+    used: Settings
+    trials: Sequence[Trial]
+
+    def decided_by(self, trial: Trial) -> bool:
+        """Whether this trial decided the settings: the full-length trial of them if there are any, else the short one."""
+        return trial.settings == self.used and trial.full == any(one.full for one in self.trials)
+
+
+Trials = Mapping[str, TuningResult]
+"""By label of the schedule."""
+
+
 def axes(config: RunConfig, *, cores: int, most_in_progress: int | None, slot_factors: Sequence[int]) -> list[Axis]:
     """The axes of the search, in order: layout of engines on cores, number of slots, the trainer's threads.
 
     `most_in_progress` is the schedule's bound on sequences in progress, if it has one; more slots would stay empty. On a
     GPU only the slots are searched.
     """
-    on_cpu = (config.engine.device == "cpu", config.trainer.device == "cpu")
     found: list[Axis] = []
-    if on_cpu[0]:
+    if config.engine.device == "cpu":
         found.append(lambda now: [_with_layout(now, *layout) for layout in engine_layouts(cores)])
     found.append(lambda now: [now._replace(slots=slots) for slots in _slots(now, most_in_progress, slot_factors)])
-    if on_cpu[1]:
+    if config.trainer.device == "cpu":
         found.append(lambda now: [now._replace(trainer_threads=threads) for threads in dict.fromkeys((1, cores))])
     return found
 
@@ -127,3 +145,89 @@ def decide(finals: Sequence[Trial]) -> Settings:
 def _fastest(now: Settings, candidates: Sequence[Settings], rates: Mapping[Settings, float | None]) -> Settings:
     best = max(candidates, key=lambda settings: rates[settings] or 0.0, default=now)
     return best if (rates[best] or 0.0) > (1 + MARGIN) * (rates[now] or 0.0) else now
+
+
+# ---- schedules
+
+
+PIPELINE, CONVENTIONAL = "pipeline", "conventional"
+
+
+class Contender(NamedTuple):
+    """A schedule and its G (1 for a schedule without rounds)."""
+
+    kind: Literal["pipeline", "conventional", "async"]
+    steps_per_round: int = 1
+
+    @property
+    def label(self) -> str:
+        return self.kind if self.kind == PIPELINE else f"{self.kind}:{self.steps_per_round}"
+
+
+def parse_contenders(text: str) -> tuple[Contender, ...]:
+    """Parse `pipeline,conventional:4,async:2`. Raises ConfigError that names the invalid part."""
+    contenders = tuple(_parse(part.strip()) for part in text.split(","))
+    twice = next((one.label for one in contenders if contenders.count(one) > 1), None)
+    if twice:
+        raise ConfigError(f"--schedules: {twice} is listed twice; list each schedule once")
+    return contenders
+
+
+def _parse(part: str) -> Contender:
+    kind, colon, rounds = part.partition(":")
+    if kind == PIPELINE and not colon:
+        return Contender("pipeline")
+    if kind in (CONVENTIONAL, "async") and rounds.isascii() and rounds.isdigit() and int(rounds) > 0:
+        return Contender("conventional" if kind == CONVENTIONAL else "async", int(rounds))
+    raise ConfigError(
+        f"--schedules: {part!r} is not a schedule; write pipeline, conventional:G or async:G (G optimizer steps a round, "
+        "e.g. conventional:4), with commas between"
+    )
+
+
+def whole_rounds(steps: int, contenders: Sequence[Contender]) -> int:
+    """The largest number of optimizer steps, at most `steps`, that is a whole number of rounds for every schedule.
+
+    A round that is cut short has generated samples that are never trained on, which would count against its schedule.
+    Raises ConfigError if there is no such number.
+    """
+    common = math.lcm(*(contender.steps_per_round for contender in contenders))
+    if steps < common:
+        raise ConfigError(
+            f"trainer.steps: {steps} steps are too few for whole rounds of every schedule; set it to a multiple of {common}"
+        )
+    return steps - steps % common
+
+
+def run_config(
+    base: RunConfig,
+    contender: Contender,
+    settings: Settings,
+    *,
+    seed: int,
+    steps: int,
+    run_dir: Path,
+    weights_every: int = 0,
+) -> RunConfig:
+    """The run file of one run: `base` with the schedule, its settings, and nothing else that takes time.
+
+    Evaluation and checkpoints are off, because they would interrupt the schedules to different degrees. Copies of the
+    weights every `weights_every` steps (0: none) cost all schedules the same. Raises ConfigError if the schedule is
+    incompatible with the rest of `base`.
+    """
+    schedule = ScheduleConfig(
+        kind=contender.kind,
+        steps_per_round=contender.steps_per_round,
+        max_lag=base.schedule.max_lag if contender.kind == PIPELINE else None,
+    )
+    config = settings.applied_to(base)
+    trainer = {"steps": steps, "checkpoint_every": 0, "weights_every": weights_every}
+    changes = {
+        "run_dir": str(run_dir),
+        "seed": seed,
+        "schedule": schedule,
+        "evaluation": EvaluationConfig(problems=0, temperature=base.evaluation.temperature),
+        "metrics": base.metrics.model_copy(update={"view": "none", "plot": False, "tensorboard": False}),
+        "trainer": config.trainer.model_copy(update=trainer),
+    }
+    return validate(config.model_copy(update=changes))

@@ -8,31 +8,41 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import torch
 
+from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed, let_rollouts_run
 from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.evaluation import held_out_problems
-from pipelinerl.actor.rollouts import Failure, TimeLimits, problem_for
+from pipelinerl.actor.evaluation import evaluated, held_out_problems
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, TooManyFailuresError
-from pipelinerl.experiments.evaluate.answering import Questions, answer
-from pipelinerl.experiments.evaluate.engines import EvaluationEngine, engine_for
-from pipelinerl.experiments.evaluate.folder import EvaluationFolder
-from pipelinerl.experiments.evaluate.records import AttemptRecord, EvaluationSettings, EvaluationSummary, ModelResult, Status
-from pipelinerl.experiments.evaluate.tally import Tally
-from pipelinerl.experiments.evaluate.targets import Target
+from pipelinerl.experiments.evaluate.models import Target, engine_for
+from pipelinerl.experiments.evaluate.results import (
+    AttemptRecord,
+    EvaluationFolder,
+    EvaluationSettings,
+    EvaluationSummary,
+    ModelResult,
+    Status,
+    Tally,
+)
 from pipelinerl.experiments.statistics import Floats
-from pipelinerl.interfaces import Environment, Tokenizer
+from pipelinerl.interfaces import Engine, Environment, Tokenizer
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.types import Problem, SamplingParams
+from pipelinerl.types import Problem, Rollout, SamplingParams
 
 RESAMPLES = 2000
 LEVEL = 0.95
 REPORT_EVERY_S = 10.0
+IDLE_S = 0.002
+END_S = 2.0
+"""Time that cancelled attempts get to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,27 +72,23 @@ def evaluate(plan: EvaluationPlan, stop: Callable[[], bool], say: Callable[[str]
     return _Evaluation(plan, limits, stop, say).run()
 
 
+@dataclass
 class _Evaluation:
-    def __init__(
-        self, plan: EvaluationPlan, limits: TimeLimits, stop: Callable[[], bool], say: Callable[[str], None]
-    ) -> None:
-        self._plan = plan
-        self._limits = limits
-        self._stop = stop
-        self._say = say
-        self._problems: list[Problem] = []
-        self._first_values: Mapping[int, Floats] | None = None
-        self._results: list[ModelResult] = []
+    plan: EvaluationPlan
+    limits: TimeLimits
+    stop: Callable[[], bool]
+    say: Callable[[str], None]
+    problems: list[Problem] = field(default_factory=list)
+    results: list[ModelResult] = field(default_factory=list)
+    first_values: Mapping[int, Floats] | None = None
 
     def run(self) -> EvaluationSummary:
-        first = self._load_environment(self._plan.targets[0])
-        folder = EvaluationFolder(self._plan.out, overwrite=self._plan.overwrite)
+        first = self._load_environment(self.plan.targets[0])
+        folder = EvaluationFolder(self.plan.out, overwrite=self.plan.overwrite)
         folder.write_summary(self._summary("unfinished"))
         done = True
-        for number, target in enumerate(self._plan.targets):
-            done = not self._stop() and self._evaluate(
-                target, *(self._load_environment(target) if number else first), folder
-            )
+        for number, target in enumerate(self.plan.targets):
+            done = not self.stop() and self._evaluate(target, *(self._load_environment(target) if number else first), folder)
             if not done:
                 break
         summary = self._summary("finished" if done else "interrupted")
@@ -90,80 +96,79 @@ class _Evaluation:
         return summary
 
     def _summary(self, status: Status) -> EvaluationSummary:
-        return EvaluationSummary(status=status, settings=self._plan.settings, models=tuple(self._results))
+        return EvaluationSummary(status=status, settings=self.plan.settings, models=tuple(self.results))
 
     def _load_environment(self, target: Target) -> tuple[Environment, Tokenizer]:
         """The environment for this model's tokenizer. Its problems must be the same as for the first model."""
-        settings = self._plan.settings
+        settings = self.plan.settings
         kind = settings.environment
         tokenizer = load_tokenizer(target.model)
         environment = make_environment(kind, settings.environment_args, tokenizer, settings.environment_seed)
-        problems = problems_of(environment, settings, self._limits)
+        problems = problems_of(environment, settings, self.limits)
         if not problems:
             raise EnvironmentSetupError(
                 f"environment {kind} has no held-out problems: define `held_out`, or give --training"
             )
-        if self._problems and [problem.id for problem in problems] != [problem.id for problem in self._problems]:
+        if self.problems and [problem.id for problem in problems] != [problem.id for problem in self.problems]:
             raise EnvironmentSetupError(
                 f"environment {kind} gives different problems for {target.name} and "
-                f"{self._plan.targets[0].name}; evaluate them separately"
+                f"{self.plan.targets[0].name}; evaluate them separately"
             )
-        if not self._problems and len(problems) < settings.problems:
-            self._say(f"{kind} has {len(problems)} problems, not {settings.problems}")
-        self._problems = problems
+        if not self.problems and len(problems) < settings.problems:
+            self.say(f"{kind} has {len(problems)} problems, not {settings.problems}")
+        self.problems = problems
         return environment, tokenizer
 
     def _evaluate(self, target: Target, environment: Environment, tokenizer: Tokenizer, folder: EvaluationFolder) -> bool:
         """Evaluate one model; False if it was stopped. Results so far are written even if it is stopped or fails."""
-        plan, settings = self._plan, self._plan.settings
-        tally = Tally(self._problems, settings)
+        plan, settings = self.plan, self.plan.settings
+        tally = Tally(self.problems, settings)
+        reported_s = time.monotonic()
+
+        def report() -> None:
+            mean = "" if tally.reward is None else f", mean reward {tally.reward:.3f}"
+            self.say(f"{target.name}: {tally.attempts} of {len(self.problems) * settings.attempts} attempts{mean}")
+
         with (
             engine_for(target, plan.engine, tokenizer, settings.max_tokens, plan.api_key) as ready,
-            folder.attempts(target.folder) as attempts,
+            folder.attempts(target.folder) as write,
         ):
-            progress = _Progress(target.name, tally, len(self._problems) * settings.attempts, self._say)
 
             def on_attempt(record: AttemptRecord) -> None:
-                attempts.write(record)
+                nonlocal reported_s
+                write(record)
                 tally.add(record)
-                progress.report()
+                if time.monotonic() >= reported_s + REPORT_EVERY_S:
+                    reported_s = time.monotonic()
+                    report()
 
+            sampling = SamplingParams(
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                stop_token_ids=ready.stop_token_ids,
+            )
+            questions = Questions(
+                environment, self.problems, settings.attempts, sampling, self.limits, settings.pass_at, settings.seed
+            )
             try:
-                questions = self._questions(environment, ready)
                 done = asyncio.run(
-                    answer(questions, ready.engine, tokenizer, ready.slots, stop=self._stop, on_attempt=on_attempt)
+                    answer(questions, ready.engine, tokenizer, ready.slots, stop=self.stop, on_attempt=on_attempt)
                 )
             finally:
-                progress.report(now=True)
-                self._results.append(tally.result(target, ready.version, self._first_values))
+                report()
+                self.results.append(tally.result(target, ready.version, self.first_values))
                 folder.write_pass_rates(target.folder, tally.pass_rates())
                 folder.write_summary(self._summary("unfinished"))
-        if self._first_values is None:
-            self._first_values = tally.values()
+        if self.first_values is None:
+            self.first_values = tally.values()
         if tally.all_failed and done:
             raise TooManyFailuresError(
                 f"{target.name}: all {tally.attempts} attempts failed, the last with {tally.last_failure} (see "
                 f"{folder.root / target.folder}/attempts.jsonl)"
             )
         return done
-
-    def _questions(self, environment: Environment, ready: EvaluationEngine) -> Questions:
-        settings = self._plan.settings
-        return Questions(
-            environment=environment,
-            problems=self._problems,
-            attempts=settings.attempts,
-            sampling=SamplingParams(
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
-                stop_token_ids=ready.stop_token_ids,
-            ),
-            limits=self._limits,
-            pass_at=settings.pass_at,
-            seed=settings.seed,
-        )
 
 
 def problems_of(environment: Environment, settings: EvaluationSettings, limits: TimeLimits) -> list[Problem]:
@@ -182,20 +187,63 @@ def problems_of(environment: Environment, settings: EvaluationSettings, limits: 
     return list(found.values())
 
 
-class _Progress:
-    """Prints a progress line every `REPORT_EVERY_S` seconds."""
+# ---- the attempts of one model
 
-    def __init__(self, name: str, tally: Tally, total: int, say: Callable[[str], None]) -> None:
-        self._name = name
-        self._tally = tally
-        self._total = total
-        self._say = say
-        self._reported_s = time.monotonic()
 
-    def report(self, *, now: bool = False) -> None:
-        if not now and time.monotonic() < self._reported_s + REPORT_EVERY_S:
-            return
-        self._reported_s = time.monotonic()
-        reward = self._tally.reward
-        mean = "" if reward is None else f", mean reward {reward:.3f}"
-        self._say(f"{self._name}: {self._tally.attempts} of {self._total} attempts{mean}")
+class Questions(NamedTuple):
+    """The problems and how they are attempted: K = `attempts` times each; a reward of at least `pass_at` is a pass."""
+
+    environment: Environment
+    problems: Sequence[Problem]
+    attempts: int
+    sampling: SamplingParams
+    limits: TimeLimits
+    pass_at: float
+    seed: int
+
+
+async def answer(
+    questions: Questions,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    slots: int,
+    *,
+    stop: Callable[[], bool],
+    on_attempt: Callable[[AttemptRecord], None],
+) -> bool:
+    """Run all attempts on one engine, at most `slots` at a time. Returns False if `stop` ended them early.
+
+    The attempts at a problem are started one after another, so that their prompt is computed once. Seeds depend only on
+    `questions.seed`, the problem's position and the attempt, so different weights get the same random numbers.
+    `on_attempt` is called for each attempt in order of completion, failed ones included. Raises what the engine raises.
+    """
+    client = EngineClient(engine)
+    waiting = ((number, k) for number in range(len(questions.problems)) for k in range(questions.attempts))
+    running: dict[asyncio.Task[Rollout | Failure], tuple[int, int]] = {}
+    upcoming = next(waiting, None)
+    try:
+        while (upcoming is not None or running) and not stop():
+            while upcoming is not None and len(running) < slots:
+                number, k = upcoming
+                seed = derive_seed("eval", questions.seed, number, k)
+                view = RolloutClient(client, tokenizer, questions.sampling, name=f"eval.{number}.{k}", seed=seed)
+                rollout = attempt(questions.environment, questions.problems[number], view, questions.limits)
+                running[asyncio.create_task(rollout)] = upcoming
+                upcoming = next(waiting, None)
+            await let_rollouts_run()
+            if not await client.step():
+                await asyncio.sleep(IDLE_S)
+            for task in [task for task in running if task.done()]:
+                on_attempt(_record(questions, *running.pop(task), task.result(), tokenizer))
+        return upcoming is None and not running
+    finally:
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=END_S)
+
+
+def _record(questions: Questions, number: int, k: int, outcome: Rollout | Failure, tokenizer: Tokenizer) -> AttemptRecord:
+    record = evaluated(questions.problems[number], outcome, tokenizer)
+    passed = record.failure is None and record.reward >= questions.pass_at
+    return AttemptRecord(number=number, attempt=k, passed=passed, **msgspec.structs.asdict(record))

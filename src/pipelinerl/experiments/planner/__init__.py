@@ -1,9 +1,8 @@
 """Choosing a configuration before running it: an analytical model, a calibration of the machine, and a simulation.
 
-lengths.py      distribution of lengths    ┐
-utilisation.py  cost of decode steps, U(h) ├─▶ question.py ─▶ analytic.py ─▶ search.py ─▶ plan.py ─▶ table.py
-calibration.py  measured costs, as JSON    ┘                  formulas       all (H, I), all G       text, figure
+analytic.py     lengths, U(h), formulas ─▶ plan.py: inputs, all (H, I) and all G ─▶ table.py: text, figure
+calibration.py  measured costs, as JSON
     ▲
-calibrate.py    measures: production.py (a running actor), measure_generation.py, measure_training.py
+calibrate.py    measures: measure_generation.py (an engine, a running actor) and measure_training.py (another process)
 simulation/     discrete-event simulation with the same costs
 """

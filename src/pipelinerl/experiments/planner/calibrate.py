@@ -29,12 +29,19 @@ from pipelinerl.child import ChildProcess
 from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
+from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, Machine, TrainingCost
-from pipelinerl.experiments.planner.lengths import LengthDistribution
-from pipelinerl.experiments.planner.measure_generation import decode_costs, prefill_costs, prompt_tokens_mean, update_pause_s
+from pipelinerl.experiments.planner.measure_generation import (
+    Generator,
+    Production,
+    decode_costs,
+    load_generator,
+    prefill_costs,
+    produce,
+    prompt_tokens_mean,
+    update_pause_s,
+)
 from pipelinerl.experiments.planner.measure_training import ENOUGH, READY
-from pipelinerl.experiments.planner.production import Generator, Production, load_generator, produce
-from pipelinerl.experiments.planner.utilisation import Utilisation
 from pipelinerl.launch.hosts.resources import plan_threads, side_by_side, thread_environment, usable_cores
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import Group
@@ -83,7 +90,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         generation=msgspec.structs.replace(generation_cost, threads=threads.generation),
         training=training_cost,
         lengths=dict(sorted(Counter(_lengths(sampled)).items())),
-        reward_mean=_mean_reward(sampled),
+        reward_mean=fmean(rollout.reward for group in sampled for rollout in group.rollouts),
     )
 
 
@@ -191,7 +198,3 @@ def _lengths(groups: list[Group]) -> list[int]:
         sum(len(turn.completion.token_ids) for turn in rollout.turns) for group in groups for rollout in group.rollouts
     ]
     return [count for count in counts if count]
-
-
-def _mean_reward(groups: list[Group]) -> float:
-    return fmean(rollout.reward for group in groups for rollout in group.rollouts)

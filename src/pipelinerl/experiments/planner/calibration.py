@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import UserError
-from pipelinerl.experiments.planner.lengths import LengthDistribution
-from pipelinerl.experiments.planner.utilisation import Utilisation
-from pipelinerl.report.files import write_file
+from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation
+from pipelinerl.report import write_file
 
 FORMAT = 1
 

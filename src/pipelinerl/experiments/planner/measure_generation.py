@@ -1,4 +1,4 @@
-"""Measures the costs of an engine: decode steps by batch size, prefill, weight updates.
+"""Measures generation: an actor at full load as in a run, and an engine's decode steps, prefill and weight updates.
 
 Decode steps are timed with the KV cache as full as in a batch that is kept full. The sequences are random tokens, with the
 distribution of ages at a random moment.
@@ -7,20 +7,178 @@ distribution of ages at a random moment.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
+from pipelinerl.actor.actor import Actor
+from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.evaluation import Evaluations
+from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.probe import WeightProbe
+from pipelinerl.actor.rollouts import RolloutContext
+from pipelinerl.actor.status import GenerationStatus
+from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
+from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import UserError
+from pipelinerl.experiments.planner.analytic import LengthDistribution, powers_of_two
 from pipelinerl.experiments.planner.calibration import DecodeCost
-from pipelinerl.experiments.planner.lengths import LengthDistribution
-from pipelinerl.experiments.planner.production import Generator
-from pipelinerl.experiments.planner.utilisation import powers_of_two
-from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer, WeightUpdate
+from pipelinerl.launch.stages.engines import load_local_engine
+from pipelinerl.launch.stages.generation import RolloutWriter
+from pipelinerl.models.loading import load_tokenizer, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.types import GenerationRequest, Group, SamplingParams
+from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.status.board import MemoryBoard
+from pipelinerl.stream import FileStreamWriter
+from pipelinerl.types import ENGINE, GenerationRequest, Group, SamplingParams
+from pipelinerl.weights.memory import MemoryChannel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """The parts of a generation process. Created by `load_generator`."""
+
+    config: RunConfig
+    environment: Environment
+    tokenizer: Tokenizer
+    model: Any
+    engine: LocalEngine
+    vocabulary: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Production:
+    """What an actor produced in `wall_s`, with all slots in use.
+
+    `groups` are all groups it finished. `first` are those started before any unfinished group, so that they are not biased
+    to short completions. `active` is the number of sequences in progress at each engine step.
+    """
+
+    groups: list[Group]
+    first: list[Group]
+    wall_s: float
+    tokens: int
+    rollouts: int
+    active: list[int]
+
+
+def load_generator(config: RunConfig) -> Generator:
+    """Load the environment, model and engine of a run file. Raises UserError if one can't be loaded."""
+    tokenizer = load_tokenizer(config.model)
+    environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
+    model, engine = load_local_engine(config)
+    return Generator(
+        config=config,
+        environment=environment,
+        tokenizer=tokenizer,
+        model=model,
+        engine=engine,
+        vocabulary=model.get_input_embeddings().weight.shape[0],
+        stop_token_ids=stop_token_ids(model, tokenizer),
+    )
+
+
+async def produce(
+    generator: Generator, folder: Path, *, seconds: float, rollouts: int, keep_going: Callable[[], bool] = lambda: False
+) -> Production:
+    """Run an actor that writes its groups and records to `folder`, as to a run directory.
+
+    The actor warms up until as many rollouts as there are slots have ended. The measurement then runs for at least
+    `seconds` and one rollout, until the first `rollouts` rollouts in order of start have ended, and while `keep_going()`.
+    """
+    with _actor(generator, folder) as (actor, records):
+        try:
+            while records.rollouts < generator.config.engine.slots:
+                await actor.iterate()
+            begin_s, tokens, before = time.perf_counter(), generator.engine.progress().tokens_generated, records.rollouts
+            active = [generator.engine.in_progress]
+
+            def unfinished() -> bool:
+                short = time.perf_counter() - begin_s < seconds or records.rollouts == before
+                return short or records.first_rollouts < rollouts
+
+            while unfinished() or keep_going():
+                await actor.iterate()
+                active.append(generator.engine.in_progress)
+            return Production(
+                groups=records.groups,
+                first=records.first,
+                wall_s=time.perf_counter() - begin_s,
+                tokens=generator.engine.progress().tokens_generated - tokens,
+                rollouts=records.rollouts - before,
+                active=active,
+            )
+        finally:
+            await actor.stop()
+
+
+class _Records(RolloutWriter):
+    """Writes groups to disk as a run does, and keeps them in memory.
+
+    `first` are the groups before the first one that is unfinished, in order of their start.
+    """
+
+    def __init__(self, stream: StreamWriter[Group], rollouts: Path) -> None:
+        super().__init__(stream, rollouts)
+        self.groups: list[Group] = []
+        self.first: list[Group] = []
+        self.rollouts = 0
+        self.first_rollouts = 0
+        self._later: dict[int, Group] = {}
+
+    def write(self, record: Group) -> None:
+        super().write(record)
+        self.groups.append(record)
+        self.rollouts += len(record.rollouts)
+        self._later[record.index] = record
+        while group := self._later.pop(len(self.first), None):
+            self.first.append(group)
+            self.first_rollouts += len(group.rollouts)
+
+
+@contextmanager
+def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records]]:
+    config = generator.config
+    folder.mkdir(parents=True, exist_ok=True)
+    board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
+    with (
+        closing(FileStreamWriter(folder / "stream", Group, capacity=1 << 20)) as stream,
+        closing(Admission.alone(folder / "admission", schedule, board)) as admission,
+        closing(_Records(stream, folder / "rollouts.jsonl")) as records,
+    ):
+        context = RolloutContext.of(
+            config.actor,
+            generator.environment,
+            generator.engine,
+            generator.tokenizer,
+            seed=config.seed,
+            slots=config.engine.slots,
+            stop_token_ids=generator.stop_token_ids,
+        )
+        groups, evaluations = GroupRunner(context, config.actor), Evaluations(context, EvaluationConfig())
+        probe = WeightProbe(context.client, board, ENGINE)
+        actor = Actor(
+            groups=groups,
+            admission=admission,
+            writer=records,
+            receiver=MemoryChannel().receiver,
+            probe=probe,
+            evaluations=evaluations,
+            status=GenerationStatus(board, groups, evaluations, probe),
+        )
+        yield actor, records
+
+
+# ---- the engine
+
 
 STEPS = 16
 """Consecutive decode steps in a round: few, so that the fill of the cache hardly changes."""
@@ -40,16 +198,8 @@ def decode_costs(generator: Generator, lengths: LengthDistribution, prompt_token
         while rounds < MIN_ROUNDS or time.perf_counter() - begin_s < seconds:
             times_s += _decode_round(generator, (prompt_tokens + ages - STEPS // 2).tolist(), rng)
             rounds += 1
-        quartiles = np.quantile(times_s, (0.25, 0.5, 0.75))
-        costs.append(
-            DecodeCost(
-                active=active,
-                step_s=float(quartiles[1]),
-                step_s_p25=float(quartiles[0]),
-                step_s_p75=float(quartiles[2]),
-                steps=len(times_s),
-            )
-        )
+        low, middle, high = np.quantile(times_s, (0.25, 0.5, 0.75)).tolist()
+        costs.append(DecodeCost(active=active, step_s=middle, step_s_p25=low, step_s_p75=high, steps=len(times_s)))
     return costs
 
 
@@ -63,10 +213,7 @@ def _decode_round(generator: Generator, contexts: Sequence[int], rng: np.random.
         raise UserError(
             f"engine.max_length {engine.max_length} leaves no room to measure decode steps; set it to {budget + 16} or more"
         )
-    names = []
-    for i, context in enumerate(contexts):
-        names.append(f"decode-{i}")
-        _submit(generator, names[-1], min(max(context, 1), room), budget, rng)
+    names = _submit(generator, [min(max(context, 1), room) for context in contexts], budget, rng)
     while _sampled_in_step(engine) < len(contexts):
         pass
     engine.step()  # one untimed step, which compacts the rows
@@ -93,8 +240,7 @@ def prefill_costs(generator: Generator, prompt_tokens: int) -> tuple[float, floa
 
 
 def _prefill_s(generator: Generator, count: int, prompt_tokens: int, rng: np.random.Generator) -> float:
-    for i in range(count):
-        _submit(generator, f"prefill-{i}", prompt_tokens, 1, rng)
+    _submit(generator, [prompt_tokens] * count, 1, rng)
     begin_s = time.perf_counter()
     while generator.engine.in_progress or generator.engine.queued:
         generator.engine.step()
@@ -104,10 +250,8 @@ def _prefill_s(generator: Generator, count: int, prompt_tokens: int, rng: np.ran
 def update_pause_s(generator: Generator, lengths: LengthDistribution, prompt_tokens: int) -> float:
     """The engine's pause for an update with all slots in use, recomputation of the cache included (`kv_on_update`)."""
     engine, rng = generator.engine, np.random.default_rng(generator.config.seed)
-    names = []
-    for i, age in enumerate(rng.choice(lengths.longest, size=engine.slots, p=lengths.ages()).tolist()):
-        names.append(f"update-{i}")
-        _submit(generator, names[-1], min(prompt_tokens + age, engine.max_length - 2), 2, rng)
+    ages = rng.choice(lengths.longest, size=engine.slots, p=lengths.ages()).tolist()
+    names = _submit(generator, [min(prompt_tokens + age, engine.max_length - 2) for age in ages], 2, rng)
     engine.step()
     weights = {name: value.clone() for name, value in named_weights(generator.model).items()}
     held = checksum(weights)
@@ -126,9 +270,14 @@ def prompt_tokens_mean(groups: Sequence[Group]) -> float:
     )
 
 
-def _submit(generator: Generator, name: str, prompt_tokens: int, max_tokens: int, rng: np.random.Generator) -> None:
-    ids = tuple(rng.integers(generator.vocabulary, size=prompt_tokens).tolist())
-    generator.engine.submit(GenerationRequest(id=name, prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens)))
+def _submit(generator: Generator, lengths: Sequence[int], max_tokens: int, rng: np.random.Generator) -> list[str]:
+    """Submit random prompts of these lengths; returns the requests' names."""
+    names = [f"measured-{i}" for i in range(len(lengths))]
+    sampling = SamplingParams(max_tokens=max_tokens)
+    for name, length in zip(names, lengths, strict=True):
+        ids = tuple(rng.integers(generator.vocabulary, size=length).tolist())
+        generator.engine.submit(GenerationRequest(id=name, prompt_ids=ids, sampling=sampling))
+    return names
 
 
 def _sampled_in_step(engine: LocalEngine) -> int:

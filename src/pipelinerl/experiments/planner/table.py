@@ -1,11 +1,11 @@
-"""Text tables of a plan and of a calibration, and the figure of a plan."""
+"""Text tables of a plan, a calibration and a prediction, and the figure of a plan."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import Figure
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -13,8 +13,10 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.experiments.planner.analytic import Pipeline
 from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.experiments.planner.plan import Plan, tabulated
-from pipelinerl.report.drawing import png_of
-from pipelinerl.report.files import write_file
+from pipelinerl.experiments.planner.simulation.run import Prediction
+from pipelinerl.experiments.planner.simulation.scenario import Measured
+from pipelinerl.report import new_table, number, rendered, write_file
+from pipelinerl.report.figures import finish_axes, new_figure, png_of
 
 BUSY = 0.5
 """Load average per core before measuring, above which other programs are assumed to have disturbed it."""
@@ -25,11 +27,11 @@ def plan_text(plan: Plan, config: RunConfig | None = None) -> str:
     parts: list[RenderableType] = [_facts(plan), _best(plan), _curve(plan)]
     if plan.chosen.pipeline:
         parts.append(_advice(plan, plan.chosen.pipeline, config))
-    return _rendered(*parts)
+    return rendered(*parts)
 
 
 def _facts(plan: Plan) -> Table:
-    table = _table("Inputs of this plan", "", "", "source")
+    table = new_table("Inputs of this plan", "", "", "source")
     for name, value, source in plan.question.facts:
         table.add_row(name, value, Text(source, "dim"))
     return table
@@ -37,7 +39,7 @@ def _facts(plan: Plan) -> Table:
 
 def _best(plan: Plan) -> Table:
     unit = _unit(plan)
-    table = _table(f"Best of both methods, lag at most {plan.chosen.max_lag}", "", "PipelineRL", "conventional RL")
+    table = new_table(f"Best of both methods, lag at most {plan.chosen.max_lag}", "", "PipelineRL", "conventional RL")
     pipeline, conventional = plan.chosen.pipeline, plan.chosen.conventional
     accelerators, baseline = plan.question.workload.accelerators, plan.question.baseline
     if pipeline is None:
@@ -61,7 +63,7 @@ def _best(plan: Plan) -> Table:
 
 
 def _curve(plan: Plan) -> Table:
-    table = _table(
+    table = new_table(
         f"Throughput by lag, tokens/{_unit(plan)}", "g_max", "PipelineRL", "H", "I", "conventional", "G", "speed-up"
     )
     for comparison in tabulated(plan):
@@ -97,7 +99,7 @@ def _advice(plan: Plan, pipeline: Pipeline, config: RunConfig | None) -> Text:
 def calibration_text(calibration: Calibration) -> str:
     """The measured costs, with a warning if other programs kept the machine busy."""
     generation, training, machine = calibration.generation, calibration.training, calibration.machine
-    table = _table(f"{machine.processor}, {machine.cores} cores, model {calibration.model}", "", "")
+    table = new_table(f"{machine.processor}, {machine.cores} cores, model {calibration.model}", "", "")
     for cost in generation.decode:
         spread = f"{1e3 * cost.step_s_p25:.3g} to {1e3 * cost.step_s_p75:.3g}"
         rate = f"{cost.active / cost.step_s:.0f} tokens/s"
@@ -112,7 +114,7 @@ def calibration_text(calibration: Calibration) -> str:
     table.add_row("lengths, initial model", f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens")
     together = "at the same time, as in a run" if calibration.side_by_side else "one after the other, as in a run"
     table.add_row("measured", f"generation ({generation.threads} threads) and training ({training.threads}) {together}")
-    text = _rendered(table)
+    text = rendered(table)
     if machine.load_average is not None and machine.load_average > BUSY * machine.cores:
         text += f"the machine was busy (load average {machine.load_average:g}): measure again when it is not\n"
     return text
@@ -120,22 +122,6 @@ def calibration_text(calibration: Calibration) -> str:
 
 def _unit(plan: Plan) -> str:
     return plan.question.workload.utilisation.unit
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title, "bold"), title_justify="left", border_style="dim", show_header=any(columns))
-    for column in columns:
-        table.add_column(column)
-    return table
-
-
-def _rendered(*parts: RenderableType) -> str:
-    """Rendered text, with colours if stdout is a terminal."""
-    console = Console()
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    return capture.get()
 
 
 def _short(value: float) -> str:
@@ -147,12 +133,8 @@ def _short(value: float) -> str:
 
 def draw_plan(plan: Plan, path: Path) -> None:
     """Draw a PNG at `path`. Raises RunDirectoryError if it can't be written."""
-    write_file(path, png_of(_draw(plan)))
-
-
-def _draw(plan: Plan) -> Figure:
-    figure = Figure(figsize=(7.5, 4.6), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure = new_figure(8.2, 5.0)
+    axes: Any = figure.subplots()
     workload, chosen = plan.question.workload, plan.chosen
     pipelines = [(c.max_lag, c.pipeline.rate) for c in plan.curve if c.pipeline]
     lags, rates = [c.max_lag for c in plan.curve], [c.conventional.rate for c in plan.curve]
@@ -164,13 +146,59 @@ def _draw(plan: Plan) -> Figure:
     label = f"G = {chosen.conventional.steps_per_round}: {chosen.conventional.rate:.3g}"
     axes.plot(chosen.max_lag, chosen.conventional.rate, "o", color=other.get_color(), label=label)
     unit = "second" if workload.utilisation.unit == "s" else "flash"
-    axes.set_title(
-        f"N = {workload.accelerators}, B = {workload.batch_size}, lengths up to {workload.lengths.longest}", fontsize=11
-    )
+    title = f"N = {workload.accelerators}, B = {workload.batch_size}, lengths up to {workload.lengths.longest}"
+    finish_axes(axes, title, "largest lag $g_{max}$, optimizer steps", f"sampled tokens per {unit}")
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("largest lag $g_{max}$, optimizer steps")
-    axes.set_ylabel(f"sampled tokens per {unit}")
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(edgecolor="none", framealpha=0.8, fontsize=9)
-    return figure
+    write_file(path, png_of(figure))
+
+
+# ---- predictions
+
+
+_ROWS = (
+    ("samples/s", "samples_per_s", ".4g"),
+    ("samples/s, after a fifth of the steps", "samples_per_s_later", ".4g"),
+    ("trained tokens/s, after a fifth", "trained_tokens_per_s_later", ".4g"),
+    ("lag, mean over tokens", "lag_mean", ".3g"),
+    ("lag, largest", "lag_max", "d"),
+    ("engine busy", "engine_busy_fraction", ".1%"),
+    ("trainer busy", "trainer_busy_fraction", ".1%"),
+)
+
+
+def comparison_text(prediction: Prediction, measured: Measured, run_dir: str) -> str:
+    """Predicted and measured side by side."""
+    table = new_table(f"{prediction.steps} steps of {run_dir}", "", "predicted", "measured", "off by")
+    for name, field, pattern in _ROWS:
+        predicted, found = getattr(prediction, field), getattr(measured, field)
+        off = f"{predicted / found - 1:+.1%}" if predicted is not None and found else "-"
+        table.add_row(name, number(predicted, pattern), number(found, pattern), off)
+    return rendered(table)
+
+
+def prediction_text(prediction: Prediction) -> str:
+    """The prediction of a run as a table."""
+    title = f"{prediction.schedule}, {prediction.engines} engines of {prediction.slots} slots, {prediction.steps} steps"
+    table = new_table(title, "", "predicted")
+    for name, field, pattern in _ROWS:
+        table.add_row(name, number(getattr(prediction, field), pattern))
+    table.add_row("lag, median and 99%", f"{prediction.lag_p50} and {prediction.lag_p99}")
+    table.add_row("lag by position", _by_position(prediction))
+    table.add_row("slots in use while decoding", f"{prediction.slots_used:.1%}")
+    table.add_row("engine starved or draining", f"{prediction.starved_fraction:.1%}")
+    table.add_row(
+        "trainer waits before a step", f"mean {prediction.wait_s_mean:.3g} s, longest {prediction.wait_s_max:.3g} s"
+    )
+    table.add_row("duration", f"{prediction.time_s:.4g} s")
+    if prediction.rollouts_dropped:
+        dropped = ", ".join(f"{reason} {rollouts}" for reason, rollouts in prediction.rollouts_dropped.items())
+        table.add_row("rollouts dropped", f"{dropped}, of {prediction.rollouts_started} started")
+    return rendered(table)
+
+
+def _by_position(prediction: Prediction) -> str:
+    """Mean lag in the first, middle and last bin."""
+    bins = prediction.lag_by_position
+    chosen = [bins[i] for i in sorted({0, len(bins) // 2, len(bins) - 1})] if bins else []
+    return ", ".join(f"{bin_.lag_mean:.3g} at {bin_.start} to {bin_.end - 1}" for bin_ in chosen) or "-"

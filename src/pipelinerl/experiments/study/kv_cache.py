@@ -18,26 +18,121 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.statistics import Interval, Ints, difference_interval, draw_counts, mean_interval
-from pipelinerl.experiments.study.divergence import TokenDivergences, equivalent_lag
-from pipelinerl.experiments.study.prompts import Prompt, make_prompts, read_history
-from pipelinerl.experiments.study.replay import Replay
-from pipelinerl.experiments.study.result import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
-from pipelinerl.experiments.study.sampling import KV, MixedSampler, Stretch, interval_edges, lagged_policy, mixed_policy
-from pipelinerl.experiments.study.saved_weights import SavedWeights, choose_starts
+from pipelinerl.experiments.study.inputs import Prompt, SavedWeights, choose_starts, make_prompts, read_history
+from pipelinerl.experiments.study.policies import (
+    KV,
+    MixedSampler,
+    Replay,
+    Stretch,
+    TokenDivergences,
+    equivalent_lag,
+    interval_edges,
+    lagged_policy,
+    mixed_policy,
+)
 from pipelinerl.models.loading import load_tokenizer, model_max_length, stop_token_ids
+
+FORMAT = 1
+
+
+Kind = Literal["stale", "recomputed", "lagged"]
+
+
+# ---- the results, as written to JSON. KL is KL(mu || pi) in nats per token.
+
+
+class PositionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens at positions `start <= t < end`. `kl` (exact) is None if no completion is that long."""
+
+    start: int
+    end: int
+    tokens: int
+    kl: Interval | None
+
+
+class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One behaviour policy compared with the on-policy one.
+
+    kind           `stale` or `recomputed`: a mixed policy whose KV entries were kept or recomputed at each switch;
+                   `lagged`: one version for all tokens, `lag` steps behind
+    lag_mean       mean lag of the sampled tokens
+    kl             exact at each position over the vocabulary, averaged over the sampled prefixes
+    kl_k1, kl_k3   the same, estimated from the sampled tokens' log-probabilities alone
+    engine_gap     largest difference between the engine's log-probabilities and those of the replay that computes `kl`
+    """
+
+    kind: Kind
+    lag: int | None
+    tokens: int
+    lag_mean: float
+    kl: Interval
+    kl_k1: Interval
+    kl_k3: Interval
+    engine_gap: float
+    by_position: tuple[PositionRecord, ...]
+
+
+class StartRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The study from one checkpoint C = `version`; the on-policy policy is `target` = C + g.
+
+    `lagged` holds lags 0, 1, ..., g; lag 0 is the target itself and shows the numerical error. The differences of mean KL
+    (`stale_minus_oldest` is stale minus lag g) are paired by problem. `equivalent_lag_*` is the lag at which conventional
+    RL is equally off-policy, interpolated; None if it never is.
+    """
+
+    name: str
+    version: int
+    target: int
+    stale: PolicyRecord
+    recomputed: PolicyRecord
+    lagged: tuple[PolicyRecord, ...]
+    stale_minus_recomputed: Interval
+    stale_minus_oldest: Interval
+    equivalent_lag_stale: float | None
+    equivalent_lag_recomputed: float | None
+
+
+class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`lag` is g_max, `max_tokens` is L; `switches` are the first tokens sampled by C+1, C+2, ..."""
+
+    lag: int
+    max_tokens: int
+    switches: tuple[int, ...]
+    problems: int
+    attempts: int
+    first_problem: int
+    temperature: float
+    seed: int
+    resamples: int
+    level: float
+
+
+class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The complete results."""
+
+    model: str
+    environment: str
+    run_seed: int
+    settings: StudySettings
+    starts: tuple[StartRecord, ...]
+    study: Literal["kv-cache"] = "kv-cache"
+    format: int = FORMAT
+
+
+# ---- the study
+
 
 RESAMPLES = 2000
 LEVEL = 0.95
 LENGTH_QUANTILE = 0.9
 _KV: tuple[KV, ...] = ("keep", "recompute")
-
-Kind = Literal["stale", "recomputed", "lagged"]
 
 
 class StudyOptions(NamedTuple):

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
-from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.statistics import Interval
-from pipelinerl.experiments.study.result import PolicyRecord, StartRecord, StudyRecord
+from pipelinerl.experiments.study.kv_cache import PolicyRecord, StartRecord, StudyRecord
 from pipelinerl.files import write_atomically
-from pipelinerl.report.drawing import png_of
+from pipelinerl.report import new_table, rendered, writing_to
+from pipelinerl.report.figures import new_figure, png_of
 
 _STALE, _RECOMPUTED, _LAGGED = "tab:orange", "tab:blue", "0.45"
 
@@ -27,7 +23,7 @@ _STALE, _RECOMPUTED, _LAGGED = "tab:orange", "tab:blue", "0.45"
 def draw_study(study: StudyRecord) -> bytes:
     """A PNG with a row for each starting checkpoint: KL along the sequence, and KL by conventional lag."""
     rows = len(study.starts)
-    figure = Figure(figsize=(13, 3.6 * rows + 0.6), dpi=110, layout="constrained")
+    figure = new_figure(13, 3.6 * rows + 0.6)
     settings = study.settings
     figure.suptitle(
         f"KL to the on-policy policy, {study.environment}: g_max = {settings.lag}, L = {settings.max_tokens} tokens, "
@@ -73,11 +69,11 @@ def _positions(axes: Any, policy: PolicyRecord, label: str, color: str, *, band:
 
 def _draw_lags(axes: Any, start: StartRecord) -> None:
     lags = [float(policy.lag or 0) for policy in start.lagged]
-    means = [policy.kl.mean for policy in start.lagged]
-    below = [policy.kl.mean - policy.kl.low for policy in start.lagged]
-    above = [policy.kl.high - policy.kl.mean for policy in start.lagged]
+    intervals = [policy.kl for policy in start.lagged]
+    means = [kl.mean for kl in intervals]
+    errors = [[kl.mean - kl.low for kl in intervals], [kl.high - kl.mean for kl in intervals]]
     style = {"fmt": "o-", "color": _LAGGED, "markersize": 3, "linewidth": 1.4, "elinewidth": 1, "capsize": 2}
-    axes.errorbar(lags, means, yerr=[below, above], label="conventional, lag k", **style)
+    axes.errorbar(lags, means, yerr=errors, label="conventional, lag k", **style)
     for policy, label, color in (
         (start.recomputed, "mixed, recomputed KV", _RECOMPUTED),
         (start.stale, "mixed, stale KV", _STALE),
@@ -108,7 +104,7 @@ def _axes(axes: Any, title: str, x_label: str) -> None:
 def write_study(study: StudyRecord, out: Path) -> tuple[Path, Path]:
     """Write `kv-cache.json` and `kv-cache.png` into the folder `out`; returns their paths. Raises RunDirectoryError."""
     numbers, picture = out / "kv-cache.json", out / "kv-cache.png"
-    with _write_errors(out):
+    with writing_to(out):
         write_atomically(numbers, msgspec.json.encode(study) + b"\n")
         write_atomically(picture, draw_study(study))
     return numbers, picture
@@ -116,22 +112,13 @@ def write_study(study: StudyRecord, out: Path) -> tuple[Path, Path]:
 
 def make_folder(out: Path) -> None:
     """Create `out` if needed and check that it is writable, before the study runs. Raises RunDirectoryError."""
-    with _write_errors(out):
+    with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
         if not os.access(out, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-@contextmanager
-def _write_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunDirectoryError(f"can't write to {out}: {error.strerror}; choose another --out") from error
-
-
 # ---- terminal table
-
 
 _WIDTH = 118
 
@@ -139,13 +126,11 @@ _WIDTH = 118
 def study_table(study: StudyRecord) -> str:
     """One block of rows per starting checkpoint."""
     settings = study.settings
-    table = Table(
-        title=f"KL(mu || pi) to the on-policy policy, nats per token: g_max = {settings.lag}, L = {settings.max_tokens}",
-        title_justify="left",
-        border_style="dim",
+    table = new_table(
+        f"KL(mu || pi) to the on-policy policy, nats per token: g_max = {settings.lag}, L = {settings.max_tokens}",
         caption=f"{settings.level:.0%} intervals over {settings.problems} problems; as lag: the conventional lag that is "
         "equally off-policy",
-        caption_justify="left",
+        show_header=True,
     )
     for name in ("weights", "behaviour policy"):
         table.add_column(name, no_wrap=True)
@@ -153,9 +138,7 @@ def study_table(study: StudyRecord) -> str:
         table.add_column(name, no_wrap=True, justify="right")
     for start in study.starts:
         _add(table, start)
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH).print(table)
-    return text.getvalue()
+    return rendered(table, width=_WIDTH)
 
 
 def _add(table: Table, start: StartRecord) -> None:

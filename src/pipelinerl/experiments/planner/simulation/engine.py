@@ -11,42 +11,41 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipelinerl.actor.outstanding import open_limit
 from pipelinerl.experiments.planner.simulation.scenario import GroupWork, Scenario
 
-# ---- records of the simulated pipeline, with `__slots__` because there may be millions
+# ---- records of the simulated pipeline, with slots because there may be millions
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedGroup:
     """K attempts that run in one engine. `open` of them are queued, in progress or waiting for their reward."""
 
-    __slots__ = ("index", "open", "rollouts", "started_version", "work")
-
-    def __init__(self, index: int, work: GroupWork, started_version: int) -> None:
-        self.index = index
-        self.work = work
-        self.started_version = started_version
-        self.open = len(work.lengths)
-        self.rollouts: list[SimulatedRollout] = []
+    index: int
+    work: GroupWork
+    started_version: int
+    open: int = 0
+    rollouts: list[SimulatedRollout] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedRollout:
     """One attempt. `engine` samples its tokens in decode steps `start_step` .. `start_step + length - 1`.
 
     `first_update` and `last_update` index the engine's `update_versions`: the weights of its first and last token.
     """
 
-    __slots__ = ("engine", "first_update", "group", "last_update", "length", "start_step", "used", "wait_s")
-
-    def __init__(self, group: SimulatedGroup, length: int, used: bool, engine: SimulatedEngine, wait_s: float = 0.0) -> None:
-        self.group = group
-        self.wait_s = wait_s
-        self.length = length
-        self.used = used
-        self.engine = engine
-        self.start_step = self.first_update = self.last_update = 0
+    group: SimulatedGroup
+    length: int
+    used: bool
+    engine: SimulatedEngine
+    wait_s: float = 0.0
+    start_step: int = 0
+    first_update: int = 0
+    last_update: int = 0
 
     @property
     def oldest_version(self) -> int:
@@ -148,6 +147,7 @@ class SimulatedEngine:
         work = group.work
         triples = zip(work.lengths, work.used, work.waits_s or (0.0,) * len(work.lengths), strict=True)
         group.rollouts = [SimulatedRollout(group, length, used, self, wait_s) for length, used, wait_s in triples]
+        group.open = len(group.rollouts)
         self._waiting.extend(group.rollouts)
         self.in_progress += len(group.rollouts)
 

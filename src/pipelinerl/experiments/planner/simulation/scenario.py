@@ -1,11 +1,27 @@
-"""The inputs of a simulation: machines and their costs, the workload, and the schedule."""
+"""The inputs of a simulation: costs, workload and schedule, from a calibration or from the records of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from statistics import fmean
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
+import numpy as np
+
+from pipelinerl.config.schema import PreprocessConfig, RunConfig
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.experiments.planner.analytic import LengthDistribution
+from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.interfaces import Schedule
+from pipelinerl.launch.hosts.resources import side_by_side
+from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
+from pipelinerl.preprocess.advantages import advantages
+from pipelinerl.report.series import RecordedGroup, RecordedRollout, read_groups, read_summary
+from pipelinerl.schedule import make_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +101,237 @@ class Scenario:
             )
         if min(self.costs.decode_step_s[1:]) <= 0:
             raise ValueError("decode step times must be above 0")
+
+
+# ---- workloads: drawn from a distribution of lengths, or replayed from a run's records
+
+
+BLOCK = 1024
+"""Number of groups that are drawn together."""
+RECENT = 64
+"""Number of a run's last groups that replace groups without a record."""
+
+
+@dataclass
+class DrawnWorkload:
+    """K independent lengths per group. All attempts of a share `used_share` of the groups have a gradient, and no others.
+
+    Each attempt waits a lognormal time for its reward, with median `wait_median_s` and standard deviation `wait_sigma` of
+    the logarithm, cut at `wait_most_s`. With a median of 0 no attempt waits. A pure function of (seed, index).
+    """
+
+    lengths: LengthDistribution
+    group_size: int
+    _: KW_ONLY
+    seed: int
+    used_share: float = 1.0
+    prompt_tokens: float = 0.0
+    wait_median_s: float = 0.0
+    wait_sigma: float = 1.0
+    wait_most_s: float = math.inf
+    _block: int = field(default=-1, init=False)
+    _drawn: list[GroupWork] = field(default_factory=list, init=False, repr=False)
+
+    def group(self, index: int) -> GroupWork:
+        block, number = divmod(index, BLOCK)
+        if block != self._block:
+            self._block, self._drawn = block, self._draw(block)
+        return self._drawn[number]
+
+    def _draw(self, block: int) -> list[GroupWork]:
+        rng = np.random.default_rng((self.seed, block))
+        lengths_GK = self.lengths.sample(rng, BLOCK * self.group_size).reshape(BLOCK, self.group_size)
+        used_G = rng.random(BLOCK) < self.used_share
+        waits_G: list[tuple[float, ...]] = [()] * BLOCK
+        if self.wait_median_s > 0:
+            drawn_GK = rng.lognormal(math.log(self.wait_median_s), self.wait_sigma, lengths_GK.shape)
+            waits_G = [tuple(waits) for waits in np.minimum(drawn_GK, self.wait_most_s).tolist()]
+        return [
+            GroupWork(tuple(lengths), (used,) * self.group_size, waits_s=waits)
+            for lengths, used, waits in zip(lengths_GK.tolist(), used_G.tolist(), waits_G, strict=True)
+        ]
+
+
+class ReplayedWorkload:
+    """The groups of a run, under their own indices. The prediction is then of the machine, not of the model's lengths.
+
+    An index without a record (a group that was in progress when the run ended, or a later one) gets the work of one of the
+    run's last groups. Raises ValueError if there are no groups.
+    """
+
+    def __init__(self, groups: Mapping[int, GroupWork], prompt_tokens: float) -> None:
+        if not groups:
+            raise ValueError("there is no group to replay")
+        self.prompt_tokens = prompt_tokens
+        self._groups = groups
+        self._recent = [groups[index] for index in sorted(groups)[-RECENT:]]
+
+    def group(self, index: int) -> GroupWork:
+        recorded = self._groups.get(index)
+        return self._recent[index % len(self._recent)] if recorded is None else recorded
+
+
+# ---- from a run file and a machine's calibration
+
+
+def calibrated_costs(calibration: Calibration, *, slots: int, group_size: int, trainers: int = 1) -> Costs:
+    """Costs in seconds of engines with up to `slots` sequences, and of a trainer spread over `trainers` such machines.
+
+    A rollout's measured overhead includes its share of its group's prefill. The part for the prompt's tokens is charged to
+    the step that prefills the prompt. The rest (the fixed cost of a step with prefill, admission, environment, records) is
+    charged when the rollout ends. With more trainers the costs per token and per rollout are divided by `trainers`; the
+    fixed cost of a step stays.
+    """
+    generation, training = calibration.generation, calibration.training
+    prompt_s = generation.prefill_s_per_token * generation.prompt_tokens_mean
+    return Costs(
+        decode_step_s=tuple(generation.utilisation().step_time(np.arange(slots + 1)).tolist()),
+        prompt_s=min(prompt_s, generation.rollout_overhead_s * group_size),
+        rollout_s=max(0.0, generation.rollout_overhead_s - prompt_s / group_size),
+        update_pause_s=generation.update_pause_s,
+        train_step_s=training.step_s,
+        train_token_s=training.token_s / trainers,
+        prepare_s=training.rollout_s / trainers,
+    )
+
+
+def calibrated_workload(
+    calibration: Calibration, config: RunConfig, *, seed: int, lengths: LengthDistribution | None = None
+) -> DrawnWorkload:
+    """Lengths (unless `lengths` is given) and the share of groups with a gradient as they were in the calibration."""
+    return DrawnWorkload(
+        lengths or calibration.length_distribution(),
+        config.actor.group_size,
+        seed=seed,
+        used_share=calibration.training.used_share,
+        prompt_tokens=calibration.generation.prompt_tokens_mean,
+    )
+
+
+def run_scenario(
+    config: RunConfig,
+    costs: Costs,
+    workload: Workload,
+    *,
+    capacity: int,
+    engines: int | None = None,
+    steps: int | None = None,
+) -> Scenario:
+    """The run that `config` describes. `engines` and `steps` override the run file's."""
+    return Scenario(
+        schedule=make_schedule(config),
+        engines=engines or config.engine.processes,
+        slots=config.engine.slots,
+        group_size=config.actor.group_size,
+        batch_size=config.trainer.batch_size,
+        steps=steps or config.trainer.steps,
+        costs=costs,
+        workload=workload,
+        capacity=capacity,
+        when_full=config.stream.when_full,
+        max_open_rollouts=config.actor.max_open_rollouts,
+    )
+
+
+def doubts(config: RunConfig, calibration: Calibration) -> list[str]:
+    """Reasons why this calibration may not fit this run, one sentence each."""
+    found = []
+    if calibration.model != config.model.path:
+        found.append(f"the calibration is of model {calibration.model}, the run's is {config.model.path}")
+    if calibration.slots < config.engine.slots:
+        found.append(f"it was made with {calibration.slots} slots, fewer than the run's {config.engine.slots}")
+    together = side_by_side(config, make_schedule(config))
+    if calibration.side_by_side != together:
+        made, is_now = ("at the same time", "in turn") if calibration.side_by_side else ("in turn", "at the same time")
+        found.append(f"it was made with generation and training running {made}; here they run {is_now}")
+    load, cores = calibration.machine.load_average, calibration.machine.cores
+    if load is not None and load > cores / 2:
+        found.append(f"the machine was busy when it was made (load average {load:g}, {cores} cores)")
+    return found
+
+
+# ---- from the records of a run: its workload, and what it measured
+
+
+def read_workload(run_dir: Path, config: RunConfig) -> ReplayedWorkload:
+    """The groups that a run finished, except those with a failed attempt. Raises RunDirectoryError."""
+    groups = [group for group in read_groups(run_dir) if len(group.rollouts) == config.actor.group_size]
+    groups = [group for group in groups if all(rollout.tokens for rollout in group.rollouts)]
+    if not groups:
+        raise RunDirectoryError(f"{run_dir} has no finished group of {config.actor.group_size} attempts")
+    used = config.preprocess.zero_advantage == "keep" or config.trainer.kl_coefficient > 0
+    return ReplayedWorkload(
+        {group.index: _work(group, config.preprocess, all_used=used) for group in groups},
+        fmean(_context_tokens(rollout) for group in groups for rollout in group.rollouts),
+    )
+
+
+def _context_tokens(rollout: RecordedRollout) -> int:
+    """Tokens of the last turn's prompt that were not sampled."""
+    return len(rollout.turns[-1].prompt_ids) - sum(turn.completion.tokens for turn in rollout.turns[:-1])
+
+
+def _work(group: RecordedGroup, config: PreprocessConfig, *, all_used: bool) -> GroupWork:
+    rewards = [rollout.reward for rollout in group.rollouts]
+    values = advantages(rewards, baseline=config.advantage, normalize_std=config.normalize_std)
+    no_gradient = [value == 0.0 for value in values]
+    cut = [rollout.turns[-1].completion.finish_reason == "length" for rollout in group.rollouts]
+    return GroupWork(
+        lengths=tuple(rollout.tokens for rollout in group.rollouts),
+        used=tuple(all_used or not zero for zero in no_gradient),
+        dropped=tuple(
+            (zero and config.zero_advantage == "drop") or (long and config.overlong == "drop")
+            for zero, long in zip(no_gradient, cut, strict=True)
+        ),
+    )
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """The measurements of a run, defined like the fields of the same name in `Prediction`.
+
+    Time starts when the trainer was ready and any evaluation before training had ended. The engine's busy fraction is over
+    its session, evaluations included. None: not recorded.
+    """
+
+    steps: int
+    time_s: float
+    samples_per_s: float
+    samples_per_s_later: float
+    trained_tokens_per_s_later: float
+    lag_mean: float | None
+    lag_max: int | None
+    engine_busy_fraction: float | None
+    trainer_busy_fraction: float
+
+
+def read_measured(run_dir: Path, config: RunConfig) -> Measured:
+    """Read what a run measured. Raises RunDirectoryError without optimizer steps, or if records can't be read."""
+    steps = read_records(run_dir / METRICS_FILE, StepRecord)
+    if not steps:
+        raise RunDirectoryError(f"{run_dir} has no record of an optimizer step to compare with")
+    evaluations = read_records(run_dir / EVALUATIONS_FILE, EvaluationRecord)
+    ready_s = steps[0].time_s - steps[0].train_s - steps[0].wait_s
+    begin_s = max([ready_s, *(record.time_s for record in evaluations if record.when == "before")])
+    time_s = steps[-1].time_s - begin_s
+    waited_s = sum(step.wait_s for step in steps) - (begin_s - ready_s)
+    later = first_fifth(len(steps), make_schedule(config))
+    later_s = steps[-1].time_s - (steps[later - 1].time_s if later else begin_s)
+    tokens = sum(step.samples * (step.completion_length_mean or 0.0) for step in steps[later:])
+    lags = [(step.lag_mean, step.tokens_trained) for step in steps if step.lag_mean is not None]
+    trained = sum(tokens for _, tokens in lags)
+    return Measured(
+        steps=len(steps),
+        time_s=time_s,
+        samples_per_s=sum(step.samples for step in steps) / time_s,
+        samples_per_s_later=sum(step.samples for step in steps[later:]) / later_s,
+        trained_tokens_per_s_later=tokens / later_s,
+        lag_mean=sum(lag * tokens for lag, tokens in lags) / trained if trained else None,
+        lag_max=max((step.lag_max for step in steps if step.lag_max is not None), default=None),
+        engine_busy_fraction=(read_summary(run_dir) or {}).get("engine_busy_fraction"),
+        trainer_busy_fraction=1 - max(0.0, waited_s) / time_s,
+    )
+
+
+def first_fifth(steps: int, schedule: Schedule) -> int:
+    """How many initial steps a steady rate excludes: a fifth, rounded down to whole rounds."""
+    return max((version for version in range(1, steps // 5 + 1) if schedule.publishes(version)), default=0)

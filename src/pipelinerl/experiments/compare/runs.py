@@ -1,17 +1,26 @@
-"""Held-out rewards of a run's versions, measured after the run. Schedules are compared by these rewards.
+"""The runs of a comparison: which are done, how they ended, execution of the others, and their held-out rewards.
 
-A training reward belongs to the weights that sampled the rollout, which are older by the schedule's lag. Held-out problems
-are answered by the weights of each version, with the same versions, problems and random numbers for every schedule.
+OUT/request.json                 the request
+OUT/runs/seed-0/pipeline/        a run directory for each schedule and seed
+OUT/trials/pipeline/p1-e1-.../   a run directory for each trial of settings, records only
+OUT/executions.jsonl             a line for each executed run: how it ended, and the load average before it
+
+Schedules are compared by held-out rewards of a run's versions, measured after the run. A training reward belongs to the
+weights that sampled the rollout, which are older by the schedule's lag. Held-out problems are answered by the weights of
+each version, with the same versions, problems and random numbers for every schedule.
 
 timed run ─▶ weights/step_* ─▶ `pipelinerl eval` in one process per core ─▶ held_out.json, and the weights are removed
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -19,13 +28,96 @@ from typing import NamedTuple
 import msgspec
 
 from pipelinerl.child import ChildProcess, stop_all
+from pipelinerl.config import RunConfig
 from pipelinerl.environments.registry import make_environment
-from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError
-from pipelinerl.experiments.compare.request import Request
+from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
+from pipelinerl.experiments.compare.request import Request, load_average
+from pipelinerl.files import JsonLines, read_json_lines
 from pipelinerl.launch.hosts.interrupts import counted_interrupts
 from pipelinerl.launch.hosts.resources import thread_environment
+from pipelinerl.launch.outcome import FINISHED
+from pipelinerl.launch.run_directory import RunDirectory, RunLock
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.report.files import write_file
+from pipelinerl.report import write_json
+
+
+class Execution(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that was not interrupted. `status` is "finished" or "diverged: REASON"."""
+
+    run: str
+    status: str
+    began: str
+    load_before: float | None
+
+    @property
+    def finished(self) -> bool:
+        return self.status == FINISHED
+
+
+class Folder:
+    """Runs of one comparison, identified by name. A name contains everything in which runs of a request differ."""
+
+    def __init__(self, root: Path, train: Callable[[RunConfig], object]) -> None:
+        """`train` executes a run in `config.run_dir`. Raises RunDirectoryError if `executions.jsonl` is damaged."""
+        self.root = root
+        self._train = train
+        self._log = root / "executions.jsonl"
+        self._done = {execution.run: execution for execution in _read_log(self._log)}
+
+    def done(self, name: str) -> Execution | None:
+        execution = self._done.get(name)
+        return execution if execution and (self.root / name).is_dir() else None
+
+    def execute(self, name: str, config: RunConfig) -> Execution:
+        """Execute the run `name` from the start, and delete any incomplete run of that name.
+
+        A run that diverges is a result. Any other error that ends the run is raised.
+        """
+        _clear(self.root / name)
+        began, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
+        status = FINISHED
+        with (self.root / "log.txt").open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+            try:
+                self._train(config)
+            except TrainingDivergedError as error:
+                status = f"diverged: {error}"
+        execution = Execution(run=name, status=status, began=began, load_before=load)
+        with contextlib.closing(JsonLines(self._log)) as lines:
+            lines.write(execution)
+        self._done[name] = execution
+        return execution
+
+
+def _read_log(path: Path) -> list[Execution]:
+    try:
+        return read_json_lines(path, Execution)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"can't read {path}: {error}; choose another --out") from error
+
+
+def remove_parts(run_dir: Path, *names: str) -> None:
+    """Remove the parts of a run that are not needed any more."""
+    for name in names:
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+
+
+def _clear(path: Path) -> None:
+    """Remove an incomplete run. Waits for its last processes to exit; raises RunDirectoryError if it is still running."""
+    if not path.is_dir():
+        return
+    lock = RunLock(RunDirectory(path))
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise RunDirectoryError(f"can't remove the unfinished run {path}: {error.strerror}") from error
+    finally:
+        lock.release()
+
+
+# ---- held-out rewards
+
 
 HELD_OUT_FILE = "held_out.json"
 POLL_S = 0.1
@@ -45,27 +137,6 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     failed: int = 0
-
-
-# ---- the fields of an evaluation's `summary.json` that are read
-class _Interval(msgspec.Struct):
-    mean: float
-    low: float
-    high: float
-
-
-class _Estimates(msgspec.Struct):
-    reward: _Interval
-
-
-class _Model(msgspec.Struct):
-    version: int
-    estimates: _Estimates
-    failed: dict[str, int]
-
-
-class _Summary(msgspec.Struct):
-    models: tuple[_Model, ...]
 
 
 class _Part(NamedTuple):
@@ -112,17 +183,7 @@ def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
             if any(process.status for process in processes):
                 break
             time.sleep(POLL_S)
-        found = [model for part in parts for model in _models_of(part, run_dir)]
-    answered = [
-        Answered(
-            version=model.version,
-            reward=model.estimates.reward.mean,
-            low=model.estimates.reward.low,
-            high=model.estimates.reward.high,
-            failed=sum(model.failed.values()),
-        )
-        for model in found
-    ]
+        answered = [one for part in parts for one in _answers_of(part, run_dir)]
     return sorted(answered, key=lambda one: one.version)
 
 
@@ -138,7 +199,7 @@ def read_answers(run_dir: Path) -> list[Answered]:
 
 
 def write_answers(run_dir: Path, answered: Sequence[Answered]) -> None:
-    write_file(run_dir / HELD_OUT_FILE, msgspec.json.format(msgspec.json.encode(answered)) + b"\n")
+    write_json(run_dir / HELD_OUT_FILE, answered, indent=2)
 
 
 def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) -> _Part:
@@ -155,10 +216,13 @@ def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) 
     return _Part(ChildProcess(command, log=out.with_suffix(".log"), environment=environment), out)
 
 
-def _models_of(part: _Part, run_dir: Path) -> tuple[_Model, ...]:
+def _answers_of(part: _Part, run_dir: Path) -> Iterator[Answered]:
     if part.process.running:  # another process has failed, and raises below
-        return ()
+        return
     if part.process.status:
         last = (part.process.log_lines() or [f"its process {part.process.how_it_ended()}"])[-1]
         raise PipelineRLError(f"evaluating the weights of {run_dir} failed: {last.removeprefix('error: ')}")
-    return msgspec.json.decode((part.out / "summary.json").read_bytes(), type=_Summary).models
+    for model in msgspec.json.decode((part.out / "summary.json").read_bytes())["models"]:
+        reward, failed = model["estimates"]["reward"], sum(model["failed"].values())
+        version, mean, low, high = model["version"], reward["mean"], reward["low"], reward["high"]
+        yield Answered(version=version, reward=mean, low=low, high=high, failed=failed)

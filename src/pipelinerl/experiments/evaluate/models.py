@@ -1,0 +1,167 @@
+"""The models to evaluate, resolved from MODEL arguments, and their engines: embedded with a loaded model, or servers."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from pipelinerl.checkpoint import load_checkpoint, saved_versions
+from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
+from pipelinerl.engine import LocalEngine
+from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.interfaces import Engine, Tokenizer
+from pipelinerl.launch.stages.engines import server_clients
+from pipelinerl.models.loading import LONGEST_SLOT, load_model, model_max_length, resolve_path, stop_token_ids
+from pipelinerl.report.series import read_config
+
+
+class Target(NamedTuple):
+    """A model to evaluate. `checkpoint`: its folder was written by a run and has checksums to verify.
+
+    `name` is for human readers and `folder` is derived from it; each is unique. `version` is only known for models of a
+    run.
+    """
+
+    name: str
+    folder: str
+    model: ModelConfig
+    version: int | None = None
+    checkpoint: bool = False
+
+
+def find_targets(texts: Sequence[str]) -> list[Target]:
+    """All models that `texts` name, in order. No model is loaded.
+
+        RUN_DIR, RUN_DIR@all, RUN_DIR@7    its last checkpoint, all of them, version 7 (0: the model it started from)
+        DIR, owner/name, demo              as in `model.path` of a run file
+
+    Raises RunDirectoryError or ModelLoadError for any other text.
+    """
+    names: set[str] = set()
+    found = []
+    for target in (target for text in texts for target in _targets_of(text)):
+        resolve_path(target.model.path)
+        name, number = target.name, 1
+        while name in names:
+            number += 1
+            name = f"{target.name}#{number}"
+        names.add(name)
+        found.append(target._replace(name=name, folder=re.sub(r"[^\w.@#-]", "-", name)))
+    return found
+
+
+def run_config_of(text: str) -> RunConfig | None:
+    """The configuration of the run that `text` names; None if it is not a run. Raises ConfigError, RunDirectoryError."""
+    run_dir, _ = _split(text)
+    return None if run_dir is None else read_config(run_dir)
+
+
+def _split(text: str) -> tuple[Path | None, str]:
+    """The run directory (None if `text` does not name one), and the text after `@`."""
+    whole = Path(text).expanduser()
+    if _is_run(whole):
+        return whole, ""
+    front, at, wanted = text.rpartition("@")
+    path = Path(front).expanduser()
+    if at and not whole.exists() and path.is_dir():
+        if not _is_run(path):
+            raise RunDirectoryError(f"{text}: {path} is not a run directory (it has no config.yaml)")
+        return path, wanted or "?"
+    return None, ""
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and not (path / "config.json").exists()
+
+
+def _targets_of(text: str) -> Iterator[Target]:
+    config = run_config_of(text)
+    run_dir, wanted = _split(text)
+    if config is None or run_dir is None:
+        path = Path(text).expanduser()
+        yield Target(path.resolve().name if path.is_dir() else text, "", ModelConfig(path=text))
+        return
+    name = run_dir.resolve().name
+    saved = saved_versions(run_dir)
+    if wanted == "0" and 0 not in saved:
+        yield Target(f"{name}@0", "", config.model, 0)
+        return
+    if not saved:
+        raise RunDirectoryError(f"{run_dir} has no checkpoints; {run_dir}@0 is the model that it started from")
+    if wanted not in ("", "all") and not (wanted.isdecimal() and int(wanted) in saved):
+        versions = ", ".join(map(str, saved))
+        raise RunDirectoryError(f"{text}: give {run_dir}@all, or one of the versions that it has: 0, {versions}")
+    for version in saved if wanted == "all" else [int(wanted) if wanted else max(saved)]:
+        model = config.model.model_copy(update={"path": str(saved[version])})
+        yield Target(f"{name}@{version}", "", model, version, checkpoint=True)
+
+
+# ---- engines
+
+
+STARTUP_S = 30.0
+"""Time limit for the first response of servers, which should already be running."""
+
+
+class EvaluationEngine(NamedTuple):
+    """An engine that is ready. `version` is None if the number of optimizer steps behind the weights is unknown."""
+
+    engine: Engine
+    slots: int
+    stop_token_ids: tuple[int, ...]
+    version: int | None
+
+
+@contextmanager
+def engine_for(
+    target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int, api_key: str | None
+) -> Iterator[EvaluationEngine]:
+    """The engine that `config` describes; its memory is freed on exit.
+
+    Raises ModelLoadError, UnsupportedModelError or CheckpointError; for servers what `RemoteEngine` raises, and UserError
+    if they serve another model.
+    """
+    try:
+        if config.kind == "local":
+            yield _local(target, config, tokenizer, max_tokens)
+        else:
+            with _remote(target, config, api_key) as ready:
+                yield ready
+    finally:
+        gc.collect()
+
+
+def _local(target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int) -> EvaluationEngine:
+    if target.checkpoint:
+        load_checkpoint(Path(target.model.path))  # verifies every file
+    model = load_model(target.model, config.device)
+    most = model_max_length(model) or LONGEST_SLOT + max_tokens
+    engine = LocalEngine(
+        model,
+        slots=config.slots,
+        max_length=config.max_length or min(most, max(LONGEST_SLOT, max_tokens + LONGEST_SLOT // 2)),
+        prefill_tokens=config.prefill_tokens,
+        version=target.version or 0,
+    )
+    return EvaluationEngine(engine, config.slots, stop_token_ids(model, tokenizer), target.version)
+
+
+@contextmanager
+def _remote(target: Target, config: EngineConfig, api_key: str | None) -> Iterator[EvaluationEngine]:
+    from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - HTTP client, only needed here
+    from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - as above
+    from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
+
+    facts = model_facts(target.model.path)
+    servers = server_clients(config.kind, config.urls, facts, api_key)
+    with closing(RemoteEngine(servers, bounds=Bounds(startup_s=STARTUP_S))) as engine:
+        if engine.limits.vocabulary != facts.vocabulary:
+            raise UserError(
+                f"{config.urls[0]} serves a model with a vocabulary of {engine.limits.vocabulary} tokens, but "
+                f"{target.model.path} has {facts.vocabulary}: give the MODEL that it serves, for its tokenizer"
+            )
+        yield EvaluationEngine(engine, engine.slots, facts.stop_token_ids, engine.version)
