@@ -191,7 +191,7 @@ def test_a_server_that_comes_back_takes_the_weights_before_it_gets_requests(tmp_
         b.restart()
         b.problem = None
         wait_until(lambda: engine.slots == 8)
-        a.held = True
+        a.held = b.held = True
         for number in range(8):
             sampling = SamplingParams(max_tokens=2)
             engine.submit(GenerationRequest(id=f"r{number}", prompt_ids=(number,), sampling=sampling))
