@@ -120,7 +120,7 @@ def run_point(point: Point) -> dict[str, Any]:
     waits = {"wait_median_s": case.wait_median_s, "wait_most_s": LONGEST_WAIT * case.wait_median_s}
     workload = DrawnWorkload(lengths_of(case.lengths), GROUP, seed=0, **waits)
     scenario = Scenario(
-        schedule=ConventionalSchedule(BATCH, G) if G else PipelineSchedule(BATCH, stock=2 * BATCH),
+        schedule=ConventionalSchedule(BATCH, G) if G else PipelineSchedule(BATCH),
         engines=point.engines,
         slots=point.slots,
         group_size=GROUP,
