@@ -23,6 +23,14 @@ _POLL_S = 0.0002
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "fuse.sshfs"})
 """The write-ahead log needs memory that processes share through the file system, which these do not offer reliably."""
 
+_ERRNO = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+    sqlite3.SQLITE_CANTOPEN: errno.ENOENT,
+    sqlite3.SQLITE_PERM: errno.EACCES,
+}
+
 
 class DamagedDatabaseError(ValueError):
     """The file is not a database, or its contents are inconsistent."""
@@ -121,15 +129,6 @@ class Database:
 def _code(error: sqlite3.Error) -> int:
     """The primary result code."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-
-
-_ERRNO = {
-    sqlite3.SQLITE_FULL: errno.ENOSPC,
-    sqlite3.SQLITE_IOERR: errno.EIO,
-    sqlite3.SQLITE_READONLY: errno.EROFS,
-    sqlite3.SQLITE_CANTOPEN: errno.ENOENT,
-    sqlite3.SQLITE_PERM: errno.EACCES,
-}
 
 
 def refuse_network_file_system(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> None:

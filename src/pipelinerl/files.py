@@ -51,7 +51,6 @@ class AppendFile:
     """An append-only file with one writer. Each append is atomic: all of the data is written, or none."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._size = os.fstat(self._fd).st_size
 
@@ -81,9 +80,6 @@ class AppendFile:
     def truncate(self, size: int) -> None:
         os.ftruncate(self._fd, size)
         self._size = size
-
-    def sync(self) -> None:
-        os.fsync(self._fd)
 
     def close(self) -> None:
         if self._fd >= 0:

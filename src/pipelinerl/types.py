@@ -300,3 +300,9 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     written_s: float
     waits_for: tuple[str, ...] = ()
     progress: Progress | None = None
+
+
+def trainer_progress(status: StageStatus | None) -> TrainerProgress | None:
+    """The progress in the trainer's status; None if it has published none."""
+    progress = status.progress if status is not None else None
+    return progress if isinstance(progress, TrainerProgress) else None

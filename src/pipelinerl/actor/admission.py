@@ -21,7 +21,7 @@ from pipelinerl.database import Database
 from pipelinerl.errors import StalledError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.types import ACTOR, TRAINER, StageStatus, TrainerProgress
+from pipelinerl.types import ACTOR, TRAINER, StageStatus, TrainerProgress, trainer_progress
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS record (json BLOB NOT NULL)"
 
@@ -102,7 +102,7 @@ class Admission:
             state = self.read()
             # Read under the lock, so that the trainer's counts are not older than those in the record.
             trainer = self._board.read(TRAINER)
-            progress = _progress(trainer, engine_version)
+            progress = trainer_progress(trainer) or TrainerProgress(version=engine_version)
             state.settle(progress.trained + sum(progress.dropped.values()))
             verdict = self._verdict(state, progress, asked)
             if verdict.allowed:
@@ -196,9 +196,3 @@ def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
     with closing(Database(path, SCHEMA)) as database, database.transaction() as record:
         first = Outstanding(handed_over=handed_over, settled=settled)
         record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))
-
-
-def _progress(status: StageStatus | None, engine_version: int) -> TrainerProgress:
-    if status is not None and isinstance(status.progress, TrainerProgress):
-        return status.progress
-    return TrainerProgress(version=engine_version)

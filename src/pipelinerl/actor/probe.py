@@ -12,7 +12,7 @@ from collections import deque
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import Board
-from pipelinerl.types import TRAINER, GenerationRequest, ProbeReading, SamplingParams, TrainerProgress
+from pipelinerl.types import TRAINER, GenerationRequest, ProbeReading, SamplingParams, trainer_progress
 
 READINGS_KEPT = 16
 TIMEOUT_S = 60.0
@@ -59,10 +59,8 @@ class WeightProbe:
             task.cancel()
 
     def _find_prompt(self) -> bool:
-        if not self._prompt_ids:
-            trainer = self._board.read(TRAINER)
-            if trainer is not None and isinstance(trainer.progress, TrainerProgress):
-                self._prompt_ids = tuple(trainer.progress.probe_ids)
+        if not self._prompt_ids and (trainer := trainer_progress(self._board.read(TRAINER))):
+            self._prompt_ids = tuple(trainer.probe_ids)
         return bool(self._prompt_ids)
 
     async def _read(self, request: GenerationRequest, copy: int) -> None:

@@ -14,7 +14,7 @@ from pipelinerl.interfaces import Board
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord, read_records
 from pipelinerl.metrics.summary import summarize
-from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
+from pipelinerl.types import ActorProgress, StageStatus, trainer_progress
 
 FINISHED = "finished"
 
@@ -45,7 +45,8 @@ def last_statuses(board: Board) -> dict[str, StageStatus]:
 
 def goal_reached(trainer: StageStatus | None) -> bool:
     """Whether this is the status of a trainer that has taken all its steps."""
-    return trainer is not None and isinstance(trainer.progress, TrainerProgress) and trainer.progress.goal_reached
+    progress = trainer_progress(trainer)
+    return progress is not None and progress.goal_reached
 
 
 def interruption(session: Session) -> RunInterruptedError:

@@ -41,7 +41,7 @@ from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.status.reporter import GenerationStages, generation_stages
-from pipelinerl.types import TRAINER, Group, TrainerProgress
+from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
 
 
 class DropRelay:
@@ -133,10 +133,7 @@ class Generation:
     @property
     def trainer(self) -> TrainerProgress:
         """What the trainer published last."""
-        status = self.board.read(TRAINER)
-        if status is not None and isinstance(status.progress, TrainerProgress):
-            return status.progress
-        return TrainerProgress()
+        return trainer_progress(self.board.read(TRAINER)) or TrainerProgress()
 
     def close(self) -> None:
         self.handle.close()
