@@ -120,7 +120,7 @@ def run_point(point: Point) -> dict[str, Any]:
     waits = {"wait_median_s": case.wait_median_s, "wait_most_s": LONGEST_WAIT * case.wait_median_s}
     workload = DrawnWorkload(lengths_of(case.lengths), GROUP, seed=0, **waits)
     scenario = Scenario(
-        schedule=ConventionalSchedule(BATCH, G) if G else PipelineSchedule(BATCH),
+        schedule=ConventionalSchedule(BATCH, G) if G else PipelineSchedule(BATCH, stock=2 * BATCH),
         engines=point.engines,
         slots=point.slots,
         group_size=GROUP,
@@ -128,7 +128,6 @@ def run_point(point: Point) -> dict[str, Any]:
         steps=max(2 * G, 64) if G else PIPELINE_STEPS,
         costs=costs,
         workload=workload,
-        capacity=2 * max(1, G) * BATCH // GROUP,
     )
     return {**asdict(point), **_figures(simulate(scenario))}
 
@@ -228,7 +227,6 @@ def _case_study_run(schedule: PipelineSchedule | ConventionalSchedule, engines: 
                 decode_step_s=tuple(CURVE.step_time(np.arange(slots + 1)).tolist()), train_token_s=PAPER_TAU / trainers
             ),
             workload=DrawnWorkload(LengthDistribution.uniform(CASE_LONGEST), 1, seed=0),
-            capacity=1 << 20,
         )
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pipelinerl.config.checks import groups_needed
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import PipelineState, Schedule, Verdict
 from pipelinerl.types import ACTOR, TRAINER
@@ -29,10 +30,12 @@ class PipelineSchedule:
     while the trainer has less than a batch (N < B). If B is not a multiple of K, this can exceed the bound by one step;
     such rollouts are dropped when batches are formed.
 
-    `stock` limits what waits for the trainer, as it would only get older: no group is admitted while as many finished
-    rollouts are in the stream or in the trainer's current step. Where groups take `latency` steps, the trainer consumes
-    B * latency rollouts before a new one is there (Little's law). So no group is admitted either while more than
-    stock + 1.5 * B * latency rollouts are outstanding. If generation is the slower side, neither limit is reached.
+    `stock` limits what waits for the trainer, as it would only get older. Where groups take `latency` steps, the trainer
+    consumes B * latency rollouts before a new group is finished (Little's law), so no group is admitted while
+    stock + 1.5 * B * latency rollouts are outstanding. How many of them are finished does not matter: where many more
+    than B are in progress, they finish in bursts, and engines that waited for the trainer to use up a burst would idle.
+    Until the latency is known, the highest number in progress so far stands for B * latency. If generation is the slower
+    side, the limit is not reached.
     """
 
     batch_size: int
@@ -47,9 +50,13 @@ class PipelineSchedule:
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         if state.outstanding < self.batch_size:
             return ALLOWED
-        if self.stock is not None and self._has_enough(state, self.stock):
-            counts = f"{state.outstanding} rollouts are outstanding, {state.handed_over} of them ready"
-            return Verdict(False, f"the trainer (version {state.trainer_version}): {counts}", (TRAINER,))
+        if state.outstanding >= (most := self._most_outstanding(state)):
+            return Verdict(
+                False,
+                f"the trainer (version {state.trainer_version}): {state.outstanding} rollouts are outstanding, and the "
+                f"limit is {most:.0f}",
+                (TRAINER,),
+            )
         if self.max_lag is None:
             return ALLOWED
         steps_ahead = -(-(state.outstanding + rollouts) // self.batch_size) - 1
@@ -63,9 +70,11 @@ class PipelineSchedule:
             (TRAINER,),
         )
 
-    def _has_enough(self, state: PipelineState, stock: int) -> bool:
-        most = math.inf if state.latency is None else stock + LATENCY_MARGIN * self.batch_size * state.latency
-        return state.handed_over >= stock or state.outstanding >= most
+    def _most_outstanding(self, state: PipelineState) -> float:
+        if self.stock is None:
+            return math.inf
+        needed = state.most_in_progress if state.latency is None else self.batch_size * state.latency
+        return self.stock + LATENCY_MARGIN * needed
 
     def may_take_weights(self, in_progress: int) -> Verdict:
         return ALLOWED
@@ -201,6 +210,11 @@ def make_schedule(config: RunConfig) -> Schedule:
         return ConventionalSchedule(batch, rounds)
     if kind == "async":
         return AsyncSchedule(batch, rounds)
-    # A stream with a configured capacity, or one that drops old groups when full, limits the stock itself.
-    needs_limit = config.stream.capacity is None and config.stream.when_full == "block"
-    return PipelineSchedule(batch, config.schedule.max_lag, stock=2 * batch if needs_limit else None)
+    return PipelineSchedule(batch, config.schedule.max_lag, stock=2 * batch if stream_capacity(config) is None else None)
+
+
+def stream_capacity(config: RunConfig) -> int | None:
+    """How many groups may wait in the rollout stream. None: any number, because the schedule limits what is outstanding."""
+    if config.stream.when_full == "drop_oldest":
+        return config.stream.capacity or 2 * groups_needed(config)
+    return config.stream.capacity

@@ -59,6 +59,7 @@ class SlowSimulation:
         self._handed_over = 0  # rollouts in the stream or beyond
         self._newest_taken = 0
         self._latency: float | None = None
+        self._most_in_progress = 0
         self._version = 0
         self._free_s = 0.0
         self._events: list[tuple[float, int, int, int]] = []
@@ -134,8 +135,8 @@ class SlowSimulation:
             trainer_version=self._version,
             oldest_in_progress=min(versions, default=server.version),
             outstanding=len(versions) + self._handed_over,
-            handed_over=self._handed_over,
             latency=self._latency,
+            most_in_progress=self._most_in_progress,
             newest_version=max(self._newest_taken, server.version),
             own=server.own,
             processes=len(self._servers),
@@ -152,6 +153,7 @@ class SlowSimulation:
         server.waiting.extend(attempts)
         server.own += len(attempts)
         self._in_progress.extend(attempts)
+        self._most_in_progress = max(self._most_in_progress, len(self._in_progress))
         self.started += len(attempts)
 
     def _write(self, group: list[Attempt], now_s: float) -> bool:
@@ -164,8 +166,9 @@ class SlowSimulation:
         self._stream.append(group)
         self._in_progress = [attempt for attempt in self._in_progress if attempt.group != group[0].group]
         self._handed_over += len(group)
-        steps = max(0, self._newest_taken - group[0].started_version)
-        self._latency = steps if self._latency is None else self._latency + 0.1 * (steps - self._latency)
+        if group[0].started_version > 0:
+            steps = max(0, self._newest_taken - group[0].started_version)
+            self._latency = steps if self._latency is None else self._latency + 0.1 * (steps - self._latency)
         self._wake_idle(now_s)
         return True
 

@@ -371,6 +371,17 @@ def test_with_a_bound_and_instant_generation_a_slow_trainer_never_waits(max_lag,
         assert 0 not in predicted.step_lag_max[max_lag + 1 :]
 
 
+@pytest.mark.parametrize("lengths", [LengthDistribution.of_lengths([60]), LengthDistribution.uniform(119)])
+def test_the_limit_of_the_stock_does_not_slow_a_pipeline_with_much_more_in_progress_than_a_batch(lengths):
+    """8 batches are in progress and finish in bursts; both sides are equally fast."""
+    costs = Costs(decode_step_s=tuple((64 + h) * TICK for h in range(129)), train_step_s=60 * 192 / 8 * TICK)
+    settings = {"slots": 128, "engines": 1, "steps": 200, "capacity": 1000, "costs": costs}
+    settings["workload"] = DrawnWorkload(lengths, 4, seed=1)
+    free, limited = (simulate(scenario(PipelineSchedule(16, stock=stock), **settings)) for stock in (None, 32))
+    assert limited.samples_per_s_later > 0.97 * free.samples_per_s_later
+    assert limited.lag_mean < free.lag_mean
+
+
 def test_deterministic_by_seed():
     first, again, other = (simulate(scenario(PipelineSchedule(16), seed=seed)) for seed in (7, 7, 8))
     assert msgspec.json.encode(first) == msgspec.json.encode(again)

@@ -188,11 +188,11 @@ def test_a_scenario_is_the_run_file_s():
         calibrated_costs(calibration(), slots=8, group_size=2),
         calibrated_workload(calibration(), config, seed=0),
     )
-    made = run_scenario(config, costs, workload, capacity=7)
+    made = run_scenario(config, costs, workload)
     assert (made.engines, made.slots, made.group_size, made.batch_size, made.steps) == (3, 8, 2, 8, 5)
-    assert (made.capacity, made.when_full, made.schedule.max_lag) == (7, "drop_oldest", 2)
+    assert (made.capacity, made.when_full, made.schedule.max_lag) == (8, "drop_oldest", 2)
     assert simulate(made).lag_max <= 2
-    assert run_scenario(config, costs, workload, capacity=7, engines=2, steps=9).steps == 9
+    assert run_scenario(config, costs, workload, engines=2, steps=9).steps == 9
 
 
 def test_doubts():

@@ -28,7 +28,10 @@ class Outstanding(msgspec.Struct):
     settled          rollouts that the trainer has trained or dropped since the beginning of the run, as far as known here
     in_progress      rollouts of groups that were started and not handed over, by the version they were started with
     handed_over      rollouts in the stream or with the trainer
-    latency          optimizer steps from the start of a group to its hand-over, a running mean; None before the first
+    most_in_progress highest number of rollouts in progress so far in this session
+    first_version    version of the weights that the session's first group was started with
+    latency          optimizer steps from the start of a group to its hand-over, a running mean over the groups that were
+                     started after the session's first weight update; None before the first of them
     """
 
     next_index: int = 0
@@ -37,6 +40,8 @@ class Outstanding(msgspec.Struct):
     settled: int = 0
     in_progress: dict[int, int] = {}
     handed_over: int = 0
+    most_in_progress: int = 0
+    first_version: int | None = None
     latency: float | None = None
 
     @property
@@ -56,6 +61,9 @@ class Outstanding(msgspec.Struct):
         """Count group `index` as started, by an engine with the weights of `version`."""
         self.next_index = index + 1
         self.in_progress[version] = self.in_progress.get(version, 0) + rollouts
+        self.most_in_progress = max(self.most_in_progress, sum(self.in_progress.values()))
+        if self.first_version is None:
+            self.first_version = version
 
     def hand_over(self, version: int, *, started: int, rollouts: int) -> None:
         """Count a group of `started` attempts as handed over with `rollouts` rollouts. Its other attempts were dropped."""
@@ -65,6 +73,8 @@ class Outstanding(msgspec.Struct):
         else:
             del self.in_progress[version]
         self.handed_over += rollouts
+        if version == self.first_version:
+            return  # the trainer had nothing to train on while this group was generated
         steps = max(0, self.newest_version - version)
         self.latency = steps if self.latency is None else self.latency + LATENCY_WEIGHT * (steps - self.latency)
 

@@ -124,7 +124,6 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
         run_scenario,
     )
     from pipelinerl.experiments.planner.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
-    from pipelinerl.launch.stages.streams import stream_capacity  # noqa: PLC0415 (as above)
     from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
     calibration = read_calibration(options.calibration)
@@ -135,7 +134,6 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
         config,
         calibrated_costs(calibration, slots=slots, group_size=group_size, trainers=options.trainers),
         workload,
-        capacity=stream_capacity(config),
         engines=options.engines,
         steps=measured.steps if measured else None,
     )

@@ -215,8 +215,8 @@ class StreamConfig(Section, frozen=True):
     run directory and stops with the run.
     """
     capacity: Count | None = None
-    """Maximum number of groups in the stream. null: enough for two optimizer steps, or a round, and the pipeline starts no
-    group while enough rollouts for two steps are finished.
+    """Maximum number of groups in the stream. null: no limit, because the schedule limits what is generated ahead (with
+    `drop_oldest`: enough groups for two optimizer steps).
     """
     when_full: Literal["block", "drop_oldest"] = "block"
     """If the stream is full: make the actor wait, or drop the oldest group for the new one (counted)."""

@@ -23,6 +23,7 @@ import msgspec
 from pipelinerl.database import DamagedDatabaseError, Database
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamStats
+from pipelinerl.stream.memory import checked_capacity
 
 T = TypeVar("T")
 
@@ -59,17 +60,15 @@ class FileStreamWriter(Generic[T]):
         directory: Path,
         item_type: type[T],
         *,
-        capacity: int,
+        capacity: int | None = None,
         when_full: Literal["block", "drop_oldest"] = "block",
         on_drop: Callable[[T], None] | None = None,
     ) -> None:
-        """`capacity` is in items. `on_drop` is called with every item that `drop_oldest` drops.
+        """`capacity` is in items; None: no limit. `on_drop` is called with every item that `drop_oldest` drops.
 
         Raises StreamError if the stream is being rewound, is damaged, or can't be written.
         """
-        if capacity < 1:
-            raise ValueError(f"a stream's capacity is at least 1: {capacity}")
-        self._capacity = capacity
+        self._capacity = checked_capacity(capacity)
         self._when_full = when_full
         self._on_drop = on_drop
         self._encoder = msgspec.json.Encoder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Literal, TypeVar
@@ -84,17 +85,23 @@ class MemoryStreamReader(Generic[T]):
         """Releases nothing."""
 
 
+def checked_capacity(capacity: int | None) -> int:
+    """The capacity of a stream in items. None is the largest number."""
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"a stream's capacity is at least 1: {capacity}")
+    return sys.maxsize if capacity is None else capacity
+
+
 def memory_stream(
     *,
-    capacity: int,
+    capacity: int | None = None,
     when_full: Literal["block", "drop_oldest"] = "block",
     on_drop: Callable[[T], None] | None = None,
 ) -> tuple[MemoryStreamWriter[T], MemoryStreamReader[T]]:
-    """The two ends of a new stream. `capacity` is in items. `on_drop` is called with every item that `drop_oldest` drops.
+    """The two ends of a new stream. `capacity` is in items; None: no limit. `on_drop` is called with every item that
+    `drop_oldest` drops.
 
     Items are not copied, so they must be immutable, as everything in `types` is.
     """
-    if capacity < 1:
-        raise ValueError(f"a stream's capacity is at least 1: {capacity}")
     shared: _Shared[T] = _Shared()
-    return MemoryStreamWriter(shared, capacity, when_full, on_drop), MemoryStreamReader(shared)
+    return MemoryStreamWriter(shared, checked_capacity(capacity), when_full, on_drop), MemoryStreamReader(shared)

@@ -33,6 +33,7 @@ import msgspec
 
 from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
 from pipelinerl.interfaces import StreamStats
+from pipelinerl.stream.memory import checked_capacity
 
 try:
     from redis import Redis, exceptions
@@ -226,18 +227,17 @@ class RedisStreamWriter(RedisStream[T]):
         stream: str,
         item_type: type[T],
         *,
-        capacity: int,
+        capacity: int | None = None,
         when_full: Literal["block", "drop_oldest"] = "block",
         on_drop: Callable[[T], None] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`capacity` is in items. `on_drop` is called with every item that `drop_oldest` drops. For `url` see `RedisStream`.
+        """`capacity` is in items; None: no limit. `on_drop` is called with every item that `drop_oldest` drops. For `url`
+        see `RedisStream`.
 
         Every method retries a lost connection for `patience_s`, then raises StreamError.
         """
-        if capacity < 1:
-            raise ValueError(f"a stream's capacity is at least 1: {capacity}")
-        self._capacity = capacity
+        self._capacity = checked_capacity(capacity)
         self._when_full = when_full
         self._on_drop = on_drop
         self._attempted = self._confirmed = 0  # numbers of appends

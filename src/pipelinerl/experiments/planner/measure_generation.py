@@ -150,7 +150,7 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
     folder.mkdir(parents=True, exist_ok=True)
     board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
     with (
-        closing(FileStreamWriter(folder / "stream", Group, capacity=1 << 20)) as stream,
+        closing(FileStreamWriter(folder / "stream", Group)) as stream,
         closing(Admission.alone(folder / "admission", schedule, board)) as admission,
         closing(_Records(stream, folder / "rollouts.jsonl")) as records,
     ):

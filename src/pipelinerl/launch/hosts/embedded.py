@@ -26,8 +26,9 @@ from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.generation import DropRelay, build_generation, generate
 from pipelinerl.launch.stages.preprocessing import preparing
-from pipelinerl.launch.stages.streams import FileStore, group_reader, group_writer, stream_capacity
+from pipelinerl.launch.stages.streams import FileStore, group_reader, group_writer
 from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
+from pipelinerl.schedule import stream_capacity
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog

@@ -12,24 +12,15 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Literal, Protocol, TypeVar
 
-from pipelinerl.config.checks import groups_needed
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import StreamReader, StreamWriter
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.preprocess.preprocessor import Prepared
+from pipelinerl.schedule import stream_capacity
 from pipelinerl.stream import FileStreamReader, FileStreamWriter, rewind, waiting_items
 from pipelinerl.types import Group
-
-
-def stream_capacity(config: RunConfig) -> int:
-    """How many groups may wait in the rollout stream.
-
-    By default twice what the trainer takes at once (a step, or a round): one being read and the next being generated.
-    """
-    return config.stream.capacity or 2 * groups_needed(config)
-
 
 T = TypeVar("T")
 WhenFull = Literal["block", "drop_oldest"]
@@ -47,7 +38,13 @@ class StreamStore(Protocol):
     """A store of named streams. The rules of `stream.files` for opening writers and readers hold for every kind."""
 
     def writer(
-        self, name: str, item_type: type[T], *, capacity: int, when_full: WhenFull, on_drop: Callable[[T], None] | None
+        self,
+        name: str,
+        item_type: type[T],
+        *,
+        capacity: int | None,
+        when_full: WhenFull,
+        on_drop: Callable[[T], None] | None,
     ) -> StreamWriter[T]: ...
 
     def reader(self, name: str, item_type: type[T]) -> StreamReader[T]: ...
@@ -68,7 +65,13 @@ class FileStore:
         self._streams = run.streams
 
     def writer(
-        self, name: str, item_type: type[T], *, capacity: int, when_full: WhenFull, on_drop: Callable[[T], None] | None
+        self,
+        name: str,
+        item_type: type[T],
+        *,
+        capacity: int | None,
+        when_full: WhenFull,
+        on_drop: Callable[[T], None] | None,
     ) -> StreamWriter[T]:
         return FileStreamWriter(self._streams / name, item_type, capacity=capacity, when_full=when_full, on_drop=on_drop)
 
@@ -92,7 +95,13 @@ class RedisStore:
         self._patience_s = patience_s
 
     def writer(
-        self, name: str, item_type: type[T], *, capacity: int, when_full: WhenFull, on_drop: Callable[[T], None] | None
+        self,
+        name: str,
+        item_type: type[T],
+        *,
+        capacity: int | None,
+        when_full: WhenFull,
+        on_drop: Callable[[T], None] | None,
     ) -> StreamWriter[T]:
         from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - needs the extra `redis`
 

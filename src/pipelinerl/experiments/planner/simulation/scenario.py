@@ -21,7 +21,7 @@ from pipelinerl.launch.hosts.resources import side_by_side
 from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.report.series import RecordedGroup, RecordedRollout, read_groups, read_summary
-from pipelinerl.schedule import make_schedule
+from pipelinerl.schedule import make_schedule, stream_capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ class Workload(Protocol):
 class Scenario:
     """A run to simulate. In the paper's notation: I engines of H slots, K attempts per problem, B rollouts per step.
 
-    The stream holds up to `capacity` groups. `max_open_rollouts` is the actor's setting. The run ends after `steps`
-    optimizer steps.
+    The stream holds up to `capacity` groups; None: any number. `max_open_rollouts` is the actor's setting. The run ends
+    after `steps` optimizer steps.
     """
 
     schedule: Schedule
@@ -87,14 +87,15 @@ class Scenario:
     steps: int
     costs: Costs
     workload: Workload
-    capacity: int
+    capacity: int | None = None
     when_full: Literal["block", "drop_oldest"] = "block"
     max_open_rollouts: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("engines", "slots", "group_size", "batch_size", "steps", "capacity"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         if len(self.costs.decode_step_s) <= self.slots:
             raise ValueError(
                 f"decode_step_s has {len(self.costs.decode_step_s)} entries; {self.slots} slots need {self.slots + 1}"
@@ -213,7 +214,6 @@ def run_scenario(
     costs: Costs,
     workload: Workload,
     *,
-    capacity: int,
     engines: int | None = None,
     steps: int | None = None,
 ) -> Scenario:
@@ -227,7 +227,7 @@ def run_scenario(
         steps=steps or config.trainer.steps,
         costs=costs,
         workload=workload,
-        capacity=capacity,
+        capacity=stream_capacity(config),
         when_full=config.stream.when_full,
         max_open_rollouts=config.actor.max_open_rollouts,
     )

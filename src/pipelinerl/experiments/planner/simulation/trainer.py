@@ -146,7 +146,7 @@ class SimulatedTrainer:
 
     def try_write(self, group: SimulatedGroup) -> bool:
         """Write a finished group to the stream. False if the stream is full and set to block."""
-        if len(self._stream) >= self._scenario.capacity:
+        if self._scenario.capacity is not None and len(self._stream) >= self._scenario.capacity:
             if self._scenario.when_full == "block":
                 return False
             oldest = self._stream.popleft()
