@@ -12,7 +12,7 @@ from pipelinerl.experiments.evaluate.results import AttemptRecord, EvaluationSum
 from pipelinerl.files import read_json_lines
 from tests.integration.runs import run, write_environment
 from tests.integration.test_serve import serving
-from tests.unit.test_evaluate import run_command
+from tests.unit.experiments.evaluate.test_evaluate import run_command
 
 GCD = ("--environment.kind", "gcd", "--actor.max_tokens", "240", "--engine.slots", "16")
 SMALL = ("--problems", "12", "--attempts", "4")

@@ -1,0 +1,1036 @@
+"""The actor: tokens to rollouts, rollouts to groups, failures counted, admission, and nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.actor import deadline
+from pipelinerl.actor.actor import Actor
+from pipelinerl.actor.admission import Admission, make_record
+from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
+from pipelinerl.actor.deadline import CodeAlarm
+from pipelinerl.actor.evaluation import Evaluations
+from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.probe import WeightProbe
+from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, TimeLimits, attempt, check_rollout
+from pipelinerl.actor.status import GenerationStatus
+from pipelinerl.config.schema import ActorConfig, EvaluationConfig
+from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
+from pipelinerl.interfaces import Verdict, WeightUpdate
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
+from pipelinerl.status.board import MemoryBoard
+from pipelinerl.status.watchdog import find_cycle
+from pipelinerl.stream.memory import memory_stream
+from pipelinerl.types import (
+    GenerationRequest,
+    Problem,
+    Rollout,
+    SamplingParams,
+    StageStatus,
+    TrainerProgress,
+    Turn,
+    VersionSpan,
+)
+from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
+
+TOKENIZER = CharTokenizer()
+LIMITS = TimeLimits(5.0, CodeAlarm(1.0))
+SAMPLING = SamplingParams(max_tokens=20, stop_token_ids=(STOP,))
+
+
+def say(text):
+    return [*TOKENIZER.encode(text), STOP]
+
+
+def request(name="r", prompt="p"):
+    return GenerationRequest(id=name, prompt_ids=tuple(TOKENIZER.encode(prompt)), sampling=SAMPLING)
+
+
+def rollout_client(engine_client, name="g0.a0", seed=1):
+    return RolloutClient(engine_client, TOKENIZER, SAMPLING, name=name, seed=seed)
+
+
+async def drive(client, *coroutines):
+    """Await coroutines while somebody steps the engine."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    for _ in range(200):
+        if all(task.done() for task in tasks):
+            break
+        await asyncio.sleep(0)
+        await client.step()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Task:
+    """An environment made of functions; `play` is the rollout. By default: one turn, reward 1."""
+
+    def __init__(self, play=None, problem=None):
+        self._play = play or single_turn
+        self._problem = problem or (lambda index: Problem(id=f"p{index}", payload={"n": index}))
+
+    def problem(self, index):
+        return self._problem(index)
+
+    def held_out(self, count):
+        return [Problem(id=f"h{n}", payload={"n": n}) for n in range(min(count, 6))]
+
+    async def rollout(self, problem, client):
+        return await self._play(problem, client)
+
+
+async def single_turn(problem, client):
+    prompt = tuple(TOKENIZER.encode(problem.id))
+    completion = await client.generate(prompt)
+    return Rollout(turns=(Turn(prompt_ids=prompt, completion=completion, text="t"),), reward=1)
+
+
+# ------------------------------------------------------------------------------------------------- the client
+
+
+def test_completions_go_to_those_who_asked():
+    async def main():
+        engine = ScriptedEngine(lambda r: say("to " + chr(r.prompt_ids[0])), slots=2)
+        client = EngineClient(engine)
+        results = await drive(client, *(client.generate(request(name, name)) for name in "abcd"))
+        assert [TOKENIZER.decode(c.token_ids) for c in results] == [f"to {name}\0" for name in "abcd"]
+        assert [c.request_id for c in results] == list("abcd")
+        assert max(engine.batch_sizes) == 2
+        assert client.open_requests == 0
+
+    asyncio.run(main())
+
+
+def test_a_request_that_can_not_be_served_fails_alone():
+    async def main():
+        client = EngineClient(ScriptedEngine(lambda r: say("x"), max_length=25))
+        fine, too_long = await drive(client, client.generate(request("a")), client.generate(request("b", "p" * 10)))
+        assert fine.token_ids == tuple(say("x"))
+        assert isinstance(too_long, PromptTooLongError)
+        (_, twice) = await drive(client, client.generate(request("c")), client.generate(request("c")))
+        assert isinstance(twice, RequestError)
+
+    asyncio.run(main())
+
+
+def test_cancelling_the_caller_cancels_the_request():
+    async def main():
+        engine = ScriptedEngine(lambda r: say("a long answer"))
+        client = EngineClient(engine)
+        task = asyncio.create_task(client.generate(request("a")))
+        await asyncio.sleep(0)
+        await client.step()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.cancelled == ["a"]
+        await client.step()  # the engine reports the cancelled completion, which nobody awaits any more
+        assert engine.in_progress == client.open_requests == 0
+
+    asyncio.run(main())
+
+
+def test_a_completion_that_nobody_asked_for_is_an_error():
+    engine = ScriptedEngine(lambda r: say(""))
+    engine.submit(request("stray"))
+    with pytest.raises(RuntimeError, match="stray"):
+        EngineClient(engine).deliver(engine.step())
+
+
+def test_streaming():
+    async def main():
+        client = EngineClient(ScriptedEngine(lambda r: say("abc")))
+        view = rollout_client(client)
+
+        async def consume():
+            return [event async for event in view.stream([5])]
+
+        ((*events,),) = await drive(client, consume())
+        assert [event.token_id for event in events] == say("abc")
+        assert [event.index for event in events] == [0, 1, 2, 3]
+        (completion,) = view.completions
+        assert completion.finish_reason == "stop"
+        assert completion.token_ids == tuple(say("abc"))
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_early_cancels_and_records_what_was_seen():
+    async def main():
+        engine = ScriptedEngine(lambda r: say("a long answer"))
+        client = EngineClient(engine)
+        view = rollout_client(client)
+
+        async def consume():
+            async for event in view.stream([5]):
+                if event.index == 2:
+                    break
+
+        await drive(client, consume())
+        await asyncio.sleep(0.01)
+        await client.step()
+        assert engine.cancelled == ["g0.a0.t0"]
+        (completion,) = view.completions
+        assert completion.token_ids == tuple(TOKENIZER.encode("a l"))
+        assert completion.finish_reason == "cancelled"
+        assert completion.weight_versions == (VersionSpan(0, 0, 3),)
+        turn = Turn(prompt_ids=(5,), completion=completion)
+        assert check_rollout(Rollout(turns=(turn,), reward=0), view.produced()).turns == (turn,)
+
+    asyncio.run(main())
+
+
+def test_request_ids_seeds_and_limits():
+    async def main():
+        engine = ScriptedEngine(lambda r: say("x"))
+        client = EngineClient(engine)
+        first, second = rollout_client(client, "g1.a0", seed=derive_seed(7, 1, 0)), rollout_client(client, "g1.a1", seed=3)
+        await drive(client, first.generate([1]), first.generate([1], max_tokens=5), second.generate([1], max_tokens=50))
+        assert [r.id for r in engine.requests] == ["g1.a0.t0", "g1.a0.t1", "g1.a1.t0"]
+        assert [r.sampling.max_tokens for r in engine.requests] == [20, 5, 20]
+        seeds = [r.sampling.seed for r in engine.requests]
+        assert seeds[:2] == [derive_seed(derive_seed(7, 1, 0), 0), derive_seed(derive_seed(7, 1, 0), 1)]
+        assert len(set(seeds)) == 3
+        first.close()
+        with pytest.raises(RolloutError, match=r"g1\.a0 is over"):
+            await first.generate([1])
+
+    asyncio.run(main())
+
+
+def test_seeds_are_the_same_on_every_machine_and_differ():
+    assert derive_seed(0, 1, 2) == 603432347784401458
+    seeds = {derive_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# ---------------------------------------------------------------------------------------------- one attempt
+
+
+def play(play_function, *, limits=LIMITS, engine=None):
+    """The outcome of one attempt at a problem."""
+
+    async def main():
+        client = EngineClient(engine or ScriptedEngine(lambda r: say("hello"), max_length=60))
+        view = rollout_client(client)
+        task = asyncio.create_task(attempt(Task(play_function), Problem(id="p", payload={}), view, limits))
+        while not task.done():
+            await asyncio.sleep(0)
+            if not await client.step():
+                await asyncio.sleep(0.001)
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert client.open_requests == 0
+        return task.result()
+
+    return asyncio.run(main())
+
+
+def test_a_good_rollout():
+    async def good(problem, client):
+        rollout = await single_turn(problem, client)
+        return msgspec.structs.replace(rollout, reward=True, metrics={"m": 2})
+
+    outcome = play(good)
+    assert isinstance(outcome, Rollout)
+    assert outcome.reward == 1.0
+    assert type(outcome.reward) is float
+    assert outcome.metrics == {"m": 2.0}
+    assert outcome.turns[0].completion.token_ids == tuple(say("hello"))
+
+
+async def hang_forever(problem, client):
+    await asyncio.get_running_loop().create_future()
+
+
+async def hang_and_refuse_to_be_cancelled(problem, client):
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+
+async def hang_in_a_request(problem, client):
+    await asyncio.gather(client.generate([1]), asyncio.sleep(60))
+
+
+@pytest.mark.parametrize("code", [hang_forever, hang_and_refuse_to_be_cancelled, hang_in_a_request])
+def test_a_rollout_that_hangs_times_out(code, monkeypatch):
+    monkeypatch.setattr(deadline, "GRACE_S", 0.02)
+    outcome = play(code, limits=TimeLimits(0.05, CodeAlarm(1.0)))
+    assert outcome.reason == "timeout"
+    assert "0.05 s" in outcome.message
+
+
+def test_a_timeout_says_where_the_code_was():
+    assert "hang_forever" in play(hang_forever, limits=TimeLimits(0.05, CodeAlarm(1.0))).traceback
+
+
+@pytest.mark.parametrize("hang", [lambda: time.sleep(60), lambda: [None for _ in iter(int, 1)]], ids=["sleeps", "computes"])
+def test_a_reward_that_hangs_is_interrupted(hang):
+    async def code(problem, client):
+        await client.generate([1])
+        hang()
+
+    outcome = play(code, limits=TimeLimits(5.0, CodeAlarm(0.05)))
+    assert outcome.reason == "timeout"
+    assert "hang()" in outcome.traceback
+
+
+def test_the_engine_is_not_interrupted_when_a_rollout_calls_it():
+    class Slow(ScriptedEngine):
+        def submit(self, request):
+            time.sleep(0.2)
+            super().submit(request)
+
+    engine = Slow(lambda r: say("hello"), max_length=60)
+    play(single_turn, limits=TimeLimits(5.0, CodeAlarm(0.05)), engine=engine)
+    assert len(engine.requests) == 1
+
+
+def test_a_deadline_within_a_task_group_is_still_a_timeout():
+    async def child():
+        time.sleep(60)
+
+    async def code(problem, client):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(child())
+
+    assert play(code, limits=TimeLimits(5.0, CodeAlarm(0.05))).reason == "timeout"
+
+
+def test_what_code_raises_is_reported_from_its_own_first_line():
+    async def code(problem, client):
+        await client.generate([1])
+        return {}["reward"]
+
+    outcome = play(code)
+    assert outcome.reason == "raised"
+    assert outcome.message == "KeyError: 'reward'"
+    lines = outcome.traceback.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert "test_actor.py" in lines[1]
+    assert lines[-1] == "KeyError: 'reward'"
+
+
+def exits(problem, client):
+    raise SystemExit(1)
+
+
+async def awaits_something_cancelled(problem, client):
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    await future
+
+
+@pytest.mark.parametrize("code", [exits, awaits_something_cancelled])
+def test_other_ways_to_raise(code):
+    assert play(code).reason == "raised"
+
+
+def test_a_prompt_that_is_too_long():
+    async def code(problem, client):
+        await client.generate([1] * 100)
+
+    outcome = play(code)
+    assert outcome.reason == "prompt_too_long"
+    assert "100" in outcome.message
+
+
+def replaced(**changes):
+    async def code(problem, client):
+        rollout = await single_turn(problem, client)
+        return msgspec.structs.replace(rollout, **changes)
+
+    return code
+
+
+def altered(**changes):
+    async def code(problem, client):
+        rollout = await single_turn(problem, client)
+        (turn,) = rollout.turns
+        completion = msgspec.structs.replace(turn.completion, **changes)
+        return Rollout(turns=(msgspec.structs.replace(turn, completion=completion),), reward=1)
+
+    return code
+
+
+def with_turn(**changes):
+    async def code(problem, client):
+        rollout = await single_turn(problem, client)
+        return Rollout(turns=(msgspec.structs.replace(rollout.turns[0], **changes),), reward=1)
+
+    return code
+
+
+async def returns_none(problem, client):
+    return None
+
+
+async def repeats_a_turn(problem, client):
+    rollout = await single_turn(problem, client)
+    return Rollout(turns=rollout.turns * 2, reward=1)
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        (returns_none, "returned None, not a Rollout"),
+        (replaced(turns=()), "no turns"),
+        (replaced(turns=("x",)), "not a Turn"),
+        (replaced(reward=math.nan), "the reward is nan"),
+        (replaced(reward=math.inf), "the reward is inf"),
+        (replaced(reward=10**400), "not a finite number"),
+        (replaced(reward=None), "the reward is None"),
+        (replaced(reward="1"), "the reward is a str"),
+        (replaced(metrics={"m": math.nan}), "metric 'm' is nan"),
+        (replaced(metrics=[1]), "metrics are a list"),
+        (altered(token_ids=(1, 2)), "`token_ids` of g0.a0.t0"),
+        (altered(logprobs=(0.0,)), "`logprobs` of g0.a0.t0"),
+        (altered(weight_versions=()), "`weight_versions` of g0.a0.t0"),
+        (altered(finish_reason="length"), "`finish_reason` of g0.a0.t0"),
+        (altered(request_id="g0.a1.t0"), "no completion 'g0.a1.t0'"),
+        (with_turn(prompt_ids=(1, 2, 3)), "`prompt_ids` are not the ids"),
+        (with_turn(text=None), "`text` is None"),
+        (repeats_a_turn, "repeats request g0.a0.t0"),
+    ],
+)
+def test_bad_rollouts(code, complaint):
+    outcome = play(code)
+    assert outcome.reason == "bad_rollout"
+    assert complaint in outcome.message
+
+
+def test_text_that_json_can_not_hold_is_made_fit():
+    outcome = play(with_turn(text="a\udc80b"))
+    assert msgspec.json.decode(msgspec.json.encode(outcome), type=Rollout).turns[0].text == "a?b"
+
+
+# -------------------------------------------------------------------------------------------------- failures
+
+
+def test_the_share_of_failures_counts_over_a_full_window():
+    log = FailureLog(0.5, 4)
+    broken = Failure("raised", "ValueError: x", "Traceback\n  line\nValueError: x")
+    log.success()
+    for _ in range(2):
+        log.failure(broken, "g0.a0")
+        log.check()  # the window isn't full, then two of four failed
+    log.success()
+    log.check()
+    log.failure(broken, "g0.a1")
+    with pytest.raises(
+        TooManyFailuresError, match=r"3 of the last 4 .* 3 of them by `raised`: ValueError: x\n    Traceback"
+    ):
+        log.check()
+    assert log.counts == {"raised": 3}
+
+
+def test_a_run_in_which_nothing_works_ends_early_unless_told_otherwise():
+    log, patient = FailureLog(0.9, 1000), FailureLog(1.0, 1000)
+    for number in range(16):
+        log.check()
+        log.failure(Failure("timeout", "slow"), f"g0.a{number}")
+        patient.failure(Failure("timeout", "slow"), f"g0.a{number}")
+    with pytest.raises(TooManyFailuresError, match="timeout"):
+        log.check()
+    patient.check()
+
+
+def test_only_the_first_failures_of_a_kind_are_shown(caplog):
+    log = FailureLog(1.0, 100)
+    with caplog.at_level(logging.WARNING):
+        for number in range(10):
+            log.failure(Failure("raised", "ValueError: x", "TRACE"), f"g{number}.a0")
+    assert caplog.text.count("TRACE") == 3
+    assert log.counts == {"raised": 10}
+
+
+# ------------------------------------------------------------------------------------------------- the actor
+
+
+class Receiver:
+    def __init__(self):
+        self.updates = deque()
+        self.receipts = []
+
+    def offered(self):
+        return self.updates[0].version if self.updates else None
+
+    def poll(self):
+        return self.updates.popleft() if self.updates else None
+
+    def acknowledge(self, receipt):
+        self.receipts.append(receipt)
+
+    def close(self):
+        pass
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 0.001
+        return self.now
+
+
+class Limited:
+    """A schedule under which only so many groups are ever started."""
+
+    def __init__(self, schedule, groups, size):
+        self.schedule, self.left, self.size = schedule, groups, size
+        self.may_take_weights = schedule.may_take_weights
+        self.trains_in_rounds = schedule.trains_in_rounds
+
+    def may_start(self, state, rollouts):
+        verdict = self.schedule.may_start(state, rollouts)
+        if self.left is None or not verdict.allowed:
+            return verdict
+        self.left -= 1
+        return Verdict(self.left >= 0, "nothing any more: all groups have been started")
+
+
+class Harness:
+    """An actor with everything around it in memory; the tests play the trainer."""
+
+    def __init__(
+        self,
+        environment=None,
+        *,
+        script=lambda r: say("hello"),
+        slots=4,
+        k=2,
+        schedule=None,
+        capacity=100,
+        when_full="block",
+        groups=None,
+        version=0,
+        in_stream=0,
+        settled_before=0,
+        evaluation=None,
+        until=100,
+        reached=0,
+        **config,
+    ):
+        """`groups`: how many there are; after these, admission says no. `until`, `reached`: of `Evaluations`."""
+        self.engine = ScriptedEngine(script, slots=slots, version=version)
+        self.board, self.receiver, self.records = MemoryBoard(), Receiver(), []
+        self.writer, self.reader = memory_stream(capacity=capacity, when_full=when_full, on_drop=self.dropped)
+        self.folder = tempfile.TemporaryDirectory()
+        make_record(Path(self.folder.name) / "admission", in_stream, settled_before)
+        self.admission = Admission(
+            Path(self.folder.name) / "admission", Limited(schedule or PipelineSchedule(batch_size=4), groups, k), self.board
+        )
+        self.admission.open()
+        config = ActorConfig(**{"group_size": k, "max_tokens": 20, **config})
+        context = RolloutContext.of(
+            config, environment or Task(), self.engine, TOKENIZER, seed=5, slots=slots, stop_token_ids=[STOP]
+        )
+        self.groups = GroupRunner(context, config)
+        self.evaluated = []
+        self.evaluations = Evaluations(
+            context, evaluation or EvaluationConfig(), on_done=self.evaluated.append, until=until, reached=reached
+        )
+        probe = WeightProbe(self.groups.context.client, self.board, "engine")
+        self.actor = Actor(
+            groups=self.groups,
+            admission=self.admission,
+            writer=self,
+            receiver=self.receiver,
+            probe=probe,
+            evaluations=self.evaluations,
+            status=GenerationStatus(self.board, self.groups, self.evaluations, probe, clock=Clock()),
+        )
+        self.actor.idle_s = 0.0
+
+    def dropped(self, group):
+        self.actor.stream_dropped(len(group.rollouts))
+
+    def try_write(self, item, encoded=None):
+        return self.writer.try_write(item, encoded)
+
+    def stats(self):
+        return self.writer.stats()
+
+    def write(self, record):
+        self.records.append(record)
+
+    def progress(self, stage="actor"):
+        return self.board.read(stage).progress
+
+    def train(self, **counts):
+        status = StageStatus(
+            stage="trainer", pid=1, state="working", detail="", since_s=0, written_s=0, progress=TrainerProgress(**counts)
+        )
+        self.board.publish(status)
+
+    async def iterate(self, times):
+        for _ in range(times):
+            await self.actor.iterate()
+            progress = self.groups.progress()
+            dropped = sum(progress.rollouts_dropped.values())
+            assert progress.rollouts_started == progress.rollouts_handed_over + dropped + progress.rollouts_in_progress
+
+    def read(self):
+        return [group for _, group in self.reader.read(1000)]
+
+
+def run(harness, times):
+    asyncio.run(harness.iterate(times))
+    return harness
+
+
+def test_groups_of_k_attempts_come_out_whole():
+    harness = run(Harness(k=3, groups=3), 40)
+    groups = harness.read()
+    assert [group.index for group in groups] == [0, 1, 2]
+    for group in groups:
+        assert group.problem == Problem(id=f"p{group.index}", payload={"n": group.index})
+        assert [rollout.id for rollout in group.rollouts] == [f"g{group.index}.a{n}" for n in range(3)]
+        assert [rollout.attempt for rollout in group.rollouts] == [0, 1, 2]
+        assert group.started == 3
+        assert group.dropped == {}
+    assert harness.records == groups
+    assert [r.id for r in harness.engine.requests[:3]] == ["g0.a0.t0", "g0.a1.t0", "g0.a2.t0"]
+    assert len({r.sampling.seed for r in harness.engine.requests}) == 9
+    assert all(r.sampling.stop_token_ids == (STOP,) for r in harness.engine.requests)
+    assert "all groups have been started" in harness.board.read("actor").detail
+
+
+def test_the_engine_is_kept_full():
+    """The slot of a sequence that ended is taken in the very next step, whatever the lengths."""
+    harness = Harness(slots=4, k=2, script=lambda r: say("x" * (r.sampling.seed % 11)))
+    run(harness, 60)
+    assert harness.engine.batch_sizes == [4] * 60
+    assert harness.engine.queued < 2
+
+
+def test_the_engine_stays_full_with_several_turns():
+    async def two_turns(problem, client):
+        first = await client.generate([1])
+        second = await client.generate([1, *first.token_ids, 2])
+        turns = [Turn(prompt_ids=(1,), completion=first), Turn(prompt_ids=(1, *first.token_ids, 2), completion=second)]
+        return Rollout(turns=tuple(turns), reward=1)
+
+    harness = run(Harness(Task(two_turns), slots=4, k=1, script=lambda r: say("x" * (r.sampling.seed % 11))), 60)
+    assert harness.engine.batch_sizes == [4] * 60
+    assert harness.engine.queued == 0
+    assert len(harness.read()[0].rollouts[0].turns) == 2
+
+
+def test_groups_are_handed_over_in_the_order_they_finish():
+    harness = run(Harness(slots=4, k=2, groups=3, script=lambda r: say("x" * (9 if r.prompt_ids[1] == ord("0") else 1))), 20)
+    assert [group.index for group in harness.read()] == [1, 2, 0]
+
+
+def test_weights_arrive_in_flight_and_every_token_knows_its_version():
+    harness = Harness(k=1, slots=1, groups=2, script=lambda r: say("abcdef"))
+
+    async def main():
+        await harness.iterate(3)
+        harness.receiver.updates.append(WeightUpdate(4, "sum", {}))
+        await harness.iterate(12)
+
+    asyncio.run(main())
+    first, second = harness.read()
+    assert first.rollouts[0].turns[0].completion.weight_versions == (VersionSpan(0, 0, 3), VersionSpan(4, 3, 7))
+    assert (first.started_version, second.started_version) == (0, 4)
+    (receipt,) = harness.receiver.receipts
+    assert (receipt.version, receipt.checksum, receipt.sequences_in_flight) == (4, "sum", 1)
+
+
+@pytest.mark.parametrize("schedule", [ConventionalSchedule(2, 1), AsyncSchedule(2, 1)], ids=lambda s: s.name)
+def test_other_schedules_change_weights_only_when_nothing_is_in_progress(schedule):
+    harness = Harness(k=2, schedule=schedule, script=lambda r: say("abcdef"))
+
+    async def main():
+        await harness.iterate(3)
+        harness.receiver.updates.append(WeightUpdate(1, "sum", {}))
+        await harness.iterate(3)
+        assert harness.engine.version == 0
+        await harness.iterate(10)
+        harness.train(version=1, trained=2)
+        await harness.iterate(10)
+
+    asyncio.run(main())
+    for group in harness.read():
+        for rollout in group.rollouts:
+            assert len(rollout.turns[0].completion.weight_versions) == 1
+    assert harness.engine.version == 1
+
+
+def test_conventional_waits_for_the_trainer_and_says_so():
+    harness = run(Harness(k=2, schedule=ConventionalSchedule(4, 1)), 30)
+    assert len(harness.read()) == 2
+    assert harness.engine.steps == 6
+    status = harness.board.read("actor")
+    assert status.state == "waiting"
+    assert "the trainer to finish its round (version 0)" in status.detail
+    assert harness.board.read("engine").state == "waiting"
+
+
+def test_max_lag_bounds_what_is_outstanding_and_the_trainers_counts_free_it():
+    harness = Harness(k=2, slots=64, schedule=PipelineSchedule(batch_size=4, max_lag=1))
+    run(harness, 30)
+    assert sum(len(group.rollouts) for group in harness.read()) == 8  # 2 steps of 4: the last one would have lag 1
+    assert "max_lag 1" in harness.board.read("actor").detail
+    harness.train(version=1, trained=2, dropped={"stale": 2})
+    harness.receiver.updates.append(WeightUpdate(1, "", {}))
+    run(harness, 30)
+    # The rest of version 0 is in the stream: nothing overtakes it, so its lag will be 1.
+    assert sum(len(group.rollouts) for group in harness.read()) == 4
+    harness.train(version=2, trained=6, dropped={"stale": 2})
+    harness.receiver.updates.append(WeightUpdate(2, "", {}))
+    run(harness, 30)
+    assert sum(len(group.rollouts) for group in harness.read()) == 4
+
+
+@settings(deadline=None, max_examples=25)
+@given(max_lag=st.integers(0, 3), batch_size=st.integers(1, 6), slots=st.integers(1, 8), salt=st.integers(0, 1000))
+def test_the_lag_bound_holds_without_dropping_anything(max_lag, batch_size, slots, salt):
+    """A trainer that trains as soon as it can, weights that arrive at once, very uneven lengths (groups of one)."""
+
+    def length(request):
+        draw = derive_seed(salt, request.sampling.seed)
+        return draw % 19 if draw % 5 == 0 else draw % 3
+
+    harness = Harness(
+        k=1,
+        slots=slots,
+        schedule=PipelineSchedule(batch_size, max_lag),
+        script=lambda r: say("x" * length(r)),
+        capacity=1000,
+    )
+    lags, waiting, version = [], [], 0
+
+    async def main():
+        nonlocal version
+        for _ in range(150):
+            await harness.iterate(1)
+            waiting.extend(harness.read())
+            while len(waiting) >= batch_size:
+                batch, waiting[:] = waiting[:batch_size], waiting[batch_size:]
+                spans = [span for group in batch for span in group.rollouts[0].turns[0].completion.weight_versions]
+                lags.extend(version - span.version for span in spans)
+                version += 1
+                harness.train(version=version, trained=version * batch_size)
+                harness.receiver.updates.append(WeightUpdate(version, "", {}))
+
+    asyncio.run(main())
+    assert version > 3
+    assert 0 <= min(lags) <= max(lags) <= max_lag
+
+
+def test_on_resume_earlier_counts_are_not_ours_and_what_the_stream_holds_is():
+    schedule = PipelineSchedule(batch_size=4, max_lag=1)
+    harness = Harness(k=1, slots=64, schedule=schedule, version=9, in_stream=3, settled_before=100)
+    harness.train(version=9, trained=90, dropped={"x": 10})
+    run(harness, 20)
+    assert len(harness.read()) == 5, "with the 3 in the stream, two batches: the last one's lag will be 1"
+    harness.train(version=10, trained=94, dropped={"x": 10})
+    harness.receiver.updates.append(WeightUpdate(10, "", {}))
+    run(harness, 20)
+    assert len(harness.read()) == 4
+
+
+def test_a_full_stream_holds_groups_back_and_starts_no_more():
+    harness = run(Harness(k=1, slots=2, capacity=3), 60)
+    started = harness.progress().groups_started
+    assert harness.writer.stats().pending == 3
+    assert 3 < started <= 3 + 4
+    assert "the stream is full (3 groups)" in harness.board.read("actor").detail
+    run(harness, 20)
+    assert harness.progress().groups_started == started
+    first = harness.read()
+    run(harness, 60)
+    indices = [group.index for group in first + harness.read()]
+    assert indices == list(range(6))  # nothing lost, nothing twice
+
+
+def test_a_ring_stream_counts_what_it_drops():
+    harness = run(Harness(k=2, slots=2, capacity=2, when_full="drop_oldest"), 60)
+    progress = harness.groups.progress()
+    assert progress.rollouts_dropped["stream_full"] == 2 * harness.writer.stats().dropped > 0
+    assert progress.rollouts_handed_over == 4
+    assert harness.admission.read().rollouts == 4
+
+
+def test_the_same_seed_gives_the_same_requests():
+    def requests():
+        return run(Harness(script=lambda r: say("x" * (r.sampling.seed % 7))), 40).engine.requests
+
+    assert requests() == requests()
+
+
+def test_it_stops_starting_when_the_goal_is_reached():
+    harness = Harness()
+
+    async def main():
+        await harness.iterate(3)
+        harness.train(goal_reached=True)
+        await harness.iterate(20)
+
+    asyncio.run(main())
+    assert harness.progress().groups_started == 2
+    assert len(harness.read()) == 2
+    assert "reached its goal" in harness.board.read("actor").detail
+
+
+def some_fail(which):
+    async def code(problem, client):
+        rollout = await single_turn(problem, client)
+        if which(client.name):
+            raise ValueError("unlucky")
+        return rollout
+
+    return Task(code)
+
+
+def test_failed_attempts_cost_themselves_alone():
+    harness = run(Harness(some_fail(lambda name: name.endswith("a1")), k=3, groups=4), 60)
+    groups = harness.read()
+    assert len(groups) == 4
+    for group in groups:
+        assert [rollout.attempt for rollout in group.rollouts] == [0, 2]
+        assert group.dropped == {"raised": 1}
+        assert group.started == 3
+    assert harness.progress().rollouts_dropped == {"raised": 4}
+    assert harness.progress().rollouts_handed_over == 8
+
+
+def test_what_was_sampled_for_a_dropped_rollout_is_counted_with_the_reason():
+    """Completions that had ended, and the one that the deadline interrupts."""
+
+    async def play(problem, client):
+        first = await client.generate([1])
+        if client.name.endswith("a1"):
+            raise ValueError("unlucky")
+        return Rollout(turns=(Turn(prompt_ids=(1,), completion=first),), reward=1)
+
+    harness = run(Harness(Task(play), script=lambda r: say("four"), groups=3), 40)
+    assert harness.groups.progress().dropped_tokens == {"raised": 3 * 5}
+
+    harness = Harness(script=lambda r: say("x" * 900), groups=1, max_tokens=900, rollout_timeout_s=0.1)
+
+    async def main():
+        for _ in range(800):  # a token each
+            await harness.iterate(1)
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    assert harness.groups.progress().rollouts_dropped == {"timeout": 2}
+    sampled = harness.groups.progress().dropped_tokens["timeout"]
+    assert 0 < sampled <= sum(harness.engine.batch_sizes)
+
+
+def test_lengths_by_order_of_start_wait_for_the_oldest_group():
+    """In order of completion the short groups come first; here they count once no older group is open."""
+    lengths = {0: 15, 1: 3, 2: 4, 3: 5}
+
+    async def play(problem, client):
+        completion = await client.generate([problem.payload["n"]])
+        return Rollout(turns=(Turn(prompt_ids=(problem.payload["n"],), completion=completion),), reward=1)
+
+    harness = Harness(Task(play), script=lambda r: say("x" * (lengths[r.prompt_ids[0]] - 1)), slots=8, groups=4)
+
+    async def main():
+        await harness.iterate(8)
+        assert {group.index for group in harness.read()} == {1, 2, 3}
+        assert harness.groups.progress().started_length_mean is None
+        await harness.iterate(20)
+
+    asyncio.run(main())
+    progress = harness.groups.progress()
+    assert (progress.started_length_mean, progress.started_lengths) == ((15 + 3 + 4 + 5) / 4, 8)
+
+
+def test_a_group_without_any_rollout_is_still_reported():
+    harness = run(Harness(some_fail(lambda name: name.startswith("g1.")), groups=3), 40)
+    by_index = {group.index: group for group in harness.read()}
+    assert by_index[1].rollouts == ()
+    assert by_index[1].dropped == {"raised": 2}
+    assert sorted(by_index) == [0, 1, 2]
+    assert harness.admission.read().rollouts == 4
+
+
+def bad_problem(index):
+    if index == 1:
+        raise LookupError("no such problem")
+    if index == 2:
+        return "a string"
+    if index == 3:
+        return Problem(id="p3", payload={"not": object()})
+    if index == 4:
+        time.sleep(60)
+    return Problem(id=f"p{index}", payload={})
+
+
+def test_problems_that_can_not_be_made_are_dropped_groups():
+    harness = run(Harness(Task(problem=bad_problem), groups=6, code_timeout_s=0.5), 40)
+    by_index = {group.index: group for group in harness.read()}
+    assert {index: group.dropped for index, group in by_index.items()} == {
+        0: {},
+        1: {"raised": 2},
+        2: {"raised": 2},
+        3: {"raised": 2},
+        4: {"timeout": 2},
+        5: {},
+    }
+
+
+def test_too_many_failures_end_the_run():
+    harness = Harness(some_fail(lambda name: True), slots=64)
+    with pytest.raises(TooManyFailuresError, match="ValueError: unlucky"):
+        run(harness, 40)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limit", "most"),
+    [(PipelineSchedule(8), None, 12), (PipelineSchedule(8), 30, 30), (ConventionalSchedule(16, 1), 5, 16)],
+    ids=["four a slot", "as many as set", "a round"],
+)
+def test_an_environment_that_waits_for_something_else_leaves_its_slot_to_others(schedule, limit, most):
+    async def slow(problem, client):
+        rollout = await single_turn(problem, client)
+        await asyncio.get_running_loop().create_future()
+        return rollout
+
+    harness = run(Harness(Task(slow), slots=3, k=1, schedule=schedule, max_open_rollouts=limit), 80)
+    assert harness.progress().groups_started == most
+    status = harness.board.read("actor")
+    assert status.state == "waiting"
+    assert f"{most} rollouts run environment code" in status.detail
+
+
+def test_a_round_without_a_trainer_is_a_chain_of_waits():
+    """The watchdog's graph, from the statuses of the real actor and engine."""
+    harness = run(Harness(slots=4, k=2, schedule=ConventionalSchedule(4, 1)), 40)
+    engine, actor = harness.board.read("engine"), harness.board.read("actor")
+    assert (engine.state, engine.waits_for) == ("waiting", ("actor",))
+    assert (actor.state, actor.waits_for) == ("waiting", ("trainer",))
+    trainer = StageStatus(stage="trainer", pid=1, state="waiting", detail="", since_s=0, written_s=0, waits_for=("actor",))
+    assert find_cycle({"engine": engine, "actor": actor, "trainer": trainer}) == ("actor", "trainer")
+
+
+def test_finish_cancels_and_keeps_the_count():
+    harness = Harness(script=lambda r: say("x" * 19))
+
+    async def main():
+        await harness.iterate(5)
+        await harness.actor.stop()
+
+    asyncio.run(main())
+    progress = harness.progress()
+    assert progress.rollouts_in_progress == progress.rollouts_started == 4
+    assert progress.rollouts_dropped == {}
+    assert harness.engine.in_progress == harness.engine.queued == 0
+    assert harness.board.read("actor").state == harness.board.read("engine").state == "done"
+
+
+def test_the_board_is_written_when_the_state_changes_and_seldom_otherwise():
+    harness = Harness(schedule=ConventionalSchedule(4, 1))
+    states = []
+    publish = harness.board.publish
+
+    def counting(status):
+        states.append((status.stage, status.state, status.since_s))
+        publish(status)
+
+    harness.board.publish = counting
+    run(harness, 400)
+    actor_states = [(state, since) for stage, state, since in states if stage == "actor"]
+    assert [state for state, _ in dict.fromkeys(actor_states)] == ["working", "waiting"]
+    assert len(actor_states) < 40  # the clock moves about 1 ms a look, 400 iterations are more than a second
+
+
+def test_errors_of_our_own_are_not_blamed_on_the_environment(monkeypatch):
+    def broken(*arguments):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("pipelinerl.actor.groups.attempt", broken)
+    with pytest.raises(AssertionError, match="a bug"):
+        run(Harness(), 5)
+
+
+def test_records_that_can_not_be_written_are_an_error_that_says_so():
+    harness = Harness()
+
+    def full_disk(record):
+        raise OSError(28, "No space left on device")
+
+    harness.write = full_disk
+    with pytest.raises(RunDirectoryError, match="No space left"):
+        run(harness, 20)
+
+
+def test_it_says_once_when_code_can_not_be_interrupted(caplog):
+    harnesses = []
+    with caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=lambda: harnesses.append(run(Harness(groups=3), 30)))
+        thread.start()
+        thread.join()
+    assert len(harnesses[0].read()) == 3
+    assert caplog.text.count("code_timeout_s has no effect here") == 1
+
+
+# ---------------------------------------------------------------------------------------------- evaluation
+
+
+def test_evaluation_answers_every_held_out_problem_once():
+    async def code(problem, client):
+        rollout = await single_turn(problem, client)
+        if problem.payload["n"] == 4:
+            raise ValueError("unlucky")
+        return msgspec.structs.replace(rollout, reward=problem.payload["n"] % 2)
+
+    def evaluated(version):
+        config = EvaluationConfig(problems=10, temperature=0.0)
+        harness = Harness(Task(code), version=version, evaluation=config)
+        asyncio.run(harness.actor.evaluate("before"))
+        (result,) = harness.evaluated
+        assert (result.name, result.when, result.version) == ("before", "before", version)
+        return harness, result
+
+    harness, result = evaluated(version=3)
+    assert [record.problem_id for record in result.problems] == [f"h{n}" for n in range(6)]
+    assert [record.reward for record in result.problems] == [0, 1, 0, 1, 0, 1]
+    assert result.reward == 0.5
+    assert result.failed == {"raised": 1}
+    first, failed = result.problems[0], result.problems[4]
+    assert (first.prompt, first.completion, first.length) == ("h0", "hello\0", 6)
+    assert first.weight_versions == (VersionSpan(3, 0, 6),)
+    assert first.finish_reason == "stop"
+    assert failed.failure == "raised: ValueError: unlucky"
+    assert {r.sampling.temperature for r in harness.engine.requests} == {0.0}
+    assert max(harness.engine.batch_sizes) == 4
+    assert harness.progress().evaluations == {"before": 0.5}
+    assert harness.progress().rollouts_started == 0
+    other, _ = evaluated(version=8)
+    assert [r.sampling.seed for r in other.engine.requests] == [r.sampling.seed for r in harness.engine.requests]
+
+
+def test_reasons_of_failures_are_counted_apart():
+    outcomes = Counter()
+
+    async def main():
+        for code in (returns_none, exits):
+            client = EngineClient(ScriptedEngine(lambda r: say("x")))
+            outcome = await attempt(Task(code), Problem(id="p", payload={}), rollout_client(client), LIMITS)
+            outcomes[outcome.reason] += 1
+
+    asyncio.run(main())
+    assert outcomes == {"bad_rollout": 1, "raised": 1}

@@ -1,0 +1,193 @@
+"""Evaluations while training goes on: when they are due, what they take of the engine, and that they change nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import pytest
+
+from pipelinerl.actor.evaluation import Evaluation
+from pipelinerl.config.schema import EvaluationConfig
+from pipelinerl.types import VersionSpan
+from tests.unit.actor.test_actor import Harness, Task, single_turn
+
+
+class Watched:
+    """A harness whose actor evaluates online."""
+
+    def __init__(self, environment=None, *, every=2, share=0.25, slots=8, **options):
+        evaluation = EvaluationConfig(problems=6, every=every, share=share)
+        self.harness = Harness(environment, slots=slots, evaluation=evaluation, **options)
+        self.evaluations = self.harness.evaluations
+        self.most = 0
+
+    @property
+    def done(self) -> list[Evaluation]:
+        return self.harness.evaluated
+
+    def at(self, version: int) -> None:
+        self.harness.engine.version = version
+
+    async def iterate(self, times: int) -> None:
+        for _ in range(times):
+            await self.harness.iterate(1)
+            self.most = max(self.most, len(self.asked()) - self.evaluations.answered)
+
+    def asked(self) -> list[str]:
+        return [request.id for request in self.harness.engine.requests if request.id.startswith("evaluation")]
+
+
+def test_it_goes_on_between_rollouts_in_its_share_of_the_slots():
+    async def main():
+        watched = Watched(groups=40)
+        await watched.iterate(3)
+        assert watched.asked() == []
+        watched.at(2)
+        await watched.iterate(8)
+        watched.at(3)
+        assert "evaluates since version 2" in watched.evaluations.status
+        await watched.iterate(60)
+        return watched
+
+    watched = asyncio.run(main())
+    (evaluation,) = watched.done
+    assert (evaluation.name, evaluation.when, evaluation.version) == ("v2", "online", 2)
+    assert (evaluation.reward, evaluation.failed, evaluation.skipped) == (1.0, {}, 0)
+    assert [problem.problem_id for problem in evaluation.problems] == [f"h{n}" for n in range(6)]
+    assert watched.most == 2
+    assert evaluation.tokens_by_version.keys() == {2, 3}
+    assert sum(evaluation.tokens_by_version.values()) == 36
+    spanning = [problem for problem in evaluation.problems if len(problem.weight_versions) == 2]
+    assert spanning, "weights are not held back by it"
+    assert watched.harness.progress().evaluations == {"v2": 1.0}
+    progress = watched.harness.progress()
+    assert progress.rollouts_started == progress.rollouts_handed_over == 80
+    assert watched.harness.admission.read().rollouts == 80
+    assert len(watched.harness.read()) == 40
+
+
+def test_rollouts_are_drawn_with_the_numbers_they_have_without_it():
+    def requests(every):
+        watched = Watched(groups=6, every=every)
+
+        async def main():
+            watched.at(2)
+            await watched.iterate(80)
+
+        asyncio.run(main())
+        found = {request.id: request for request in watched.harness.engine.requests}
+        return {name: request for name, request in found.items() if name.startswith("g")}
+
+    assert requests(every=1) == requests(every=50)
+
+
+def test_due_at_every_multiple_that_is_passed_and_never_two_at_once(caplog):
+    caplog.set_level(logging.WARNING)
+
+    async def main():
+        watched = Watched(every=5, reached=7, until=40, groups=0)
+        for version in (7, 9):
+            watched.at(version)
+            await watched.iterate(2)
+        assert watched.asked() == [], "that of version 5 has taken place"
+        watched.at(11)
+        await watched.iterate(1)
+        watched.at(23)
+        await watched.iterate(30)
+        watched.at(26)
+        await watched.iterate(30)
+        watched.at(40)
+        await watched.iterate(2)
+        return watched
+
+    watched = asyncio.run(main())
+    assert [(evaluation.version, evaluation.skipped) for evaluation in watched.done] == [(11, 1), (26, 0)]
+    assert "the evaluation due at version 23 is skipped: evaluates since version 11: 0 of 6" in caplog.text
+    assert watched.harness.progress().evaluations == {"v26": 1.0}
+
+
+def test_one_that_fails_costs_its_problem_and_no_rollout():
+    async def unlucky(problem, client):
+        rollout = await single_turn(problem, client)
+        if problem.id == "h3":
+            raise ValueError("unlucky")
+        return msgspec.structs.replace(rollout, metrics={"even": 1.0} if int(problem.id[1:]) % 2 == 0 else {})
+
+    async def main():
+        watched = Watched(Task(unlucky), groups=4)
+        watched.at(2)
+        await watched.iterate(60)
+        return watched
+
+    watched = asyncio.run(main())
+    (evaluation,) = watched.done
+    assert evaluation.failed == {"raised": 1}
+    assert evaluation.reward == pytest.approx(5 / 6)
+    assert [problem.metrics for problem in evaluation.problems[:2]] == [{"even": 1.0}, {}]
+    assert watched.harness.progress().rollouts_dropped == {}
+
+
+def test_training_does_not_wait_for_one_at_its_end(caplog):
+    caplog.set_level(logging.WARNING)
+
+    async def main():
+        watched = Watched(groups=2)
+        watched.at(4)
+        await watched.iterate(3)
+        await watched.harness.actor.stop()
+        assert watched.done == []
+        assert watched.harness.engine.in_progress == 0
+        assert sorted(watched.asked()) == sorted(
+            request for request in watched.harness.engine.cancelled if request.startswith("evaluation")
+        )
+        await watched.harness.actor.stop()
+        await watched.harness.actor.evaluate("after")
+        return watched
+
+    watched = asyncio.run(main())
+    assert [(evaluation.name, evaluation.skipped) for evaluation in watched.done] == [("after", 1)]
+    assert "cancelled because training is over" in caplog.text
+
+
+def test_an_environment_without_held_out_problems_evaluates_nothing():
+    class Nothing(Task):
+        def held_out(self, count):
+            return []
+
+    watched = Watched(Nothing(), groups=1)
+    watched.at(8)
+    asyncio.run(watched.harness.iterate(10))
+    assert (watched.asked(), watched.done) == ([], [])
+
+
+def test_one_that_ends_with_training_is_not_given_up():
+    async def main():
+        watched = Watched(groups=0, every=1, share=1.0)
+        evaluations = watched.evaluations
+        assert evaluations.advance(3)
+        for _ in range(20):
+            await asyncio.sleep(0)
+            await watched.harness.groups.context.client.step()
+        evaluations.end()
+        assert [(evaluation.version, evaluation.skipped) for evaluation in watched.done] == [(3, 0)]
+        assert (evaluations.answered, evaluations.running) == (6, 0)
+
+    asyncio.run(main())
+
+
+def test_tokens_are_counted_by_the_weights_that_sampled_them():
+    evaluation = Evaluation(name="v2", when="online", version=2, problems=())
+    assert (evaluation.reward, evaluation.tokens_by_version) == (None, {})
+    watched = Watched(groups=0, share=1.0)
+
+    async def main():
+        for version in range(2, 30):
+            watched.at(version)
+            await watched.iterate(1)
+
+    asyncio.run(main())
+    first = watched.done[0]
+    assert first.problems[0].weight_versions == tuple(VersionSpan(2 + i, i, i + 1) for i in range(6))
+    assert first.tokens_by_version == dict.fromkeys(range(2, 8), 6)

@@ -1,0 +1,633 @@
+"""The run file: loading, flags, messages, combinations, and printing it back."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipelinerl.config import (
+    RunConfig,
+    config_from_yaml,
+    config_to_yaml,
+    json_schema,
+    load_config,
+    render,
+    validate,
+    with_flags,
+)
+from pipelinerl.config.correction import clip_range, resolve
+from pipelinerl.config.keys import SYNONYMS, run_keys
+from pipelinerl.config.schema import ActorConfig, CorrectionConfig, EnvironmentConfig, TrainerConfig
+from pipelinerl.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+RECORDED = sorted(
+    [*ROOT.glob("benchmarks/results/**/config.yaml"), *ROOT.glob("examples/*.yaml"), *ROOT.glob("src/**/*.yaml")]
+)
+
+
+def load(tmp_path: Path, text: str, *flags: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, flags)
+
+
+def message_of(tmp_path: Path, text: str, *flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *flags)
+    message = str(caught.value).replace(str(tmp_path), "FOLDER")
+    assert "\n" not in message
+    return message
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "") == RunConfig()
+    assert load(tmp_path, "# only\ntrainer:\n  # comments\n") == RunConfig()
+
+
+def test_without_a_file_it_is_the_demo() -> None:
+    demo = load_config(None)
+    assert (demo.environment.kind, demo.schedule.kind, demo.model.path) == ("gcd", "pipeline", "demo")
+    assert load_config(None, ["--trainer.steps", "3"]).trainer.steps == 3
+
+
+def test_numbers_as_people_write_them(tmp_path: Path) -> None:
+    config = load(tmp_path, "trainer: {learning_rate: 1e-6, dual_clip: 5, weight_decay: .1, max_grad_norm: 1.}\nseed: 010")
+    trainer = config.trainer
+    assert (trainer.learning_rate, trainer.dual_clip, trainer.weight_decay, trainer.max_grad_norm) == (1e-6, 5.0, 0.1, 1.0)
+    assert isinstance(trainer.dual_clip, float)
+    assert config.seed == 10
+
+
+def test_plain_values_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    text = (
+        "environment:\n  args: {a: no, b: 12:30, c: 2024-01-01, d: 1E5, e: '1e5', f: null, g: 0x1f, h: 0o17, i: True, j: -3}"
+    )
+    assert load(tmp_path, text).environment.args == {
+        "a": "no",
+        "b": "12:30",
+        "c": "2024-01-01",
+        "d": 1e5,
+        "e": "1e5",
+        "f": None,
+        "g": 31,
+        "h": 15,
+        "i": True,
+        "j": -3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer:\n  stepz: 3", "run.yaml:2: trainer.stepz: unknown key; did you mean `trainer.steps`?"),
+        ("seed: 1\nbatch_size: 3", "run.yaml:2: batch_size: unknown key; did you mean `trainer.batch_size`?"),
+        ("actor: {slots: 3}", "run.yaml:1: actor.slots: unknown key; did you mean `engine.slots`?"),
+        ("trainer: {batch-size: 3}", "did you mean `trainer.batch_size`?"),
+        ("trainr: {steps: 3}", "run.yaml:1: trainr: unknown key; did you mean `trainer`?"),
+        ("trainer: {lr: 1}", "run.yaml:1: trainer.lr: unknown key; did you mean `trainer.learning_rate`?"),
+        ("actor: {rollout.n: 4}", "did you mean `actor.group_size`?"),
+        (
+            "model: demo",
+            "run.yaml:1: model: this is a section; its keys go below it, indented, as in `model: {path: 'demo'}`",
+        ),
+        ("qqq: 1", "run.yaml:1: qqq: unknown key; `pipelinerl config` prints all keys"),
+        ("trainer.steps: 3", "run.yaml:1: trainer.steps: in a run file this is `steps` below `trainer:`"),
+        ("\n\ntrainer: 5", "run.yaml:3: trainer: this is a section"),
+        ("trainer:\n  steps: many", "run.yaml:2: trainer.steps: 'many' is not allowed here; this takes a whole number >= 1"),
+        ("trainer: {steps: 0}", "trainer.steps: 0 is not allowed here; this takes a whole number >= 1"),
+        ("trainer: {steps: 1.5}", "trainer.steps: 1.5 is not allowed here"),
+        ("trainer: {steps: true}", "trainer.steps: true is not allowed here"),
+        ("trainer: {steps:}", "trainer.steps: null is not allowed here"),
+        ("actor: {top_p: 1.5}", "actor.top_p: 1.5 is not allowed here; this takes a number > 0 and <= 1"),
+        ("trainer: {learning_rate: '1e-6'}", "trainer.learning_rate: '1e-6' is not allowed here; this takes a number > 0"),
+        ("correction: {token_high: .inf}", "correction.token_high: inf is not a finite number"),
+        ("correction: {token_high: .nan}", "correction.token_high: nan is not a finite number"),
+        ("trainer: {betas: [0.9]}", "trainer.betas: [0.9] is not allowed here; this takes a list of 2: a number >= 0"),
+        ("schedule: {kind: sync}", "'sync' is not allowed here; this takes one of pipeline, conventional, async"),
+        ("engine: {kind: sglang}", "engine.kind: 'sglang' is not allowed here; this takes one of local, http, vllm"),
+        (
+            "engine: {urls: 'http://a:1'}",
+            "engine.urls: 'http://a:1' is not allowed here; this takes a list of any length: text",
+        ),
+        ("engine: {urls: [8000]}", "engine.urls: [8000] is not allowed here"),
+        ("metrics: {plot: no}", "metrics.plot: 'no' is not allowed here; this takes true or false"),
+        ("environment: {args: [1]}", "environment.args: [1] is not allowed here; this takes a mapping"),
+        ("environment: {args: {a: {5: 1}}}", "run.yaml:1: environment.args.a: the key 5 is not text; put it in quotes"),
+        ("environment: {args.a: 1}", "environment.args.a: write `environment.args` as a mapping"),
+        ("- 1", "run.yaml: a run file is a mapping of keys to values"),
+        (
+            "trainer:\n\tsteps: 3",
+            "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token (YAML is indented",
+        ),
+        ("seed: 1\nmodel:\nseed: 2", "run.yaml:3: not valid YAML: the key `seed` is here twice"),
+        ("trainer: {steps: 1, steps: 2}", "the key `steps` is here twice"),
+        ("seed: [1\nmodel: x", "run.yaml:2: not valid YAML: expected ',' or ']', but got ':'"),
+        ("a: 1\n---\nb: 2", "expected a single document in the stream, but found another document"),
+        ("a: !!python/object:os.system {}", "run.yaml:1: not valid YAML: could not determine a constructor for the tag"),
+        ("a: \x01", "run.yaml: not valid YAML: character 3"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("environment:\n  args: &a {x: *a}", "nested too deeply, or a value that contains itself"),
+        ("environment:\n  args:\n    x: &a [*a]", "nested too deeply, or a value that contains itself"),
+        ("seed: " + "9" * 5000, "run.yaml: not usable as YAML"),
+    ],
+)
+def test_mistakes_in_a_file_are_one_line_with_place_and_fix(tmp_path: Path, text: str, message: str) -> None:
+    assert message in message_of(tmp_path, text)
+
+
+def test_files_that_can_not_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"can't read the run file .*absent\.yaml: No such file"):
+        load_config(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"model: {path: caf\xe9}")
+    with pytest.raises(ConfigError, match="UTF-8 text; byte 17 is not"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbfseed: 4\r\ntrainer:\r\n  steps: 5\r\n")
+    config = load_config(tmp_path / "run.yaml")
+    assert (config.seed, config.trainer.steps) == (4, 5)
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    text = "engine: &d {device: cpu, threads: 2}\ntrainer:\n  <<: *d\n  steps: 7\n"
+    config = load(tmp_path, text)
+    assert (config.trainer.threads, config.trainer.steps) == (2, 7)
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def test_flags_go_over_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
+    flags = ["--trainer.steps", "20", "--trainer.learning_rate=1e-4", "--trainer.steps=30"]
+    config = load(tmp_path, "trainer: {steps: 10, batch_size: 16}", *flags)
+    assert (config.trainer.steps, config.trainer.batch_size, config.trainer.learning_rate) == (30, 16, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--seed", "3"], "seed", 3),
+        (["--run_dir", "2024"], "run_dir", "2024"),
+        (["--run_dir", "null"], "run_dir", None),
+        (["--run_dir=~"], "run_dir", "~"),
+        (["--model.path", "a: b"], "model.path", "a: b"),
+        (["--metrics.view", "none"], "metrics.view", "none"),
+        (["--metrics.plot", "false"], "metrics.plot", False),
+        (["--metrics.tensorboard"], "metrics.tensorboard", True),
+        (["--metrics.tensorboard", "--seed", "1"], "metrics.tensorboard", True),
+        (["--schedule.max_lag", "4"], "schedule.max_lag", 4),
+        (["--engine.max_length", "null"], "engine.max_length", None),
+        (["--trainer.betas", "[0.8, 0.9]"], "trainer.betas", (0.8, 0.9)),
+        (["--environment.args", "{a: 1}"], "environment.args", {"a": 1}),
+    ],
+)
+def test_values_of_flags(tmp_path: Path, flags: list[str], key: str, value: Any) -> None:
+    config = load(tmp_path, "engine: {max_length: 300}", *flags)
+    section, _, name = key.rpartition(".")
+    assert getattr(getattr(config, section) if section else config, name) == value
+
+
+def test_flags_reach_into_the_environment_arguments(tmp_path: Path) -> None:
+    text = "environment:\n  args: {path: a.jsonl, nested: {x: 1, y: 2}}"
+    flags = ["--environment.args.path", "b.jsonl", "--environment.args.nested.y=3", "--environment.args.new.deep", "[1]"]
+    assert load(tmp_path, text, *flags).environment.args == {
+        "path": "b.jsonl",
+        "nested": {"x": 1, "y": 3},
+        "new": {"deep": [1]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--trainer.stepz", "3"], "--trainer.stepz: unknown key; did you mean `--trainer.steps`?"),
+        (["--learning_rate", "3"], "did you mean `--trainer.learning_rate`?"),
+        (["--run-dir", "x"], "did you mean `--run_dir`?"),
+        (["--trainer.lr", "3"], "did you mean `--trainer.learning_rate`?"),
+        (["--beta", "3"], "did you mean `--trainer.kl_coefficient`?"),
+        (["--rollout.n", "3"], "did you mean `--actor.group_size`?"),
+        (["--num_train_epochs", "3"], "did you mean `--trainer.steps`?"),
+        (["--max-new-tokens", "3"], "did you mean `--actor.max_tokens`?"),
+        (["--model_name_or_path", "3"], "did you mean `--model.path`?"),
+        (["--trainr.steps", "3"], "did you mean `--trainer.steps`?"),
+        (["--trainer", "3"], "--trainer: this is a section; set one of its keys, as in `--trainer.steps VALUE`"),
+        (["--trainer.steps"], "--trainer.steps: needs a value: a whole number >= 1"),
+        (["--trainer.steps", "--seed", "1"], "--trainer.steps: needs a value"),
+        (["--trainer.steps", "-1"], "--trainer.steps: -1 is not allowed here; this takes a whole number >= 1"),
+        (["--trainer.steps="], "--trainer.steps: null is not allowed here"),
+        (["--trainer.betas", "[0.9"], "--trainer.betas:1: not valid YAML"),
+        (["--environment.args.x", ".inf"], "--environment.args.x: inf is not a finite number"),
+        (["--environment.args..x", "1"], "--environment.args..x: unknown key"),
+        (["steps", "3"], "'steps' is neither a flag nor the value of one"),
+        (["--seed", "1", "2"], "'2' is neither a flag nor the value of one"),
+    ],
+)
+def test_mistakes_in_flags_name_the_flag(tmp_path: Path, flags: list[str], message: str) -> None:
+    assert message in message_of(tmp_path, "", *flags)
+
+
+def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+    assert set(SYNONYMS.values()) <= run_keys().keys()
+    names = {key.rpartition(".")[2] for key in run_keys()}
+    assert not names & SYNONYMS.keys()
+
+
+def test_a_path_may_be_text_and_overrides_a_dict(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: {steps: 3}\nenvironment: {args: {a: 1, b: 2}}\n")
+    assert load_config(str(path)) == load_config(path)
+    values = {"trainer.steps": 20, "environment.args.a": [5], "actor": {"group_size": 4}, "metrics.plot": False}
+    config = load_config(str(path), values)
+    assert (config.trainer.steps, config.actor.group_size, config.metrics.plot) == (20, 4, False)
+    assert config.environment.args == {"a": [5], "b": 2}
+    with pytest.raises(ConfigError, match=r"overrides: trainer\.stepz: unknown key; did you mean `trainer.steps`"):
+        load_config(path, {"trainer.stepz": 1})
+    with pytest.raises(ConfigError, match=r"overrides: trainer\.steps: 'x' is not allowed here"):
+        load_config(path, {"trainer": {"steps": "x"}})
+    with pytest.raises(ConfigError, match="give a list of words"):
+        load_config(path, "--trainer.steps 3")
+
+
+def test_every_key_can_be_set_by_its_flag_to_its_default(tmp_path: Path) -> None:
+    values = yaml.safe_load(config_to_yaml(RunConfig()))
+    for key, field in run_keys().items():
+        value = values[field.section][field.name] if field.section else values[field.name]
+        flag = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+        flag = value if isinstance(value, str) else flag  # `off`, which YAML 1.1 would need quotes for
+        assert load(tmp_path, "", f"--{key}={flag}") == RunConfig(), key
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+def test_paths_are_found_beside_the_run_file_then_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "common", here / "only_here", there / "common", there / "demo"):
+        folder.mkdir(parents=True)
+    (there / "task.py").touch()
+    (here / "task.py").touch()
+    monkeypatch.chdir(here)
+
+    def paths(text: str, *flags: str) -> tuple[str, str]:
+        config = load(there, text, *flags)
+        return config.model.path, config.environment.kind
+
+    both = "model: {path: common}\nenvironment: {kind: 'task.py:Mine'}"
+    assert paths(both) == (str(there / "common"), f"{there}/task.py:Mine")
+    assert paths("", "--model.path", "common", "--environment.kind=task.py:Mine") == (
+        str(here / "common"),
+        f"{here}/task.py:Mine",
+    )
+    assert paths("model: {path: only_here}")[0] == str(here / "only_here")
+    assert paths("model: {path: owner/name}\nenvironment: {kind: 'my.module:Mine'}") == ("owner/name", "my.module:Mine")
+    assert paths("model: {path: demo}")[0] == "demo", "the name of the packaged model is never a folder"
+    assert paths("model: {path: ./demo}")[0] == str(there / "demo")
+    assert paths("environment: {kind: 'absent.py:Mine'}")[1] == "absent.py:Mine"
+    assert load(there, "run_dir: common\nenvironment: {args: {path: common}}").environment.args == {"path": "common"}
+    assert load(there, "run_dir: common").run_dir == "common"
+    assert paths('model: {path: "a\\0b"}')[0] == "a\0b"
+
+
+# --- combinations ----------------------------------------------------------------------------------------------------
+
+ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "fix"),
+    [
+        ("actor: {top_p: 0.9}", "actor.top_p", "set it to 1"),
+        ("actor: {top_k: 50}", "actor.top_k", "set it to 0"),
+        (ROUNDS + "trainer: {batch_size: 5}", "trainer.batch_size", "multiple of 8"),
+        ("schedule: {kind: async}\ntrainer: {batch_size: 12}", "trainer.batch_size", "multiple of 8"),
+        (ROUNDS.replace("4}", "4, max_lag: 2}"), "schedule.max_lag", "set it to null"),
+        ("schedule: {max_lag: 0}\ntrainer: {batch_size: 12}", "trainer.batch_size", "multiple of 8"),
+        ("schedule: {max_lag: -1}", "schedule.max_lag", "a whole number >= 0 or null"),
+        ("schedule: {steps_per_round: 2}", "schedule.steps_per_round", "conventional or async"),
+        ("stream: {kind: memory}", "stream.kind", "set it to files, or launch.kind to embedded"),
+        (
+            "stream: {kind: redis}\nlaunch: {kind: embedded}",
+            "stream.kind",
+            "set launch.kind to processes, or stream.kind to files",
+        ),
+        ("stream: {url: 'redis://h'}", "stream.url", "set stream.kind to redis"),
+        ("stream: {kind: redis, url: 'h:6379'}", "stream.url", "redis://HOST"),
+        ("stream: {capacity: 7}", "stream.capacity", "set it to 8 or more"),
+        (ROUNDS + "stream: {capacity: 31}", "stream.capacity", "set it to 32 or more"),
+        (ROUNDS + "stream: {when_full: drop_oldest}", "stream.when_full", "set it to block"),
+        ("actor: {group_size: 1}", "actor.group_size", "set it to 2 or more"),
+        ("actor: {group_size: 1}\npreprocess: {advantage: leave_one_out}", "leave_one_out", "set it to 2 or more"),
+        ("engine: {max_length: 256}", "actor.max_tokens", "set actor.max_tokens below 256, or engine.max_length above 256"),
+        ("engine: {max_length: 1}", "engine.max_length", "a whole number >= 2 or null"),
+        (ROUNDS + "trainer: {ess_threshold: 0.5}", "trainer.ess_threshold", "set it to 0"),
+        ("trainer: {ess_threshold: 1.0}", "trainer.ess_threshold", "a number >= 0 and < 1"),
+        ("trainer: {kl_coefficient: 0.1}", "preprocess.zero_advantage", "set it to keep"),
+        ("evaluation: {every: 10}", "evaluation.every", "set evaluation.problems"),
+        ("trainer: {betas: [0.9, 1.0]}", "trainer.betas", "a list of 2: a number >= 0 and < 1, a number >= 0 and < 1"),
+        ("engine: {device: gpu}", "engine.device", "one of cpu, cuda, cuda:N, mps"),
+        ("trainer: {device: 'cuda:x'}", "trainer.device", "cuda:N"),
+        ("engine: {processes: 65}", "engine.processes", "a whole number >= 1 and <= 64"),
+        ("engine: {processes: 2}\nlaunch: {kind: embedded}", "engine.processes", "set it to 1, or launch.kind to processes"),
+        ("engine: {threads: 0}", "engine.threads", "a whole number >= 1 or null"),
+        ("engine: {urls: ['http://a:1']}", "engine.urls", "set engine.kind to http or vllm"),
+        ("engine: {servers: 2}", "engine.servers", "set engine.kind to http or vllm"),
+        ("engine: {api_key_env: KEY}", "engine.api_key_env", "set engine.kind to http or vllm"),
+        ("engine: {kind: http, api_key_env: KEY}", "engine.api_key_env", "set engine.urls"),
+        ("engine: {kind: http, weights_dir: /srv}", "engine.weights_dir", "set engine.urls"),
+        (
+            "engine: {kind: http, urls: ['http://a:1'], weights_dir: /srv}\nweights: {kind: collective}",
+            "engine.weights_dir",
+            "remove one of the two",
+        ),
+        ("engine: {kind: http, urls: ['http://a:1'], servers: 2}", "engine.servers", "set it to 1"),
+        ("engine: {kind: http, urls: ['a:1']}", "engine.urls", "http://HOST:PORT"),
+        ("engine: {kind: http, urls: ['http://a:1/v1']}", "engine.urls", "http://HOST:PORT"),
+        ("engine: {kind: http, urls: ['http://a:1', 'http://a:1/']}", "engine.urls", "name each once"),
+        ("engine: {kind: http, processes: 2}", "engine.processes", "set it to 1, and engine.servers"),
+        ("engine: {kind: http}\nlaunch: {kind: embedded}", "engine.kind", "set launch.kind to processes"),
+        ("engine: {kind: http, python: p}", "engine.python", "set engine.kind to vllm"),
+        ("engine: {kind: vllm}", "engine.python", "set engine.urls to servers that run already"),
+        ("engine: {kind: vllm, python: p, kv_on_update: recompute}", "engine.kv_on_update", "set it to keep"),
+        ("weights: {kind: collective}\nlaunch: {kind: embedded}", "weights.kind", "set launch.kind to processes"),
+        ("launch: {kind: embedded, preprocessor: process}", "launch.preprocessor", "launch.preprocessor to with_trainer"),
+        ("trainer: {threads: -2}", "trainer.threads", "a whole number >= 1 or null"),
+        ("trainer: {loss: ppo}\ncorrection: {token: truncate}", "correction.token", "set it to a mask"),
+        ("trainer: {loss: gspo}\ncorrection: {sequence: truncate}", "correction.sequence", "set it to a mask"),
+        ("correction: {token: truncate, sequence: truncate}", "correction.sequence", "remove one of the two"),
+        ("correction: {token: none, token_high: 5}", "correction.token_high", "remove it"),
+        ("trainer: {loss: cispo}\ncorrection: {token_high: 5}", "correction.token_high", "remove it"),
+        ("correction: {token: mask, token_low: 0.5}", "correction.token_low", "remove it"),
+        ("correction: {sequence_low: 0.5}", "correction.sequence_low", "remove it"),
+        ("correction: {token: mask, token_high: 0.9}", "correction.token", "token_high above 1"),
+        ("correction: {token: band, token_low: 1.2}", "correction.token", "token_low below 1"),
+        ("correction: {sequence: geo_mask, sequence_high: 0.95}", "correction.sequence", "sequence_high above 1"),
+        ("correction: {drift: 1e-3}", "preprocess.zero_advantage", "set it to keep"),
+    ],
+)
+def test_combinations_that_make_no_sense_name_key_and_fix(tmp_path: Path, text: str, key: str, fix: str) -> None:
+    message = message_of(tmp_path, text)
+    assert key in message.split(";")[0]
+    assert fix in message
+    assert message.startswith("FOLDER/run.yaml:") == (key.rpartition(".")[2] in text), "a default has no line"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trainer: {batch_size: 12}",
+        "schedule: {max_lag: 0}",
+        ROUNDS + "trainer: {batch_size: 6}",
+        ROUNDS + "stream: {capacity: 32}",
+        "stream: {capacity: 8, when_full: drop_oldest}",
+        "stream: {kind: memory}\nlaunch: {kind: embedded}",
+        "actor: {group_size: 2}\npreprocess: {advantage: leave_one_out}",
+        "engine: {max_length: 257}",
+        "trainer: {ess_threshold: 0.5}",
+        "schedule: {kind: conventional}\ntrainer: {ess_threshold: 0.5}",
+        "trainer: {kl_coefficient: 0.1}\npreprocess: {zero_advantage: keep}",
+        "trainer: {kl_coefficient: 0.1}\npreprocess: {zero_advantage: drop}",
+        "engine: {device: 'cuda:0', threads: 1}\ntrainer: {device: cuda}",
+        "model: {dtype: bfloat16}",
+        "engine: {kind: http, servers: 2}\nstream: {kind: redis}\nlaunch: {preprocessor: process}",
+        "engine: {kind: http, urls: ['https://a:1', 'http://b:2/'], api_key_env: KEY}",
+        "engine: {kind: vllm, python: p}\nstream: {kind: redis, url: 'unix:///tmp/r'}\nweights: {kind: collective}",
+    ],
+)
+def test_combinations_that_make_sense_pass(tmp_path: Path, text: str) -> None:
+    load(tmp_path, text)
+
+
+def test_flags_can_mend_what_the_file_gets_wrong(tmp_path: Path) -> None:
+    assert load(tmp_path, "actor: {top_p: 0.9}", "--actor.top_p=1").actor.top_p == 1.0
+
+
+def test_configurations_built_in_python_are_checked_the_same(tmp_path: Path) -> None:
+    good = RunConfig(trainer=TrainerConfig(learning_rate=1e-4))
+    assert validate(good) == good
+    with pytest.raises(ConfigError, match=r"actor\.top_p: 0\.5 truncates"):
+        validate(RunConfig(actor=ActorConfig(top_p=0.5)))
+    for changes, message in (
+        ({"trainer": good.trainer.model_copy(update={"steps": 0})}, "trainer.steps: 0 is not allowed"),
+        ({"run_dir": tmp_path}, "run_dir: .*Path.* is not allowed"),
+        ({"trainer": 3}, "trainer: this is a section"),
+        ({"environment": good.environment.model_copy(update={"args": {"x": [object()]}})}, "type object can't be written"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate(good.model_copy(update=changes))
+    with pytest.raises(ValidationError, match="steps"):
+        TrainerConfig(steps=0)
+    with pytest.raises(ValidationError, match="args"):
+        EnvironmentConfig(args={"x": object()})  # type: ignore[dict-item]
+    with pytest.raises(ValidationError, match="frozen"):
+        good.seed = 3  # type: ignore[misc]
+
+
+# --- printing --------------------------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]))
+    | st.sampled_from(
+        ["1e-6", "no", "0o7", "1:30", "~", "null", "2024-01-01", "a: b", "# x", "- y", " ", "'", '"', "é\n\u2028z"]
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=20), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+def from_schema(schema: dict[str, Any], shared: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values of a JSON schema, so that ranges are drawn by other code than the one that reads them."""
+    if "$ref" in schema:
+        return from_schema(shared[schema["$ref"].removeprefix("#/$defs/")], shared)
+    if "anyOf" in schema:
+        return st.one_of([from_schema(option, shared) for option in schema["anyOf"]])
+    if "properties" in schema:
+        inner = {name: from_schema(option, shared) for name, option in schema["properties"].items()}
+        return st.fixed_dictionaries({}, optional=inner)
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum", [schema.get("const")]))
+    if "pattern" in schema:
+        return st.from_regex(schema["pattern"], fullmatch=True)
+    low = schema.get("exclusiveMinimum", schema.get("minimum"))
+    above = "exclusiveMinimum" in schema
+    by_type: dict[str, Callable[[], st.SearchStrategy[Any]]] = {
+        "null": st.none,
+        "boolean": st.booleans,
+        "string": lambda: any_text,
+        "integer": lambda: st.integers(low, schema.get("maximum", 2**60)),
+        "number": lambda: st.floats(
+            *(low, schema.get("exclusiveMaximum", schema.get("maximum"))),
+            exclude_min=above,
+            exclude_max="exclusiveMaximum" in schema,
+            allow_nan=False,
+            allow_infinity=False,
+        ),
+        "array": lambda: (
+            st.tuples(*(from_schema(item, shared) for item in schema["prefixItems"]))
+            if "prefixItems" in schema
+            else st.lists(from_schema(schema["items"], shared), min_size=schema.get("minItems", 0), max_size=3)
+        ),
+        "object": lambda: st.dictionaries(any_text, json_values, max_size=3),
+    }
+    return by_type[schema["type"]]()
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> RunConfig:
+    schema = json.loads(json_schema())
+    values: dict[str, Any] = {}
+    for key in draw(st.lists(st.sampled_from(list(run_keys().values())), max_size=12, unique_by=str)):
+        section = schema["$defs"][schema["properties"][key.section]["$ref"].rpartition("/")[2]] if key.section else schema
+        value = draw(from_schema(section["properties"][key.name], schema["$defs"]))
+        (values.setdefault(key.section, {}) if key.section else values)[key.name] = value
+    return RunConfig.model_validate(values)
+
+
+@settings(deadline=None, max_examples=60)
+@given(configurations())
+def test_what_is_printed_loads_back_equal(config: RunConfig) -> None:
+    plain, documented = config_to_yaml(config), render(config)
+    assert config_from_yaml(plain) == config
+    assert config_from_yaml(documented) == config
+    comments = [line for line in documented.splitlines() if line.lstrip().startswith("# ")]
+    assert max(map(len, comments)) <= 100
+
+
+@settings(deadline=None, max_examples=100)
+@given(json_values)
+def test_written_values_mean_the_same_to_other_yaml_readers(value: Any) -> None:
+    config = RunConfig(environment=EnvironmentConfig(args={"value": value}))
+    assert yaml.safe_load(config_to_yaml(config))["environment"]["args"]["value"] == value
+
+
+def test_the_printed_run_file_documents_every_key() -> None:
+    text = render(RunConfig(trainer=TrainerConfig(steps=7)))
+    lines = [line.strip() for line in text.splitlines()]
+    for field in run_keys().values():
+        assert field.description, f"{field} has no description"
+        assert " ".join(line.removeprefix("# ") for line in lines).count(field.description.split(". ")[0]) >= 1
+        assert any(line.startswith(f"{field.name}:") for line in lines)
+    at = lines.index("steps: 7")
+    assert lines[at - 2 : at] == ["# Optimizer steps to take.", "# Takes a whole number >= 1. Default: 100"]
+
+
+def test_editors_get_the_schema_of_the_run_file() -> None:
+    schema = json.loads(json_schema())
+    trainer = schema["$defs"]["TrainerConfig"]
+    assert schema["additionalProperties"] is trainer["additionalProperties"] is False
+    steps = trainer["properties"]["steps"]
+    assert (steps["type"], steps["minimum"], steps["default"]) == ("integer", 1, 100)
+    assert steps["description"] == "Optimizer steps to take."
+    assert schema["$defs"]["ScheduleConfig"]["properties"]["kind"]["enum"] == ["pipeline", "conventional", "async"]
+
+
+def test_flags_of_some_keys_only() -> None:
+    before = RunConfig(environment=EnvironmentConfig(args={"a": 1}))
+    keys = ("engine.slots", "environment.args", "evaluation.temperature")
+    after = with_flags(before, ["--engine.slots", "3", "--environment.args.b=x"], keys)
+    assert (after.engine.slots, after.environment.args) == (3, {"a": 1, "b": "x"})
+    assert before.environment.args == {"a": 1}
+    for flags, message in (
+        (["--slots", "3"], "--slots: unknown key; did you mean `--engine.slots`"),
+        (["--actor.temperature", "3"], "--actor.temperature: not used by this command; did you mean `--evaluation.temper"),
+        (["--trainer.steps", "3"], "--trainer.steps: not used by this command; its keys are engine.slots, environment.args"),
+        (["--engine.slots", "0"], "--engine.slots: 0 is not allowed here"),
+        (["--engine", "3"], "--engine: this is a section; set one of its keys, as in `--engine.slots VALUE`"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            with_flags(before, flags, keys)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_recorded_run_files_load(path: Path) -> None:
+    config_from_yaml(path.read_text(encoding="utf-8"), str(path))
+
+
+def test_run_files_recorded_by_comparisons_load() -> None:
+    recorded = [json.loads(path.read_text())["request"]["config"] for path in ROOT.glob("benchmarks/results/*/compare.json")]
+    assert recorded
+    for values in recorded:
+        values["trainer"].pop("clamp", None)  # a key of an earlier version; its own test is below
+        assert config_from_yaml(json.dumps(values)).schedule.kind == values["schedule"]["kind"]
+
+
+def test_configuration_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, pipelinerl.config as c; c.render(c.load_config(None)); "
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_a_key_that_has_moved_says_where_it_is_now(tmp_path: Path) -> None:
+    message = message_of(tmp_path, "trainer: {clamp: 5}")
+    assert "trainer.clamp: unknown key; it is now `correction.token_high`" in message
+    with pytest.raises(ConfigError, match=r"now `--correction\.token_high`"):
+        load_config(None, ["--trainer.clamp", "5"])
+
+
+def test_off_is_a_word_in_a_run_file_and_comes_back_from_one(tmp_path: Path) -> None:
+    assert load(tmp_path, "trainer: {ess_lr: off}").trainer.ess_lr == "off"
+    config = load(tmp_path, "trainer: {ess_lr: sqrt}")
+    assert load_config(None, ["--trainer.ess_lr", "off"]).trainer.ess_lr == "off"
+    assert config_from_yaml(config_to_yaml(config)).trainer.ess_lr == "sqrt"
+    assert config_from_yaml(config_to_yaml(RunConfig())).trainer.ess_lr == "off"
+
+
+@pytest.mark.parametrize(
+    ("loss", "token", "high", "clip"),
+    [
+        ("reinforce", "truncate", 5.0, None),
+        ("decoupled", "truncate", 5.0, (0.2, 0.2)),
+        ("ppo", "none", math.inf, (0.2, 0.2)),
+        ("cispo", "none", math.inf, (0.2, 0.2)),
+        ("gspo", "none", math.inf, (3e-4, 4e-4)),
+    ],
+)
+def test_null_is_the_default_of_the_loss(loss: str, token: str, high: float, clip: tuple[float, float] | None) -> None:
+    trainer = TrainerConfig(loss=loss)
+    correction = resolve(trainer, CorrectionConfig())
+    assert (correction.token, correction.token_high, correction.sequence, correction.drift) == (token, high, "none", 0.0)
+    if clip is not None:
+        assert clip_range(trainer) == clip
+        assert clip_range(TrainerConfig(loss=loss, clip_high=0.7)) == (clip[0], 0.7)
+
+
+def test_thresholds_left_out_are_those_of_their_kind() -> None:
+    def thresholds(**given: Any) -> tuple[float, float, float, float]:
+        found = resolve(TrainerConfig(), CorrectionConfig(**given))
+        return found.token_low, found.token_high, found.sequence_low, found.sequence_high
+
+    assert thresholds(token="band") == (0.5, 5.0, 0.0, math.inf)
+    assert thresholds(token="band", token_low=0.8) == (0.8, 5.0, 0.0, math.inf)
+    assert thresholds(token="mask") == (0.0, 2.0, 0.0, math.inf)
+    assert thresholds(token="tv") == (0.2, 0.2, 0.0, math.inf)
+    assert thresholds(sequence="geo_mask") == (0.0, 5.0, 0.9, 1.1)
+    # One weight for the whole sequence: nothing is left to truncate by token.
+    assert thresholds(sequence="truncate") == (0.0, math.inf, 0.0, 5.0)

@@ -1,0 +1,81 @@
+"""Data sets in place of files, with the real `datasets`; the hub itself is not asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.environments import make_environment
+from pipelinerl.environments.data import DatasetName, parse_name, read_dataset
+from pipelinerl.errors import EnvironmentSetupError
+from tests.unit.environments.env_client import TOKENIZER
+
+ROWS = [{"question": f"{n} + {n}?", "answer": f"twice\n#### {2 * n}"} for n in range(20)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "sums"
+
+
+def write(folder, split, rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir(exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("dataset:openai/gsm8k/main:train", DatasetName("openai/gsm8k", "main", "train")),
+        ("dataset:owner/name:test[:10%]", DatasetName("owner/name", None, "test[:10%]")),
+        ("dataset:owner/name:test", DatasetName("owner/name", None, "test")),
+    ],
+)
+def test_a_data_set_has_an_owner_a_name_perhaps_a_config_and_a_split(source, name):
+    if name is None:
+        with pytest.raises(EnvironmentSetupError, match="write dataset:OWNER"):
+            parse_name(source)
+    else:
+        assert parse_name(source) == name
+
+
+@pytest.mark.parametrize(
+    "source", ["dataset:", "dataset:train", "dataset:gsm8k:train", "dataset:a/b/c/d:train", "dataset:a/b:"]
+)
+def test_what_names_no_data_set_is_refused(source):
+    with pytest.raises(EnvironmentSetupError, match="write dataset:OWNER/NAME:SPLIT") as raised:
+        parse_name(source)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_of_parquet_is_a_file_of_problems(folder):
+    write(folder, "train", ROWS)
+    write(folder, "test", ROWS[:3])
+    args = {"path": f"dataset:{folder}:train", "held_out_path": f"dataset:{folder}:test", "judge": "numbers"}
+    environment = make_environment("math", args, TOKENIZER, seed=0)
+    assert [problem.payload["answer"] for problem in environment.held_out(5)] == ["0", "2", "4"]
+    questions = {environment.problem(index).payload["question"] for index in range(17)}
+    assert questions == {row["question"] for row in ROWS[3:]}
+    assert environment.held_out(1)[0].id.endswith("/1")
+
+
+def test_what_cannot_be_loaded_is_said_in_one_line(folder):
+    write(folder, "train", ROWS)
+    with pytest.raises(EnvironmentSetupError, match=r'the data set can.t be loaded: Unknown split "none"') as raised:
+        list(read_dataset(f"dataset:{folder}:none"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_row_that_cannot_be_json_is_named(folder):
+    image = pytest.importorskip("PIL.Image").new("1", (1, 1))
+    columns = {"question": ["?"], "picture": [image]}
+    import datasets
+
+    folder.mkdir()
+    datasets.Dataset.from_dict(columns).cast_column("picture", datasets.Image()).to_parquet(folder / "train.parquet")
+    with pytest.raises(EnvironmentSetupError, match=":1 has a field that is not a text, number or list"):
+        list(read_dataset(f"dataset:{folder}:train"))

@@ -1,0 +1,184 @@
+"""Countdown: problems that can be solved, and a verifier that executes nothing."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.environments import make_environment
+from pipelinerl.environments.maths.numbers import read_expression
+from pipelinerl.environments.tasks.countdown import Task, answer_in, score
+from pipelinerl.errors import EnvironmentSetupError
+from tests.unit.environments.env_client import TOKENIZER, rollout
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "numbers"),
+    [
+        ("7", 7, (7,)),
+        ("1+2*3", 7, (1, 2, 3)),
+        ("(1+2)*3", 9, (1, 2, 3)),
+        ("10 - 4 - 3", 3, (10, 4, 3)),
+        ("24 / 4 / 3", 2, (24, 4, 3)),
+        ("1/3*3", 1, (1, 3, 3)),
+        (r"(1 + 2) \times 3 \div 9", 1, (1, 2, 3, 9)),
+        ("3 × 4 ÷ 6 − 2", 0, (3, 4, 6, 2)),  # noqa: RUF001
+        ("5/(3-3)", None, (5, 3, 3)),
+        ("1+5/(3-3)", None, (1, 5, 3, 3)),
+    ],
+)
+def test_expressions_have_their_exact_value(text, value, numbers):
+    assert read_expression(text) == (value, numbers)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "()", "1+", "+1", "-1", "1 2", "(1", "1)", "1**2", "2^3", "1.5", "x+1", "__import__('os')", "1;2", "9" * 7,
+     "(" * 21 + "1" + ")" * 21, "1+" * 150 + "1", "1//2"],
+)  # fmt: skip
+def test_anything_else_is_no_expression(text):
+    assert read_expression(text) is None
+
+
+@settings(deadline=None)
+@given(st.recursive(
+    st.integers(0, 99).map(str),
+    lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda it: f"({it[0]} {it[1]} {it[2]})"),
+    max_leaves=8,
+))  # fmt: skip
+def test_the_value_is_the_one_that_python_finds(text):
+    found = read_expression(text)
+    assert found is not None
+    as_fractions = "".join(f"Fraction({word})" if word.isdigit() else word for word in _words(text))
+    try:
+        expected = eval(as_fractions, {"Fraction": Fraction})  # noqa: S307 - made above
+    except ZeroDivisionError:
+        expected = None
+    assert found.value == expected
+
+
+def _words(text):
+    return text.replace("(", " ( ").replace(")", " ) ").split()
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_no_text_breaks_the_verifier(text):
+    assert 0 <= score(Task((1, 2), 3), text, 0.1) <= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"first \boxed{1}; \boxed{(3 + 4) * 5}", "(3 + 4) * 5"),
+        (r"\boxed{3 + 4 = 7}", "3 + 4"),
+        ("<answer> 3 + 4 </answer> or so", "3 + 4"),
+        ("I think\n3 + 4 = 7.\n", "3 + 4"),
+        ("$3 + 4$.", "3 + 4"),
+        ("", ""),
+    ],
+)
+def test_the_expression_that_a_text_ends_with(text, answer):
+    assert answer_in(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("(3 + 4) * 5", 1.0),
+        ("5 * (4 + 3)", 1.0),
+        ("5 * 7", 0.0),  # 7 is not among the numbers
+        ("(3 + 4) * 5 * 4 / 4", 0.0),  # 4 three times
+        ("3 + 4 + 5", 0.1),
+        ("3", 0.1),
+        ("35", 0.0),
+        ("hm", 0.0),
+        ("5 / (3 - 3)", 0.0),
+        ("5 / (4 - 4 + 0)", 0.0),
+    ],
+)
+def test_rewards(text, reward):
+    assert score(Task((3, 4, 5), 35), text, 0.1) == reward
+
+
+def test_each_number_is_there_as_often_as_it_was_given():
+    assert score(Task((3, 3), 9), "3 * 3", 0.1) == 1
+    assert score(Task((3, 3), 27), "3 * 3 * 3", 0.1) == 0
+
+
+def test_every_problem_can_be_solved_and_none_is_trivial():
+    environment = make_environment("countdown", {"numbers": 3, "highest": 20}, TOKENIZER, 5)
+    for index in range(60):
+        numbers, target = (environment.problem(index).payload[key] for key in ("numbers", "target"))
+        assert len(numbers) == 3
+        assert all(1 <= number <= 20 for number in numbers)
+        assert target not in numbers
+        assert 1 <= target <= 100
+        assert _solvable(numbers, target)
+
+
+def _solvable(numbers, target):
+    shapes = ("({0}{3}{1}){4}{2}", "{0}{3}({1}{4}{2})")
+    return any(
+        (found := read_expression(shape.format(*order, one, two))) is not None and found.value == target
+        for order in permutations(numbers)
+        for one in "+-*/"
+        for two in "+-*/"
+        for shape in shapes
+    )
+
+
+def test_problems_depend_on_index_and_seed_and_held_out_ones_are_never_trained_on():
+    one, again, other = (make_environment("countdown", {}, TOKENIZER, seed) for seed in (1, 1, 2))
+    assert [one.problem(index) for index in range(50)] == [again.problem(index) for index in reversed(range(50))][::-1]
+    assert one.problem(0) != other.problem(0)
+    assert one.held_out(30) == other.held_out(30)
+    assert one.held_out(30)[:10] == one.held_out(10)
+    held_out = {problem.id for problem in one.held_out(30)}
+    assert len(held_out) == 30
+    assert held_out.isdisjoint(one.problem(index).id for index in range(300))
+
+
+def test_held_out_problems_stay_apart_where_there_are_few_problems():
+    few = make_environment("countdown", {"numbers": 2, "highest": 9}, TOKENIZER, 0)
+    held_out = {problem.id for problem in few.held_out(1000)}
+    trained = {few.problem(index).id for index in range(2000)}
+    assert len(held_out) > 5
+    assert len(trained) > 50
+    assert held_out.isdisjoint(trained)
+
+
+def test_a_rollout(tmp_path):
+    environment = make_environment("countdown", {"format_reward": 0.2, "text": "{question}!"}, TOKENIZER, 0)
+    problem = environment.problem(0)
+    wrong = rollout(environment, problem, f"\\boxed{{{problem.payload['numbers'][0]}}}")
+    assert wrong.reward == 0.2
+    prompt = TOKENIZER.decode(wrong.turns[0].prompt_ids)
+    assert prompt.startswith(f"Use the numbers {problem.payload['numbers'][0]}, ")
+    assert f" to make {problem.payload['target']}. " in prompt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"numbers": 1}, "numbers is 1: expected `int` >= 2"),
+        ({"numbers": [4, 3]}, r"numbers is \[4, 3\]: give the minimum first"),
+        ({"numbers": "three"}, "numbers is 'three': expected `int | list`"),
+        ({"numbers": 9}, "numbers is 9"),
+        ({"highest": 1}, "highest is 1"),
+        ({"highest": True}, "highest is True"),
+        ({"highest_target": 10**9}, "highest_target is 1000000000"),
+        ({"operations": "+^"}, r"operations is '\+\^'"),
+        ({"operations": ""}, "operations is ''"),
+        ({"operations": "*", "highest": 90, "numbers": 8}, "leave too few problems"),
+        ({"format_reward": -1}, "format_reward is -1"),
+        ({"chat": True}, "no chat template"),
+    ],
+)
+def test_arguments_that_can_not_be_used(arguments, complaint):
+    with pytest.raises(EnvironmentSetupError, match=complaint):
+        make_environment("countdown", arguments, TOKENIZER, 0)

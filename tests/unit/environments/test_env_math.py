@@ -1,0 +1,304 @@
+"""Maths problems: data as data sets have it, answers of any kind, and what their length costs."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+
+import pytest
+
+from pipelinerl.actor.client import EngineClient, RolloutClient
+from pipelinerl.actor.deadline import CodeAlarm
+from pipelinerl.actor.rollouts import TimeLimits, attempt
+from pipelinerl.environments import make_environment
+from pipelinerl.environments.maths.environment import Maths, answer_of, final_answer, length_penalty
+from pipelinerl.environments.maths.judge import Judge, Verdict, quick_verdict
+from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+from pipelinerl.types import Rollout, SamplingParams
+from tests.unit.environments.env_client import TOKENIZER, SayingClient, rollout
+from tests.unit.scripted_engine import STOP, ScriptedEngine
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="needs math-verify: pip install 'pipelinerl[math]'"
+)
+
+
+def write(path, rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+def one_problem(tmp_path, answer="42", **arguments):
+    path = write(tmp_path / "p.jsonl", [{"problem": "What is it?", "answer": answer}])
+    held_out = write(tmp_path / "h.jsonl", [{"problem": "And that?", "answer": "1"}])
+    environment = Maths(TOKENIZER, 0, path=path, held_out_path=held_out, **{"judge": "numbers", **arguments})
+    return environment, environment.problem(0)
+
+
+# ------------------------------------------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize(
+    ("given", "final"),
+    [
+        ("We add.\n#### 1,234", "1,234"),
+        (r"So $x = \boxed{\frac{1}{2}}$ and no more.", r"\frac{1}{2}"),
+        (r"First \boxed{1}, at last \boxed{\sqrt{2}}", r"\sqrt{2}"),
+        (r"It is \fbox{7}.", "7"),
+        (r"It is $\boxed 7$.", "7"),
+        ("$x+1$", "x+1"),
+        ("073", "073"),
+        (25, "25"),
+        (2.5, "2.5"),
+        ("", None),
+        ("####", None),
+        ("two\nlines", None),
+        ("long " * 100, None),
+        (True, None),
+        (None, None),
+        (["4"], None),
+    ],
+)
+def test_the_final_answer_within_a_given_one(given, final):
+    assert final_answer(given) == final
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "answer"),
+    [
+        ({"question": "Why?", "answer": "So.\n#### 4"}, {}, "4"),
+        ({"problem": "Why?", "level": "5", "solution": r"So \boxed{4}."}, {}, "4"),
+        ({"problem": "Why?", "solution": r"So \boxed{5}.", "answer": "4"}, {}, "4"),
+        ({"ID": "1", "Problem": "Why?", "Solution": "So.", "Answer": 4}, {}, "4"),
+        ({"q": "Why?", "extra": {"answer": "4"}}, {"question_field": "q", "answer_field": "extra.answer"}, "4"),
+        ({"q.q": "Why?", "answer": "4"}, {"question_field": "q.q"}, "4"),
+        (
+            [{"from": "human", "value": "Why?"}, {"from": "assistant", "ground_truth": {"value": "4"}}],
+            {"question_field": "0.value", "answer_field": "1.ground_truth.value"},
+            "4",
+        ),
+    ],
+)
+def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
+    path = write(tmp_path / "train.jsonl", ["", row])
+    held_out = write(tmp_path / "h.jsonl", [json.dumps(row).replace("Why?", "Who?")])
+    environment = make_environment(
+        "math", {"path": path, "held_out_path": held_out, "judge": "numbers", **arguments}, TOKENIZER, 0
+    )
+    assert environment.problem(0).id == "train/2"
+    assert environment.problem(0).payload == {"question": "Why?", "answer": answer}
+    assert [problem.payload["question"] for problem in environment.held_out(9)] == ["Who?"]
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "complaint"),
+    [
+        ("{not json", {}, r"p\.jsonl:2 is not JSON"),
+        ('{"problem": "x', {}, r"p\.jsonl:2 is not JSON"),
+        ("17", {}, r"p\.jsonl:2 is not a JSON object, but 17"),
+        (
+            {"text": "Why?", "answer": 4},
+            {},
+            r"p\.jsonl:2 has no field `question` or .* \(it has: text, answer\); set .*question_f",
+        ),
+        ({"problem": "Why?"}, {}, r"p\.jsonl:2 has no field `answer` or .*; set environment\.args\.answer_field"),
+        ({"problem": "Why?", "answer": 4}, {"answer_field": "a.b"}, r"p\.jsonl:1 has no field `a\.b`"),
+        ({"problem": 7, "answer": 4}, {}, r"p\.jsonl:2: the question must be a text, not 7"),
+        ({"problem": " ", "answer": 4}, {}, r"p\.jsonl:2: the question must be a text"),
+        ({"problem": "Why?", "answer": [4]}, {}, r"p\.jsonl:2: `answer` has no final answer: .* it is \[4\]"),
+        ({"problem": "Why?", "solution": "words " * 99}, {}, r"p\.jsonl:2: `solution` has no final answer"),
+        ({"problem": "Why?", "answer": "x+1"}, {}, r"p\.jsonl:2: 'x\+1' is not a number, but `judge` is `numbers`"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, row, arguments, complaint):
+    path = write(tmp_path / "p.jsonl", [{"problem": "Who?", "answer": 1}, row])
+    with pytest.raises(EnvironmentSetupError, match=complaint) as caught:
+        make_environment("math", {"path": path, "judge": "numbers", **arguments}, TOKENIZER, 0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"path": "missing.jsonl"}, r"can't read missing\.jsonl: No such file"),
+        ({"path": []}, r"path is \[\]: expected `list` of length >= 1"),
+        ({"path": 4}, "path is 4"),
+        ({"judge": "guess"}, "judge is 'guess': it must be `math-verify` or `numbers`"),
+        ({"judge_timeout_s": 0}, "judge_timeout_s is 0"),
+        ({"format_reward": 1}, "format_reward is 1"),
+        ({"chat": True}, "no chat template"),
+        ({"text": "no place"}, "must have {question}"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"length_penalty_tokens": 10}, "it needs environment.args.max_tokens"),
+        ({"length_penalty_tokens": 10, "max_tokens": 9}, r"at least as many \(it is 9\)"),
+        ({"length_penalty": -1.0}, r"length_penalty is -1\.0: expected `float` >= 0"),
+        ({"lenght_penalty": 1.0}, "unexpected keyword argument 'lenght_penalty'.* Did you mean 'length_penalty'"),
+    ],
+)
+def test_arguments_that_can_not_be_used(tmp_path, arguments, complaint):
+    path = write(tmp_path / "p.jsonl", [{"problem": f"{n}?", "answer": n} for n in range(3)])
+    with pytest.raises(EnvironmentSetupError, match=complaint):
+        make_environment("math", {"path": path, "judge": "numbers", **arguments}, TOKENIZER, 0)
+
+
+def test_an_empty_file_and_one_that_is_all_held_out(tmp_path):
+    with pytest.raises(EnvironmentSetupError, match=r"e\.jsonl has no problems: it is empty"):
+        Maths(TOKENIZER, 0, path=write(tmp_path / "e.jsonl", ["", " "]), judge="numbers")
+    same = write(tmp_path / "s.jsonl", [{"problem": "Why?", "answer": 4}])
+    with pytest.raises(EnvironmentSetupError, match="all of its 1 problems are held out"):
+        Maths(TOKENIZER, 0, path=same, held_out_path=same, judge="numbers")
+
+
+def test_without_math_verify_the_message_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[math\]'.* `numbers`"):
+        one_problem(tmp_path, judge="math-verify")
+    one_problem(tmp_path)  # `numbers` does without
+
+
+# ---------------------------------------------------------------------------------------------------- rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{x^{2} + 1}. 7", "x^{2} + 1"),
+        (r"\boxed{1} no: \boxed{ 2 }", "2"),
+        ("first 7, then 1,234.50 apples", "2469/2"),
+        ("#### 4 of 5", "4"),
+        (r"\boxed{}", ""),
+        ("no idea", ""),
+    ],
+)
+def test_the_final_answer_of_a_text(text, answer):
+    assert answer_of(text) == answer
+
+
+def test_the_length_penalty_is_linear_at_the_end_only():
+    penalties = [length_penalty(length, limit=100, soft_tokens=40) for length in (0, 60, 70, 80, 100, 130)]
+    assert penalties == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
+    assert length_penalty(100, limit=100, soft_tokens=0) == 0
+
+
+def test_rewards_and_metrics_of_a_rollout(tmp_path):
+    environment, problem = one_problem(tmp_path, format_reward=0.1, text="P: {question}")
+    right = rollout(environment, problem, r"it is \boxed{42}, not 5")
+    assert right.reward == 1
+    assert right.metrics == {"right": 1, "boxed": 1, "judge_failed": 0, "length_penalty": 0}
+    assert rollout(environment, problem, "it is 42").metrics["boxed"] == 0
+    assert rollout(environment, problem, "it is 42").reward == 1
+    assert rollout(environment, problem, r"\boxed{41}").reward == 0.1
+    assert rollout(environment, problem, "41").reward == 0
+    assert rollout(environment, problem, "").reward == 0
+    assert TOKENIZER.decode(right.turns[0].prompt_ids) == "P: What is it?"
+
+
+def test_the_length_counts_in_tokens_and_a_text_cut_anywhere_pays_all(tmp_path):
+    environment, problem = one_problem(tmp_path, max_tokens=20, length_penalty_tokens=10, length_penalty=0.5)
+    client = SayingClient("4 of 42")
+    asyncio.run(environment.rollout(problem, client))
+    assert client.limits == [20]
+    assert rollout(environment, problem, "42").reward == 1
+    late = rollout(environment, problem, "......" + "it is 42.")  # 15 tokens and the stop token
+    assert late.metrics["length_penalty"] == pytest.approx(-0.3)
+    assert late.reward == pytest.approx(0.7)
+    assert rollout(environment, problem, "42", finish_reason="length").reward == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "verdict"),
+    [
+        ("42", "42", True),
+        ("1,234", "1234.0", True),
+        ("42", "$42.", True),
+        ("1/2", "0.5", True),
+        ("42", "43", False),
+        ("42", "-42", False),
+        ("42", "", False),
+        ("42", "4" * 400, False),
+        (r"\dfrac{1}{2}", r"\frac{1} {2}", True),
+        (r"\left(1, 2\right)", "(1,2)", True),
+        ("1/3", "0.3333", None),
+        (r"2\pi", "2", None),  # not the number 2
+        ("50", "50\\%", None),
+        ("x+1", "1+x", None),
+        ("2x", "2", None),
+    ],
+)
+def test_what_needs_no_algebra(expected, answer, verdict):
+    assert quick_verdict(expected, answer) is verdict
+
+
+@needs_math_verify
+def test_math_verify_judges_the_rest():
+    pairs = {
+        (r"\frac{1}{2}", "50\\%"): True,
+        ("x+1", "1+x"): True,
+        (r"2\pi", "2"): False,
+        ("12", r"12\text{ cm}"): True,
+        ("(1,2)", "(1, 2]"): False,
+        ("x=5", "5"): True,
+        ("7", "\\"): False,
+    }
+
+    async def judged():
+        judge = Judge("math-verify", timeout_s=20, processes=1)
+        verdicts = [await judge.verdict(*pair) for pair in pairs]
+        judge.close()
+        return verdicts
+
+    assert asyncio.run(judged()) == [Verdict(right) for right in pairs.values()]
+
+
+@needs_math_verify
+def test_an_answer_that_would_never_end_is_wrong_and_generation_goes_on(tmp_path):
+    """Under the actor's deadline for code, which is shorter: waiting for the judge does not hold the thread."""
+    environment, problem = one_problem(tmp_path, judge="math-verify", judge_timeout_s=1.5)
+    engine = ScriptedEngine(lambda _request: [*TOKENIZER.encode("\\boxed{9^{9^{9}}}"), STOP])
+    turns = 0
+
+    async def main():
+        nonlocal turns
+        client = EngineClient(engine)
+        view = RolloutClient(client, TOKENIZER, SamplingParams(max_tokens=99, stop_token_ids=(STOP,)), name="a", seed=0)
+        task = asyncio.create_task(attempt(environment, problem, view, TimeLimits(60, CodeAlarm(1.0))))
+        while not task.done():
+            await client.step()
+            await asyncio.sleep(0.001)
+            turns += 1
+        return task.result()
+
+    result = asyncio.run(main())
+    assert isinstance(result, Rollout)
+    assert (result.reward, result.metrics["judge_failed"]) == (0, 1)
+    assert turns > 50
+
+
+@pytest.mark.parametrize("error", [TimeoutError, MemoryError, ChildProcessError])
+def test_a_judge_that_fails_costs_one_answer_and_is_not_asked_again(error):
+    class Failing:
+        calls = 0
+
+        async def call(self, *arguments):
+            self.calls += 1
+            raise error("no")
+
+    judge = Judge("numbers", timeout_s=1, processes=1)
+    judge._pool = pool = Failing()
+    assert asyncio.run(judge.verdict("x", "y")) == Verdict(right=False, failed=True)
+    assert asyncio.run(judge.verdict("x", "y")).failed
+    assert asyncio.run(judge.verdict("3", "3")) == Verdict(right=True)
+    assert pool.calls == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, EnvironmentSetupError])
+def test_a_judge_that_is_broken_gives_no_verdict(error):
+    class Broken:
+        async def call(self, *arguments):
+            raise error("can't import it")
+
+    judge = Judge("numbers", timeout_s=1, processes=1)
+    judge._pool = Broken()
+    with pytest.raises(error):
+        asyncio.run(judge.verdict("x", "y"))

@@ -1,0 +1,128 @@
+"""Several environments in one: shares, names, and a pure function of the index."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.environments import make_environment
+from pipelinerl.environments.combine import spread, whole_weights
+from pipelinerl.errors import EnvironmentSetupError
+from tests.unit.environments.env_client import TOKENIZER, rollout
+
+TWO = {"gcd": {"kind": "gcd", "weight": 3}, "numbers": {"kind": "countdown", "args": {"numbers": 3}}}
+
+
+def mixture(environments=TWO, seed=0):
+    return make_environment("mixture", {"environments": environments}, TOKENIZER, seed)
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ([1], [1]),
+        ([3, 1], [3, 1]),
+        ([2, 2], [1, 1]),
+        ([0.7, 0.3], [7, 3]),
+        ([0.5, 0.25, 0.25], [2, 1, 1]),
+        ([1, 0.01], [100, 1]),
+    ],
+)
+def test_weights_in_whole_numbers(weights, counts):
+    assert whole_weights(weights) == counts
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4))
+def test_turns_are_spread_evenly(counts):
+    places = spread(counts)
+    for part, count in enumerate(counts):
+        turns = [position for position, place in enumerate(places) if place.part == part]
+        assert [places[position].rank for position in turns] == list(range(count))
+        ideal = len(places) / count
+        assert all(abs((b - a) - ideal) <= len(counts) for a, b in pairwise(turns))
+
+
+def test_shares_are_exact_and_no_environment_skips_a_problem():
+    environment, inner = (
+        mixture(),
+        {name: make_environment(part["kind"], part.get("args", {}), TOKENIZER, 0) for name, part in TWO.items()},
+    )
+    problems = [environment.problem(index) for index in range(40)]
+    for start in range(0, 40, 4):
+        shares = Counter(problem.payload["environment"] for problem in problems[start : start + 4])
+        assert shares == {"gcd": 3, "numbers": 1}
+    for name, count in (("gcd", 30), ("numbers", 10)):
+        seen = {problem.id for problem in problems if problem.payload["environment"] == name}
+        assert seen == {f"{name}/{inner[name].problem(index).id}" for index in range(count)}
+
+
+def test_a_problem_depends_on_index_and_seed_only():
+    one, again, other = mixture(seed=1), mixture(seed=1), mixture(seed=2)
+    problems = [one.problem(index) for index in range(40)]
+    assert [again.problem(index) for index in reversed(range(40))] == problems[::-1]
+    orders = [[it.problem(index).payload["environment"] for index in range(40)] for it in (one, other)]
+    assert orders[0] != orders[1]
+
+
+def test_held_out_problems_come_from_each_in_proportion():
+    held_out = mixture().held_out(40)
+    assert Counter(problem.payload["environment"] for problem in held_out) == {"gcd": 30, "numbers": 10}
+    assert len({problem.id for problem in held_out}) == len(held_out)
+    assert mixture(seed=9).held_out(10) == held_out[:10]
+    short = mixture({"guess": {"kind": "guess_number", "args": {"highest": 20}}, "gcd": {"kind": "gcd"}})
+    assert Counter(problem.payload["environment"] for problem in short.held_out(20)) == {"guess": 2, "gcd": 18}
+    only = mixture({"guess": {"kind": "guess_number", "args": {"highest": 20}}})
+    assert len(only.held_out(20)) == 2
+
+
+def test_metrics_have_the_name_of_their_environment():
+    environment = mixture({"guess": {"kind": "guess_number"}, "gcd": {"kind": "gcd"}})
+    problems = {problem.payload["environment"]: problem for problem in map(environment.problem, range(2))}
+    number = problems["guess"].payload["problem"]["number"]
+    found = rollout(environment, problems["guess"], "0", str(number))
+    assert found.reward == 0.5
+    assert found.metrics == {"guess/reward": 0.5, "guess/guesses": 2}
+    answer = problems["gcd"].payload["problem"]["answer"]
+    assert rollout(environment, problems["gcd"], f">{answer:02d}").metrics == {"gcd/reward": 1.0}
+
+
+def test_a_mixture_of_mixtures():
+    environment = mixture({"inner": {"kind": "mixture", "args": {"environments": TWO}}})
+    problem = environment.problem(0)
+    name = problem.payload["problem"]["environment"]
+    assert problem.id.startswith(f"inner/{name}/")
+    assert set(rollout(environment, problem, "").metrics) == {"inner/reward", f"inner/{name}/reward"}
+
+
+@pytest.mark.parametrize(
+    ("environments", "complaint"),
+    [
+        ({}, r"environments is {}: expected `object` of length >= 1"),
+        ([], "expected `object`, got `list`"),
+        ({"a": "gcd"}, r"environments\[\.\.\.\]: expected `object`, got `str`"),
+        ({"a": {"args": {}}}, "missing required field `kind`"),
+        ({"a": {"kind": "gcd", "wieght": 2}}, "unknown field `wieght`"),
+        ({"a": {"kind": "gcd", "weight": "2"}}, r"environments\[\.\.\.\]\.weight: expected .*, got `str`"),
+        ({"a": {"kind": "gcd", "weight": 0}}, r"must be greater than 0, but are \[0\]"),
+        ({"a": {"kind": "gcd", "weight": float("nan")}}, "must be greater than 0"),
+        ({"a": {"kind": "gcd", "weight": 0.33333}, "b": {"kind": "gcd"}}, "round them"),
+        ({"a": {"kind": "gcd", "weight": 1e-300}, "b": {"kind": "gcd"}}, "round them"),
+        ({"a/b": {"kind": "gcd"}}, "'a/b' can't be a name"),
+        (
+            {"a": {"kind": "gdc"}},
+            r"environment\.args\.environments\.a: environment\.kind 'gdc' is unknown\. Did you mean 'gcd'",
+        ),
+        (
+            {"a": {"kind": "math", "args": {"path": "no.jsonl", "judge": "numbers"}}},
+            r"environments\.a: can't read no\.jsonl",
+        ),
+    ],
+)
+def test_a_mixture_that_can_not_be_built(environments, complaint):
+    with pytest.raises(EnvironmentSetupError, match=complaint) as caught:
+        mixture(environments)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,126 @@
+"""Tasks of reasoning-gym, with the real package."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.environments import make_environment
+from pipelinerl.environments.adapters.reasoning_gym import make_tasks, marked_answer, runs_answers, score
+from pipelinerl.environments.single_turn import is_held_out
+from pipelinerl.errors import EnvironmentSetupError, RolloutError
+from tests.unit.environments.env_client import TOKENIZER, rollout
+
+SUMS = {"task": "chain_sum", "args": {"min_terms": 2, "max_terms": 2, "max_digits": 2}}
+
+
+def made(seed=0, **args):
+    return make_environment("reasoning_gym", args, TOKENIZER, seed)
+
+
+@pytest.fixture(scope="module")
+def sums():
+    return made(**SUMS, format_reward=0.1)
+
+
+def test_an_answer_is_worth_what_the_task_says(sums):
+    problem = sums.problem(3)
+    right = problem.payload["answer"]
+    outcomes = [
+        rollout(sums, problem, text)
+        for text in (
+            f"so <answer> {right} </answer>",
+            f"it is {right}",
+            "<answer>no</answer>",
+            f"<answer>x</answer> {right}",
+            "",
+        )
+    ]
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 0.1, 0.1, 0.0]
+    assert [outcome.metrics["marked"] for outcome in outcomes] == [1, 0, 1, 1, 0]
+    assert outcomes[0].metrics == {"score": 1.0, "marked": 1.0, "score_failed": 0.0}
+
+
+def test_without_marks_the_whole_completion_is_the_answer():
+    environment = made(**SUMS, marked=False, text="{question}")
+    problem = environment.problem(0)
+    assert rollout(environment, problem, f" {problem.payload['answer']}").reward == 1.0
+    assert rollout(environment, problem, f"<answer>{problem.payload['answer']}</answer>").reward < 1.0
+    assert environment.prompt(problem) == problem.payload["question"]
+
+
+def test_problems_are_a_function_of_seed_and_index(sums):
+    again, other = made(**SUMS), made(seed=1, **SUMS)
+    indices = [0, 7, 499, 500, 12345]
+    problems = [sums.problem(index) for index in indices]
+    assert problems == [again.problem(index) for index in reversed(indices)][::-1]
+    assert len({problem.id for problem in problems}) == len(indices)
+    assert problems != [other.problem(index) for index in indices]
+    assert sums.held_out(20) == other.held_out(20)
+
+
+def test_what_is_held_out_is_never_trained_on(sums):
+    held_out = sums.held_out(200)
+    questions = {problem.payload["question"] for problem in held_out}
+    assert len(questions) == len(held_out) == 200
+    assert all(is_held_out(question) for question in questions)
+    assert not any(is_held_out(sums.problem(index).payload["question"]) for index in range(300))
+
+
+def test_a_task_with_fewer_entries_than_a_chunk_can_be_used():
+    environment = made(task="gsm_symbolic")
+    assert [environment.problem(index).payload["question"] for index in (0, 300, 499)]
+
+
+def test_an_answer_that_takes_too_long_scores_nothing(monkeypatch, sums):
+    async def slow(name, *arguments):
+        raise TimeoutError(f"{name}: it took longer than 5 s; its process was ended")
+
+    monkeypatch.setattr(sums._pool, "call", slow)
+    outcome = rollout(sums, sums.problem(0), "<answer>1</answer>")
+    assert outcome.reward == 0.1  # for its marks
+    assert outcome.metrics["score_failed"] == 1
+
+
+def test_tasks_that_run_answers_are_refused_unless_asked_for():
+    assert not runs_answers(make_tasks("chain_sum", {}, 0))
+    for task in ("puzzle24", "spiral_matrix", "simple_integration"):
+        assert runs_answers(make_tasks(task, {}, 0))
+    with pytest.raises(EnvironmentSetupError, match=r"countdown .* evaluates .* set environment.args.runs_answers"):
+        made(task="countdown")
+    environment = made(task="binary_matrix", runs_answers=True)
+    problem = environment.problem(0)
+    assert rollout(environment, problem, f"<answer>{problem.payload['answer']}</answer>").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"task": "chain_sums"}, r"'chain_sums' is not in reasoning-gym\. Did you mean chain_sum"),
+        ({"task": "chain_sum", "args": {"terms": 2}}, r"has no terms; it has allow_negation, max_digits"),
+        (
+            {"task": "chain_sum", "args": {"min_terms": 5, "max_terms": 2}},
+            r"args don't fit chain_sum .*: max_terms",
+        ),
+        ({"task": "chain_sum", "args": {"min_terms": "two"}}, r"args don't fit chain_sum of reasoning-gym"),
+        ({"task": "chain_sum", "text": "none"}, r"\{question\}"),
+        ({"task": "chain_sum", "chat": True}, "no chat template"),
+        ({"task": "chain_sum", "format_reward": 1}, "format_reward is 1"),
+        ({"task": "composite"}, "args don't fit composite"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(args, message):
+    with pytest.raises(EnvironmentSetupError, match=message) as raised:
+        made(**args)
+    assert "\n" not in str(raised.value)
+
+
+def test_problems_that_differ_from_process_to_process_are_noticed():
+    entry = {"seed": 1, "index": 0, "question": "another?"}
+    with pytest.raises(RolloutError, match="PYTHONHASHSEED=0"):
+        score({"name": "chain_sum", "args": {}}, entry, "1")
+
+
+def test_the_mark_is_the_last_one():
+    assert marked_answer("<answer>1</answer> no: <answer>\n2 </answer>.") == "2"
+    assert marked_answer("<answer>1") is None
+    assert marked_answer("<answer></answer>") == ""

@@ -1,0 +1,651 @@
+"""Environments of the real package `verifiers`, each kind played: what the model is given, what becomes of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.actor.client import EngineClient, RolloutClient
+from pipelinerl.actor.deadline import CodeAlarm
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
+from pipelinerl.environments import make_environment
+from pipelinerl.errors import (
+    EnvironmentSetupError,
+    MissingDependencyError,
+    PromptTooLongError,
+    RequestError,
+    RolloutError,
+)
+from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.types import Rollout, SamplingParams
+from tests.unit.chat_parts import STRIPS_THOUGHTS, SamplingClient, make_tokenizer
+from tests.unit.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.slow  # for what verifiers imports
+pytest.importorskip("verifiers")
+
+TOKENIZER = make_tokenizer()
+SUMS = 'Dataset.from_list([{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)])'
+HEAD = """
+import asyncio, threading
+import verifiers as vf
+from datasets import Dataset
+
+def sums():
+    return SUMS
+
+def right(completion, answer, parser):
+    return float(parser.parse_answer(completion) == answer)
+""".replace("SUMS", SUMS)
+
+SINGLE = """
+def load_environment(system="Be brief.", **more):
+    parser = vf.XMLParser(["answer"])
+    rubric = vf.Rubric(funcs=[right, parser.get_format_reward_func()], weights=[1.0, 0.5], parser=parser)
+    return vf.SingleTurnEnv(dataset=sums(), system_prompt=system, parser=parser, rubric=rubric,
+                            sampling_args={"max_tokens": 1, "temperature": 0.0}, **more)
+"""
+
+MULTI = """
+class Guess(vf.MultiTurnEnv):
+    async def setup_state(self, state):
+        state["guesses"] = []
+
+    async def env_response(self, messages, state, **_):
+        state["guesses"].append(messages[-1].content)
+        if messages[-1].content == state["answer"]:
+            state["final_env_response"] = [vf.types.UserMessage(content="Right.")]
+            return state["final_env_response"]
+        return [{"role": "user", "content": "No."}]
+
+def found(state):
+    return float(state["final_env_response"] is not None)
+
+async def guesses(state):
+    return len(state["guesses"])
+
+def load_environment(max_turns=5):
+    rubric = vf.Rubric(funcs=[found])
+    rubric.add_metric(guesses)
+    return Guess(dataset=sums(), max_turns=max_turns, rubric=rubric)
+"""
+
+TOOLS = """
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+def load_environment(**more):
+    def says(completion, answer):
+        return float(answer in completion[-1].content)
+    return vf.ToolEnv(dataset=sums(), tools=[add], max_turns=3, rubric=vf.Rubric(funcs=[says]), **more)
+"""
+
+STATEFUL = """
+class Counter(vf.StatefulToolEnv):
+    async def setup_state(self, state):
+        state["counted"] = []
+
+    def update_tool_args(self, tool_name, tool_args, messages, state, **_):
+        return {**tool_args, "counted": state["counted"]}
+
+async def count(by: int, counted: list) -> int:
+    "Count on."
+    counted.append(by)
+    return sum(counted)
+
+def load_environment():
+    def total(state):
+        return sum(state["counted"])
+    env = Counter(dataset=sums(), max_turns=4, rubric=vf.Rubric(funcs=[total]))
+    env.add_tool(count, args_to_skip=["counted"])
+    return env
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Makes the environment of a file with this code."""
+
+    def make(code: str, tokenizer: Any = TOKENIZER, seed: int = 0, **arguments: Any) -> Any:
+        path = tmp_path / f"file{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(HEAD + textwrap.dedent(code))
+        return make_environment("verifiers", {"load": f"{path}:load_environment", **arguments}, tokenizer, seed)
+
+    return make
+
+
+def play(environment: Any, *texts: str, tokenizer: Any = TOKENIZER, problem: Any = None) -> tuple[Rollout, list[str]]:
+    """A rollout in which the model says these things, and the prompts that it was given."""
+    client = SamplingClient.saying(tokenizer, *texts)
+    rollout = asyncio.run(environment.rollout(environment.problem(0) if problem is None else problem, client))
+    assert [(turn.prompt_ids, turn.completion) for turn in rollout.turns] == list(
+        zip(client.prompts, client.completions, strict=True)
+    )
+    return rollout, [tokenizer.decode(ids) for ids in client.prompts]
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {msgspec.json.encode(arguments).decode()}}}\n</tool_call>'
+
+
+def asked(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+# ------------------------------------------------------------------------------------------------------ the kinds
+
+
+def test_single_turn(load) -> None:
+    environment = load(SINGLE, args={"system": "Think."})
+    problem = environment.problem(0)
+    answer = problem.payload["answer"]
+    right, (prompt,) = play(environment, f"<answer>{answer}</answer>")
+    assert prompt == "<|im_start|>system\nThink.<|im_end|>\n" + asked(problem.payload["question"])
+    assert right.reward == pytest.approx(1.5)
+    assert right.metrics["right"] == right.metrics["format_reward_func"] == right.metrics["num_turns"] == 1.0
+    assert right.metrics["reward_errors"] == right.metrics["prompt_too_long"] == 0.0
+    assert right.turns[0].text == f"<answer>{answer}</answer>"  # whatever `max_tokens` the environment has
+
+    plain, _ = play(environment, answer)
+    assert plain.reward < 0.5
+    nothing, _ = play(environment, "")
+    assert nothing.turns[0].completion.token_ids == (TOKENIZER.eos_token_id,)
+    assert nothing.metrics["right"] == 0.0
+
+
+def test_turns_continue_by_ids_until_the_environment_ends_it(load) -> None:
+    environment = load(MULTI)
+    answer = environment.problem(0).payload["answer"]
+    rollout, prompts = play(environment, "  7", "seven", answer)
+    assert prompts[1] == prompts[0] + "  7<|im_end|>\n" + asked("No.")
+    assert (rollout.reward, rollout.metrics["guesses"], rollout.metrics["num_turns"]) == (1.0, 3.0, 3.0)
+    joined = join_turns(rollout.turns)
+    (segment,) = joined.segments
+    assert [TOKENIZER.decode(segment.token_ids[start:end]) for start, end in segment.sampled] == [
+        f"{text}<|im_end|>" for text in ("  7", "seven", answer)
+    ]
+    lost, _ = play(load(MULTI, args={"max_turns": 2}), "1", "1")
+    assert (lost.reward, len(lost.turns)) == (0.0, 2)
+
+
+def test_what_was_sampled_is_never_encoded_again(load) -> None:
+    odd = [*TOKENIZER.encode("a"), *TOKENIZER.encode("d"), *TOKENIZER.encode("d"), TOKENIZER.eos_token_id]
+    assert TOKENIZER.encode("add") != odd[:3]
+    client = SamplingClient(TOKENIZER, lambda _: odd)
+    environment = load(MULTI, args={"max_turns": 3})
+    rollout = asyncio.run(environment.rollout(environment.problem(0), client))
+    (segment,) = join_turns(rollout.turns).segments
+    assert [list(segment.token_ids[start:end]) for start, end in segment.sampled] == [odd] * 3
+
+
+def test_an_answer_that_is_cut_off_is_continued_as_it_is(load) -> None:
+    ids = TOKENIZER.encode("and so on")
+    client = SamplingClient(TOKENIZER, lambda _: ids)
+    environment = load(MULTI, args={"max_turns": 2})
+    rollout = asyncio.run(environment.rollout(environment.problem(0), client))
+    assert [turn.completion.finish_reason for turn in rollout.turns] == ["length"] * 2
+    assert list(rollout.turns[1].prompt_ids[len(rollout.turns[0].prompt_ids) :][: len(ids)]) == ids
+
+
+def test_a_template_that_rewrites_history_starts_a_new_segment(load) -> None:
+    tokenizer = make_tokenizer(template=STRIPS_THOUGHTS)
+    environment = load(MULTI, tokenizer, args={"max_turns": 2})
+    rollout, _ = play(environment, "<think>hm</think>\n\n1", "2", tokenizer=tokenizer)
+    assert len(join_turns(rollout.turns).segments) == 2
+    assert rollout.metrics["rewritten_history"] == 1.0
+
+
+def test_options_reach_the_template(load) -> None:
+    template = "{% if brief %}Be brief.\n{% endif %}" + TOKENIZER.chat_template
+    tokenizer = make_tokenizer(template=template)
+    _, (prompt,) = play(load(SINGLE, tokenizer, template={"brief": True}), "4", tokenizer=tokenizer)
+    assert prompt.startswith("Be brief.\n")
+
+
+def test_tools_are_shown_called_and_counted(load) -> None:
+    environment = load(TOOLS)
+    n = int(environment.problem(0).payload["answer"]) // 2
+    rollout, prompts = play(environment, "Well. " + call("add", a=n, b=n), f"It is {2 * n}.")
+    assert '"name": "add"' in prompts[0]
+    assert "Add two numbers." in prompts[0]
+    assert "strict" not in prompts[0]
+    assert prompts[1].startswith(prompts[0] + "Well. " + call("add", a=n, b=n) + "<|im_end|>")
+    assert f"<|im_start|>tool\n{2 * n}<|im_end|>" in prompts[1]
+    assert rollout.reward == 1.0
+    assert rollout.metrics["add_calls"] == rollout.metrics["total_tool_calls"] == 1.0
+    assert len(join_turns(rollout.turns).segments) == 1
+
+
+def test_the_environment_sees_ids_and_log_probabilities(load) -> None:
+    environment = load("""
+    def sampled(state):
+        (step,) = state["trajectory"]
+        return len(step["tokens"]["completion_ids"]) + sum(step["tokens"]["completion_logprobs"])
+
+    def load_environment():
+        return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[sampled]))
+    """)
+    rollout, _ = play(environment, "It is 4.")
+    assert rollout.reward == len(rollout.turns[0].completion.token_ids) / 2  # each has a log-probability of -0.5
+
+
+def test_the_example_works() -> None:
+    spec = f"{Path(__file__).parents[3] / 'examples' / 'verifiers_env.py'}:load_environment"
+    environment = make_environment("verifiers", {"load": spec, "args": {"problems": 10}}, TOKENIZER, 0)
+    problem = environment.held_out(100)[99]
+    a, b, c, d = map(int, re.findall(r"\d+", problem.payload["question"]))
+    said = [call("multiply", a=a, b=b) + call("multiply", a=c, b=d), call("add", a=a * b, b=c * d)]
+    rollout, prompts = play(environment, *said, f"<answer>{a * b + c * d}</answer>", problem=problem)
+    assert f"tool\n{a * b + c * d}<|im_end|>" in prompts[2]
+    assert rollout.metrics["right"] == 1.0
+    assert rollout.metrics["total_tool_calls"] == 3.0
+
+
+def test_calls_that_go_wrong_are_answered_by_the_environment(load) -> None:
+    two = call("add", a=1) + call("nothing", a=1)
+    rollout, prompts = play(load(TOOLS), two, "<tool_call>{add}</tool_call>")
+    results = prompts[1].split("<|im_start|>tool\n")[1:]
+    assert "missing 1 required positional argument" in results[0]
+    assert "nothing" in results[1]
+    assert len(rollout.turns) == 2  # what is no call ends it, as an answer
+    assert rollout.metrics["malformed_tool_calls"] == 1.0
+
+
+def test_tools_with_state(load) -> None:
+    environment = load(STATEFUL)
+    rollout, prompts = play(environment, call("count", by=2), call("count", by=3), "Done.")
+    assert "counted" not in prompts[0]
+    assert prompts[2].endswith("<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
+    assert rollout.reward == 5.0
+
+
+def test_a_group_of_environments(load) -> None:
+    environment = load(
+        SINGLE.replace("load_environment", "single")
+        + MULTI.replace("load_environment", "multi")
+        + "def load_environment():\n    return vf.EnvGroup([single(), multi(1)], env_names=['single', 'multi'])\n"
+    )
+    problems = {problem.payload["info"]["env_id"]: problem for problem in map(environment.problem, range(36))}
+    for name, metric in (("single", "right"), ("multi", "found")):
+        answer = problems[name].payload["answer"]
+        rollout, _ = play(environment, f"<answer>{answer}</answer>", problem=problems[name])
+        assert metric in rollout.metrics
+        assert "reward_errors" in rollout.metrics
+
+
+def test_a_plain_text_is_continued_where_there_is_no_template(load) -> None:
+    code = """
+    def load_environment():
+        rows = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20)]
+        return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))
+    """
+    bare = make_tokenizer(template=None)
+    environment = load(code, bare)
+    problem = environment.problem(0)
+    rollout, prompts = play(environment, problem.payload["answer"], tokenizer=bare)
+    assert prompts == [problem.payload["prompt"]]
+    assert rollout.reward == 1.0
+    _, prompts = play(load(code), "1")
+    assert prompts == [asked(problem.payload["prompt"])]
+
+
+# ------------------------------------------------------------------------------------------------------ problems
+
+
+def test_problems_are_a_function_of_index_and_seed(load) -> None:
+    first, same, other = load(SINGLE, seed=1), load(SINGLE, seed=1), load(SINGLE, seed=2)
+    rows = [[environment.problem(index).payload for index in range(40)] for environment in (first, same, other)]
+    assert rows[0] == rows[1] != rows[2]
+    questions = [row["question"] for row in rows[0]]
+    assert len(set(questions[:18])) == 18  # 2 of 20 are held out
+    assert sorted(questions[18:36]) == sorted(questions[:18])
+    msgspec.json.encode(first.problem(0))
+
+
+def test_a_share_is_held_out_where_there_is_nothing_to_evaluate_on(load) -> None:
+    environment, other = load(SINGLE, held_out=0.25), load(SINGLE, held_out=0.25, seed=5)
+    held_out = {problem.payload["question"] for problem in environment.held_out(100)}
+    assert len(held_out) == 5
+    assert {problem.payload["question"] for problem in other.held_out(100)} == held_out
+    assert held_out.isdisjoint(environment.problem(index).payload["question"] for index in range(30))
+    assert len(environment.held_out(3)) == 3
+    assert load(SINGLE, held_out=0.0).held_out(10) == []
+
+
+EVALUATED = """
+def load_environment(rows):
+    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "source": "test"} for n in rows]
+    return vf.SingleTurnEnv(dataset=sums(), eval_dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))
+"""
+
+
+def test_evaluation_rows_are_never_trained_on(load) -> None:
+    environment = load(EVALUATED, args={"rows": [3, 50, 4]})
+    held_out = [problem.payload["question"] for problem in environment.held_out(10)]
+    assert held_out == [f"What is {n} + {n}?" for n in (3, 50, 4)]
+    seen = {environment.problem(index).payload["question"] for index in range(18)}
+    assert len(seen) == 18
+    assert seen.isdisjoint(held_out)
+    with pytest.raises(EnvironmentSetupError, match="all 20 rows of the dataset of file1 are also in its eval_dataset"):
+        load(EVALUATED, args={"rows": list(range(20))})
+
+
+# ------------------------------------------------------------------------------------------------------ rewards
+
+RAISES = """
+def brittle(completion):
+    return float(completion[-1].content)
+
+def load_environment():
+    return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[brittle]))
+"""
+
+
+def test_a_reward_that_raises_is_worth_0_and_noted_or_costs_the_rollout(load) -> None:
+    environment, strict = load(RAISES), load(RAISES, drop_raised=True)
+    rollout, _ = play(environment, "x")
+    assert (rollout.reward, rollout.metrics["reward_errors"]) == (0.0, 1.0)
+    rollout, _ = play(environment, "3")
+    assert (rollout.reward, rollout.metrics["reward_errors"]) == (3.0, 0.0)
+    with pytest.raises(RolloutError, match="reward function brittle raised ValueError: could not convert"):
+        play(strict, "x")
+    assert play(strict, "3")[0].reward == 3.0
+
+
+def test_errors_are_noted_for_their_own_rollout(load) -> None:
+    environment = load(RAISES)
+
+    async def main() -> list[Rollout]:
+        clients = [SamplingClient.saying(TOKENIZER, text) for text in ("1", "x", "2", "y")]
+        return await asyncio.gather(*(environment.rollout(environment.problem(0), client) for client in clients))
+
+    assert [rollout.metrics["reward_errors"] for rollout in asyncio.run(main())] == [0.0, 1.0, 0.0, 1.0]
+
+
+WHERE = """
+def in_main():
+    return float(threading.current_thread() is threading.main_thread())
+
+async def coroutine():
+    return in_main()
+
+def load_environment():
+    return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[in_main, coroutine]))
+"""
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_only_reward_functions_that_do_not_await_run_in_threads(load, threads) -> None:
+    rollout, _ = play(load(WHERE, threads=threads), "4")
+    assert (rollout.metrics["in_main"], rollout.metrics["coroutine"]) == (float(not threads), 1.0)
+
+
+def test_a_slow_reward_keeps_nothing_waiting(load) -> None:
+    """The first one's reward waits for what the second one's does: on the loop's own thread it would wait for ever."""
+    environment = load("""
+    done = threading.Event()
+
+    def waits(completion):
+        if completion[-1].content == "first":
+            return float(done.wait(60))
+        done.set()
+        return 2.0
+
+    def load_environment():
+        return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[waits]))
+    """)
+
+    async def main() -> list[Rollout]:
+        clients = [SamplingClient.saying(TOKENIZER, text) for text in ("first", "second")]
+        return await asyncio.gather(*(environment.rollout(environment.problem(0), client) for client in clients))
+
+    assert [rollout.reward for rollout in asyncio.run(main())] == [1.0, 2.0]
+
+
+def test_a_reward_that_needs_the_main_thread_says_so(load) -> None:
+    code = """
+    import signal
+
+    def alarmed():
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return 1.0
+
+    def load_environment():
+        return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[alarmed]))
+    """
+    with pytest.raises(RolloutError, match=r"main thread .* \(set environment.args.threads to false\)"):
+        play(load(code), "4")
+    assert play(load(code, threads=False), "4")[0].reward == 1.0
+
+
+JUDGED = """
+import openai
+
+def load_environment(url, **options):
+    client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) if url else None
+    rubric = vf.JudgeRubric(judge_client=client)
+
+    async def judged(judge, prompt, completion, answer):
+        return float("yes" in await judge(prompt, completion, answer))
+
+    rubric.add_reward_func(judged)
+    return vf.SingleTurnEnv(dataset=sums(), rubric=rubric)
+"""
+
+
+def test_a_judge_is_asked_and_an_absent_one_costs_no_more_than_is_wanted(load, monkeypatch) -> None:
+    asked_for: list[str] = []
+
+    async def judge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        (length,) = re.findall(r"(?i)content-length: (\d+)", head)
+        asked_for.append((await reader.readexactly(int(length))).decode())
+        message = {"role": "assistant", "content": "yes" if "It is 4." in asked_for[-1] else "no"}
+        body = msgspec.json.encode({"id": "1", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+        answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
+        writer.write(answer % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    async def main() -> list[float]:
+        server = await asyncio.start_server(judge, "127.0.0.1", 0)
+        async with server:
+            environment = load(JUDGED, args={"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"})
+            clients = [SamplingClient.saying(TOKENIZER, text) for text in ("It is 4.", "It is 5.")]
+            return [(await environment.rollout(environment.problem(0), client)).reward for client in clients]
+
+    assert asyncio.run(main()) == [1.0, 0.0]
+    assert len(asked_for) == 2
+
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    rollout, _ = play(load(JUDGED, args={"url": nobody}), "It is 4.")
+    assert (rollout.reward, rollout.metrics["reward_errors"]) == (0.0, 1.0)
+    with pytest.raises(RolloutError, match="judged raised RuntimeError"):
+        play(load(JUDGED, args={"url": nobody}, drop_raised=True), "It is 4.")
+
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(EnvironmentSetupError, match=r"can't be loaded: .*, line .*OpenAIError"):
+        load(JUDGED, args={"url": ""})
+
+
+def test_a_rubric_without_functions_beside_others_is_worth_0(load) -> None:
+    environment = load("""
+    def load_environment():
+        env = vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric())
+        env.add_rubric(vf.Rubric(funcs=[right]))
+        return env
+    """)
+    assert play(environment, environment.problem(0).payload["answer"])[0].reward == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------ failures
+
+
+class Failing(SamplingClient):
+    """Raises `error` at the call after these texts."""
+
+    def __init__(self, error: Exception, *texts: str) -> None:
+        super().__init__(TOKENIZER, SamplingClient.saying(TOKENIZER, *texts)._script)
+        self._error, self._left = error, len(texts)
+
+    async def generate(self, prompt_ids: Any, *, max_tokens: int | None = None) -> Any:
+        if len(self.completions) == self._left:
+            raise self._error
+        return await super().generate(prompt_ids, max_tokens=max_tokens)
+
+
+def test_what_a_call_of_the_model_raises_comes_out(load) -> None:
+    environment = load(MULTI)
+    for error in (PromptTooLongError("no room"), RequestError("no engine")):
+        with pytest.raises(type(error), match=str(error)):
+            asyncio.run(environment.rollout(environment.problem(0), Failing(error)))
+    with pytest.raises(RequestError, match="no engine"):
+        asyncio.run(environment.rollout(environment.problem(0), Failing(RequestError("no engine"), "1")))
+
+
+def test_a_later_prompt_that_is_too_long_ends_the_rollout_and_it_is_scored(load) -> None:
+    environment = load(MULTI)
+    client = Failing(PromptTooLongError("no room"), "1", "2")
+    rollout = asyncio.run(environment.rollout(environment.problem(0), client))
+    assert (len(rollout.turns), rollout.reward, rollout.metrics["prompt_too_long"]) == (2, 0.0, 1.0)
+
+
+def test_errors_of_the_environment_cost_the_rollout(load) -> None:
+    stops = TOOLS.replace("max_turns=3", "max_turns=3, stop_errors=[TypeError]")
+    with pytest.raises(RolloutError, match=r"environment file0 ended with ToolCallError\(\) -> TypeError"):
+        play(load(stops), call("add", a=1))
+    raises = MULTI.replace('state["guesses"].append', 'state["nothing"].append')
+    environment = load(raises)
+    with pytest.raises(KeyError, match="nothing"):
+        play(environment, "1")
+
+
+def test_code_of_the_environment_that_never_yields_costs_the_rollout(load) -> None:
+    environment = load(MULTI.replace('return [{"role": "user", "content": "No."}]', "while True: pass"))
+    engine = ScriptedEngine(lambda _: TOKENIZER.encode("x<|im_end|>"))
+
+    async def main() -> Any:
+        client = EngineClient(engine)
+        sampling = SamplingParams(max_tokens=9, stop_token_ids=(TOKENIZER.eos_token_id,))
+        view = RolloutClient(client, TOKENIZER, sampling, name="g0.a0", seed=0)
+        limits = TimeLimits(60.0, CodeAlarm(2.0))
+        attempted = asyncio.create_task(attempt(environment, environment.problem(0), view, limits))
+        while not attempted.done():
+            await client.step()
+            await asyncio.sleep(0)
+        return attempted.result()
+
+    failure = asyncio.run(main())
+    assert isinstance(failure, Failure)
+    assert failure.reason == "timeout"
+    assert failure.message.startswith("the code ran for 2 s without yielding, in Guess.env_response (")
+
+
+def test_a_rollout_that_is_cancelled_takes_its_request_with_it(load) -> None:
+    environment = load(MULTI)
+    cancelled = []
+
+    class Waiting(SamplingClient):
+        async def generate(self, prompt_ids: Any, *, max_tokens: int | None = None) -> Any:
+            try:
+                asked.set()
+                await asyncio.Event().wait()
+            finally:
+                cancelled.append(prompt_ids)
+
+    asked = asyncio.Event()
+
+    async def main() -> None:
+        task = asyncio.create_task(environment.rollout(environment.problem(0), Waiting(TOKENIZER, lambda _: [])))
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert len(cancelled) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ setting up
+
+
+def test_an_installed_environment_is_found_by_its_name(tmp_path, monkeypatch) -> None:
+    (tmp_path / "very_own_sums.py").write_text(HEAD + SINGLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = make_environment("verifiers", {"environment": "someone/very-own-sums"}, TOKENIZER, 0)
+    assert environment.problem(0).id.startswith("someone/very-own-sums/")
+    assert play(environment, "1")[1][0].startswith("<|im_start|>system\nBe brief.")
+
+
+def test_loading_leaves_signal_handlers_alone(load) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    load(SINGLE)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+GROUP = """
+def relative(completions):
+    return [1.0 for _ in completions]
+
+def load_environment():
+    return vf.EnvGroup([vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[right, relative]))])
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "message"),
+    [
+        (SINGLE, {"tokenizer": make_tokenizer(template=None)}, "prompts .* no chat template"),
+        (SINGLE.replace(", **more", ""), {"args": {"sistem": ""}}, "args don't fit environment file0: .*sistem.* takes"),
+        (SINGLE, {"args": 3}, "environment.args.args is 3: expected `object"),
+        (SINGLE, {"held_out": 1}, "held_out is 1: expected `float` < 1"),
+        (SINGLE, {"threads": "no"}, "environment.args.threads is 'no': expected `bool`"),
+        (SINGLE, {"environment": "gsm8k"}, "either `environment`.*or `load`"),
+        (SINGLE, {"load": "", "environment": "no-such-env"}, "'no-such-env' is not installed .*no module no_such_env"),
+        (SINGLE, {"load": "nowhere.py:load_environment"}, "there is no file .*nowhere.py"),
+        (SINGLE.replace("load_environment", "load_env"), {}, "no function 'load_environment'; it has .*load_env"),
+        ("def load_environment():\n    return 3", {}, "returned a int, not a verifiers.Environment"),
+        ("def load_environment():\n    return {}['x']", {}, "file0 can't be loaded: file0.py, line 12: KeyError: 'x'"),
+        (
+            "def load_environment():\n    return vf.SingleTurnEnv(dataset=lambda: 1 / 0, rubric=vf.Rubric(funcs=[right]))",
+            {},
+            "data of environment file0 can't be loaded: file0.py, line 12: ZeroDivisionError",
+        ),
+        (
+            "def load_environment():\n    return vf.SingleTurnEnv(eval_dataset=sums(), rubric=vf.Rubric(funcs=[right]))",
+            {},
+            "environment file0 has no dataset to train on",
+        ),
+        ("def load_environment():\n    return vf.SingleTurnEnv(dataset=sums())", {}, "no reward function with a weight"),
+        (GROUP, {}, "reward functions of whole groups"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_used_is_one_line(load, code, arguments, message) -> None:
+    with pytest.raises(EnvironmentSetupError, match=message) as raised:
+        load(code, **arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_package_is_named(monkeypatch, load) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "verifiers" else found(name, *rest))
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[verifiers\]'"):
+        load(SINGLE)
+
+
+def test_verifiers_is_imported_only_when_it_is_used() -> None:
+    code = "import sys, pipelinerl.environments.adapters.verifiers; sys.exit('verifiers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

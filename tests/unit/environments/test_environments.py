@@ -1,0 +1,487 @@
+"""The built-in tasks, tasks of one's own, and what a user can get wrong about them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.actor.client import EngineClient, RolloutClient
+from pipelinerl.actor.rollouts import check_rollout
+from pipelinerl.config import load_config
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.environments import SingleTurn, make_environment
+from pipelinerl.environments.prompts import encode_prompt, encode_reply, text_decoder
+from pipelinerl.environments.tasks.gcd import Gcd, GcdProblem, draw_problem, subtract_once
+from pipelinerl.environments.tasks.guess_number import GuessNumber, guess_in
+from pipelinerl.environments.user.code import find_function
+from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.types import Problem, SamplingParams
+from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
+
+TOKENIZER = CharTokenizer()
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+class ChatTokenizer(CharTokenizer):
+    """A chat in which `<` and `>` mark turns and token 0 ends the model's: <u:hi>\\n<a:hello\\0\\n<u:..."""
+
+    chat_template = "there is one"
+
+    def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt, **options):
+        text = "S" + "".join(f"<{m['role'][0]}:{m['content']}{chr(STOP)}\n" for m in conversation)
+        text += "<a:" if add_generation_prompt else ""
+        return {"input_ids": self.encode(text), "attention_mask": []} if tokenize else text
+
+
+def play(environment, problem, answers, tokenizer=TOKENIZER):
+    """One rollout with a model that gives `answers` in turn; also what went into the model."""
+    engine = ScriptedEngine(lambda r: answers[len(engine.requests) - 1], max_length=100_000)
+
+    async def main():
+        client = EngineClient(engine)
+        view = RolloutClient(client, tokenizer, SamplingParams(max_tokens=500, stop_token_ids=(STOP,)), name="g0.a0", seed=0)
+        task = asyncio.create_task(environment.rollout(problem, view))
+        while not task.done():
+            await asyncio.sleep(0)
+            await client.step()
+        return check_rollout(task.result(), view.produced())
+
+    return asyncio.run(main()), engine.requests
+
+
+def say(text):
+    return [*TOKENIZER.encode(text), STOP]
+
+
+# ------------------------------------------------------------------------------------------------------ gcd
+
+
+def full_answer(task):
+    a, b, cells = task.a, task.b, []
+    while a != b:
+        a, b = subtract_once(a, b)
+        cells.append(f"{a:02d},{b:02d}")
+    return ";".join(cells) + f">{task.answer:02d}"
+
+
+def test_gcd_rewards_the_right_result():
+    environment = make_environment("gcd", {}, TOKENIZER, 0)
+    for index in range(20):
+        problem = environment.problem(index)
+        task = GcdProblem(**problem.payload)
+        good, requests = play(environment, problem, [say(full_answer(task))])
+        assert good.reward == 1.0
+        assert TOKENIZER.decode(requests[0].prompt_ids) == f"{task.a:02d},{task.b:02d}:"
+        bad, _ = play(environment, problem, [say(f">{task.answer + 1:02d}")])
+        assert bad.reward == 0.0
+
+
+def test_a_gcd_problem_takes_at_least_one_step():
+    with pytest.raises(ValueError, match="at least one step, not 0"):
+        draw_problem(random.Random(0), held_out=False, steps=0)
+    assert draw_problem(random.Random(0), held_out=False, steps=1).steps == 1
+    assert draw_problem(random.Random(0), held_out=True, steps=35).steps == 34  # no held-out pair takes 35
+
+
+def test_gcd_problems_depend_on_index_and_seed_and_are_never_held_out_ones():
+    one, two = make_environment("gcd", {}, TOKENIZER, 1), make_environment("gcd", {}, TOKENIZER, 2)
+    assert [one.problem(index) for index in range(30)] == [
+        make_environment("gcd", {}, TOKENIZER, 1).problem(n) for n in range(30)
+    ]
+    assert [one.problem(index) for index in range(30)] != [two.problem(index) for index in range(30)]
+    assert one.held_out(50) == two.held_out(50)
+    held_out = {(problem.payload["a"], problem.payload["b"]) for problem in one.held_out(300)}
+    assert held_out.isdisjoint({(p.payload["a"], p.payload["b"]) for p in map(one.problem, range(1000))})
+
+
+# ------------------------------------------------------------------------------------------------- guessing
+
+
+def test_guessing_goes_on_from_the_very_ids_that_were_sampled():
+    environment = GuessNumber(TOKENIZER, 0, highest=50)
+    problem = Problem(id="p", payload={"number": 30})
+    rollout, requests = play(environment, problem, [say(" 10"), say(" 40!"), say("hm"), say(" 30")])
+    assert rollout.reward == pytest.approx(1 / 4)
+    assert rollout.metrics == {"guesses": 4}
+    feedback = ["higher", "lower", "not a number"]
+    for before, after, said in zip(rollout.turns[:-1], rollout.turns[1:], feedback, strict=True):
+        known = (*before.prompt_ids, *before.completion.token_ids)
+        assert after.prompt_ids[: len(known)] == known
+        assert TOKENIZER.decode(after.prompt_ids[len(known) :]) == f"\n{said}\nGuess:"
+    assert [request.prompt_ids for request in requests] == [turn.prompt_ids for turn in rollout.turns]
+
+
+def test_guessing_ends_after_max_turns():
+    environment = GuessNumber(TOKENIZER, 0, highest=50, max_turns=3)
+    rollout, requests = play(environment, Problem(id="p", payload={"number": 30}), [say("1")] * 3)
+    assert rollout.reward == 0.0
+    assert len(requests) == len(rollout.turns) == 3
+
+
+def test_guessing_in_a_chat_does_not_repeat_the_stop_token():
+    tokenizer = ChatTokenizer()
+    environment = GuessNumber(tokenizer, 0, highest=50, max_tokens=3)
+    answers = [say("10"), TOKENIZER.encode("400"), say("30")]  # the second one is cut at its limit, before a stop token
+    rollout, _ = play(environment, Problem(id="p", payload={"number": 30}), answers, tokenizer)
+    text = tokenizer.decode(rollout.turns[-1].prompt_ids)
+    assert text.startswith("S<u:I am thinking of")
+    assert text.endswith("<a:10\0\n<u:higher\0\n<a:400\0\n<u:lower\0\n<a:")
+
+
+def test_numbers_to_guess_are_split():
+    one, two = GuessNumber(TOKENIZER, 1), GuessNumber(TOKENIZER, 2)
+    assert one.held_out(99) == two.held_out(99)
+    held_out = {problem.payload["number"] for problem in one.held_out(99)}
+    trained = {one.problem(index).payload["number"] for index in range(2000)}
+    assert len(held_out) == 10
+    assert trained == set(range(1, 101)) - held_out
+    assert [one.problem(n) for n in range(9)] == [GuessNumber(TOKENIZER, 1).problem(n) for n in range(9)]
+
+
+@pytest.mark.parametrize(("text", "guess"), [("it is 12 or 13", 12), ("none", None), ("007", 7), ("9" * 5000, 999999999)])
+def test_the_guess_in_a_text(text, guess):
+    assert guess_in(text) == guess
+
+
+# ------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_of_text_and_of_messages():
+    assert encode_prompt(TOKENIZER, "hi") == tuple(b"hi")
+    assert encode_prompt(ChatTokenizer(), [{"role": "user", "content": "hi"}]) == tuple(b"S<u:hi\0\n<a:")
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_prompt(TOKENIZER, [{"role": "user", "content": "hi"}])
+
+
+class StrictTokenizer(ChatTokenizer):
+    def apply_chat_template(self, conversation, **options):
+        if conversation[0]["role"] == "system":
+            raise ValueError("System role\nnot supported")
+        return super().apply_chat_template(conversation, **options)
+
+
+class DeafTokenizer(ChatTokenizer):
+    def apply_chat_template(self, conversation, **options):
+        return super().apply_chat_template(conversation[:-1], **options)
+
+
+class EmptyTokenizer(ChatTokenizer):
+    def apply_chat_template(self, conversation, **options):
+        return {"input_ids": []}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "kind", "complaint"),
+    [
+        (
+            StrictTokenizer(),
+            "countdown",
+            "ValueError: System role not supported; if it takes no system message, set environment.args",
+        ),
+        (DeafTokenizer(), "countdown", "the model's chat template ignores the user's message ('"),
+        (DeafTokenizer(), "guess_number", "ignores the user's message"),
+        (EmptyTokenizer(), "guess_number", "makes an empty prompt"),
+    ],
+)
+def test_a_chat_template_that_does_not_fit_is_one_line_before_the_first_rollout(tokenizer, kind, complaint):
+    with pytest.raises(EnvironmentSetupError) as caught:
+        make_environment(kind, {}, tokenizer, 0)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_without_a_system_role_works_without_a_system_message():
+    environment = make_environment("countdown", {"system": ""}, StrictTokenizer(), 0)
+    assert encode_prompt(StrictTokenizer(), environment.prompt(environment.problem(0)))
+
+
+def test_a_tokenizer_that_can_not_encode_the_task_is_one_line(tmp_path):
+    """The demo's model knows digits and a few signs."""
+    (tmp_path / "data.jsonl").write_text('\ufeff{"question": "How many?", "answer": "2"}\n', encoding="utf-8")
+    (tmp_path / "other.jsonl").write_text('{"question": "Why?", "answer": "2"}\n')
+    args = {"path": str(tmp_path / "data.jsonl"), "held_out_path": str(tmp_path / "other.jsonl"), "judge": "numbers"}
+    with pytest.raises(
+        EnvironmentSetupError, match="the model's tokenizer can't make a prompt of 'Problem: How many"
+    ) as caught:
+        make_environment("math", args, load_tokenizer(ModelConfig()), 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named_by_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EnvironmentSetupError) as caught:
+        make_environment("math", {"path": "data/none.jsonl", "judge": "numbers"}, TOKENIZER, 0)
+    said = f"({tmp_path}/data/none.jsonl: a path is relative to the working directory)"
+    assert str(caught.value) == f"can't read data/none.jsonl: No such file or directory {said}"
+
+
+def test_a_class_and_a_function_of_one_file_share_its_module(own):
+    own.write_text(OWN + "\nseen = []\ndef reward(completion, example):\n    seen.append(completion)\n    return 0.0\n")
+    kind = f"{own}:Shout"
+    environment = make_environment(kind, {}, TOKENIZER, 0)
+    find_function(f"{own}:reward")("text", {})
+    assert sys.modules[type(environment).__module__].seen == ["text"]
+
+
+def test_text_is_decoded_as_the_tokenizer_says():
+    tokenizer = load_tokenizer(ModelConfig())
+    ids = [int(i) for i in np.random.default_rng(0).integers(len(tokenizer), size=200)]
+    assert text_decoder(tokenizer)(ids) == tokenizer.decode(ids, skip_special_tokens=True) != tokenizer.decode(ids)
+
+    text = tokenizer.decode(ids[:20])
+    assert list(encode_prompt(tokenizer, text)) == tokenizer.encode(text)
+
+    class Shouting(type(tokenizer)):
+        def _decode(self, *args, **options):
+            return super()._decode(*args, **options) + "!"
+
+    tokenizer.__class__ = Shouting
+    assert text_decoder(tokenizer)(ids).endswith("!")
+    assert text_decoder(TOKENIZER)(TOKENIZER.encode("as it is")) == "as it is"
+
+
+def test_a_reply_continues_a_chat():
+    tokenizer = ChatTokenizer()
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why"}]
+    whole = encode_prompt(tokenizer, chat)
+    first = encode_prompt(tokenizer, chat[:1])
+    for completion in (say("yes"), say("yes")[:-1]):
+        assert (*first, *completion, *encode_reply(tokenizer, completion, "why")) == whole
+
+
+# -------------------------------------------------------------------------------------------- one's own task
+
+OWN = """
+from dataclasses import dataclass
+from pipelinerl.config import load_config
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.environments import SingleTurn
+from pipelinerl.types import Problem
+
+@dataclass
+class Word:
+    text: str
+
+class Shout(SingleTurn):
+    def __init__(self, tokenizer, seed, *, word="hey", times: int = 1):
+        super().__init__(tokenizer, seed)
+        if times < 1:
+            raise ValueError("times must be positive")
+        self.word = Word(word * times)
+
+    def problem(self, index):
+        return Problem(id=str(index), payload={})
+
+    def prompt(self, problem):
+        return self.word.text
+
+    def reward(self, problem, text):
+        return text.isupper()
+
+class Silent(SingleTurn):
+    def problem(self, index):
+        return Problem(id=str(index), payload={})
+
+class NoEnvironment:
+    pass
+
+class NotAsync(Shout):
+    def rollout(self, problem, client):
+        return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_class_in_a_file(own):
+    environment = make_environment(f"{own}:Shout", {"word": "ab", "times": 2}, TOKENIZER, 7)
+    rollout, requests = play(environment, environment.problem(0), [say("HEY")])
+    assert rollout.reward == 1.0
+    assert rollout.turns[0].text == "HEY"
+    assert requests[0].prompt_ids == tuple(b"abab")
+    assert environment.seed == 7
+    assert environment.held_out(5) == ()
+
+
+def test_a_class_in_a_module(own, monkeypatch):
+    monkeypatch.syspath_prepend(str(own.parent))
+    environment = make_environment("own:Shout", {}, TOKENIZER, 0)
+    assert isinstance(environment, SingleTurn)
+    sys.modules.pop("own")
+
+
+def test_two_files_of_the_same_name_do_not_mix(own, tmp_path):
+    (tmp_path / "b").mkdir()
+    other = tmp_path / "b" / "own.py"
+    other.write_text(OWN.replace('"hey"', '"ho"'))
+    first, second = (make_environment(f"{path}:Shout", {}, TOKENIZER, 0) for path in (own, other))
+    assert (first.word.text, second.word.text) == ("hey", "ho")
+
+
+JUDGED = """
+import asyncio
+from typing import Annotated
+from msgspec import Meta
+from pipelinerl.environments.options import Options
+from pipelinerl.environments.single_turn import JudgedTurn, Judgement
+from pipelinerl.types import Problem
+
+class ShortOptions(Options, kw_only=True):
+    most: Annotated[int, Meta(ge=1)] = 3
+
+class Short(JudgedTurn):
+    Options = ShortOptions
+
+    def __init__(self, tokenizer, seed, **args):
+        super().__init__(tokenizer, seed)
+        self.most = ShortOptions.read(args).most
+
+    def problem(self, index):
+        return Problem(id=str(index), payload={})
+
+    def prompt(self, problem):
+        return "say"
+
+    async def judge(self, problem, turn):
+        await asyncio.sleep(0)
+        return Judgement(float(len(turn.text) <= self.most), {"tokens": len(turn.completion.token_ids)})
+
+class Derived(Short):
+    def __init__(self, tokenizer, seed, *, word="", **args):
+        super().__init__(tokenizer, seed, **args)
+        self.word = word
+"""
+
+
+def test_a_class_may_declare_its_arguments_in_a_struct_and_await_its_judgement(tmp_path):
+    path = tmp_path / "judged.py"
+    path.write_text(JUDGED)
+    environment = make_environment(f"{path}:Short", {"most": 2}, TOKENIZER, 0)
+    outcomes = [play(environment, environment.problem(0), [say(text)])[0] for text in ("no", "yes")]
+    assert [(outcome.reward, outcome.metrics) for outcome in outcomes] == [(1.0, {"tokens": 3}), (0.0, {"tokens": 4})]
+    assert make_environment(f"{path}:Derived", {"word": "x", "most": 5}, TOKENIZER, 0).most == 5
+    for kind in ("Short", "Derived"):
+        with pytest.raises(EnvironmentSetupError, match=r"environment\.args\.most is 0: expected `int` >= 1"):
+            make_environment(f"{path}:{kind}", {"most": 0}, TOKENIZER, 0)
+        with pytest.raises(EnvironmentSetupError, match="Did you mean 'most' instead of 'mots'"):
+            make_environment(f"{path}:{kind}", {"mots": 1}, TOKENIZER, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "complaint"),
+    [
+        ("gdc", {}, "'gdc' is unknown. Did you mean 'gcd'"),
+        ("curriculum", {}, "'curriculum' is unknown. It is now called `difficulty_filter`"),
+        ("math_words", {}, "'math_words' is unknown. It is now called `math` with `judge: numbers` in environment.args"),
+        ("poetry", {}, "It is one of gcd, math, guess_number"),
+        (":Shout", {}, "is unknown"),
+        ("nowhere/own.py:Shout", {}, "there is no file "),
+        ("no_such_package.own:Shout", {}, "there is no module no_such_package.own"),
+        ("{own}:Shoot", {}, "has no class 'Shoot'; it has Shout"),
+        ("{own}:NoEnvironment", {}, "has no method `problem(self, index)`"),
+        ("{own}:NotAsync", {}, "must be `async def`"),
+        ("{own}:Silent", {}, "must define `prompt`, `reward`"),
+        (
+            "{own}:Shout",
+            {"wrod": "x"},
+            "unexpected keyword argument 'wrod'; after `tokenizer` and `seed` it takes word, times. Did you mean 'word'",
+        ),
+        ("{own}:Shout", {"times": 0}, "can't be built: ValueError: times must be positive"),
+        ("{own}:Shout", {"times": "x"}, "can't be built: TypeError"),
+        ("math", {}, "it takes path (required), "),
+        ("countdown", {"higest": 20}, "Did you mean 'highest' instead of 'higest'?"),
+        ("gcd", {"digits": 3}, "it takes nothing"),
+        ("guess_number", {"highest": 3}, "environment.args.highest is 3: expected `int` >= 10"),
+        ("guess_number", {"chat": True}, "no chat template"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_them(own, kind, args, complaint):
+    with pytest.raises(EnvironmentSetupError) as caught:
+        make_environment(kind.replace("{own}", str(own)), args, TOKENIZER, 0)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("import no_such_thing", "line 1: ModuleNotFoundError"),
+        ("\nx = 1 / 0", "line 2: ZeroDivisionError"),
+        ("def", "SyntaxError"),
+        ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
+    ],
+)
+def test_a_file_that_can_not_be_imported(tmp_path, code, complaint):
+    path = tmp_path / "broken.py"
+    path.write_text(code)
+    for _ in range(2):
+        with pytest.raises(EnvironmentSetupError, match=complaint):
+            make_environment(f"{path}:X", {}, TOKENIZER, 0)
+
+
+def test_the_example_of_ones_own_task_works():
+    environment = make_environment(f"{EXAMPLES / 'bring_your_own.py'}:LargerNumber", {}, TOKENIZER, 0)
+    problem = environment.problem(0)
+    larger, smaller = sorted(problem.payload.values(), reverse=True)
+    assert play(environment, problem, [say(f">{larger}")])[0].reward == 1.0
+    assert play(environment, problem, [say(f">{smaller}")])[0].reward == 0.0
+    pairs = [
+        {tuple(p.payload.values()) for p in problems}
+        for problems in (map(environment.problem, range(500)), environment.held_out(100))
+    ]
+    assert pairs[0].isdisjoint(pairs[1])
+    assert len(environment.held_out(100)) == 100
+
+
+def test_the_example_with_a_slow_judge_delays_the_verdict_and_changes_nothing_else():
+    path = f"{EXAMPLES / 'slow_judge.py'}:SlowJudge"
+    slow, again, other = (make_environment(path, {"median_s": 1.0}, TOKENIZER, seed) for seed in (0, 0, 1))
+    attempts = [(slow.problem(index), f"g{index}.a{attempt}.t0") for index in range(100) for attempt in range(20)]
+    delays_s = sorted(slow.delay_s(*attempt) for attempt in attempts)
+    assert delays_s == sorted(again.delay_s(*attempt) for attempt in attempts)
+    assert delays_s != sorted(other.delay_s(*attempt) for attempt in attempts)
+    assert delays_s[1000] == pytest.approx(1.0, rel=0.1)  # the median
+    assert delays_s[1980] == pytest.approx(10.2, rel=0.25)  # exp(2.33), the 99th percentile
+
+    quick = make_environment(path, {"median_s": 0.0}, TOKENIZER, 0)
+    assert all(quick.delay_s(*attempt) == 0 for attempt in attempts)
+    problem = quick.problem(0)
+    assert problem == Gcd(TOKENIZER, 0).problem(0)
+    assert play(quick, problem, [say(f">{problem.payload['answer']:02d}")])[0].reward == 1.0
+    barely_slow = make_environment(path, {"median_s": 0.001, "sigma": 0.0}, TOKENIZER, 0)
+    assert play(barely_slow, problem, [say(">00")])[0].reward == 0.0
+    with pytest.raises(EnvironmentSetupError, match="median_s and sigma must not be negative"):
+        make_environment(path, {"sigma": -1.0}, TOKENIZER, 0)
+
+
+def test_the_example_of_a_countdown_wants_the_whole_line_and_bounds_its_length():
+    environment = make_environment(f"{EXAMPLES / 'smollm2_long_tail.py'}:Countdown", {}, TOKENIZER, 0)
+    problem = Problem(id="x", payload={"first": 7})
+    answers = {" 5, 4, 3, 2, 1": 1.0, " 5, 4, 3, 2, 1.\nThen": 1.0, " 5, 4, 3, 2, 1, 0": 0.0, " 5, 4, 3, 2": 0.0, "\n5": 0.0}
+    for text, reward in answers.items():
+        assert play(environment, problem, [say(text)])[0].reward == reward, text
+    _, requests = play(environment, problem, [say(" 5" * 100)])
+    assert TOKENIZER.decode(requests[0].prompt_ids) == "Countdown from 7 to 1: 7, 6,"
+    assert requests[0].sampling.max_tokens == len(" 5, 4, 3, 2, 1") + 6
+    trained, held_out = (
+        {problem.payload["first"] for problem in problems}
+        for problems in (map(environment.problem, range(500)), environment.held_out(200))
+    )
+    assert trained.isdisjoint(held_out)
+    assert min(len(trained), len(held_out)) > 10
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+def test_the_run_files_of_the_examples_are_valid(name):
+    load_config(EXAMPLES / name)

@@ -1,0 +1,270 @@
+"""A task from a file of examples and a function: what it asks, what it holds out, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from pipelinerl.actor.client import EngineClient, RolloutClient
+from pipelinerl.actor.deadline import CodeAlarm
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
+from pipelinerl.environments import make_environment
+from pipelinerl.environments.user.code import finite_number, names_a_function
+from pipelinerl.errors import EnvironmentSetupError, RolloutError
+from pipelinerl.types import Rollout, SamplingParams
+from tests.unit.environments.test_environments import ChatTokenizer
+from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
+
+TOKENIZER = CharTokenizer()
+
+REWARDS = """
+import os, time
+
+def reward(completion, example):
+    if completion == "raise":
+        raise ValueError("no such answer")
+    if completion == "nan":
+        return float("nan")
+    if completion == "text":
+        return "1.0"
+    if completion == "die":
+        os._exit(1)
+    if completion == "loop":
+        time.sleep(60)
+    return float(completion == example["answer"])
+
+def ask(example):
+    return f"Q: {example['question']} A:"
+
+def chat(example):
+    return [{"role": "system", "content": "be brief"}, {"role": "user", "content": example["question"]}]
+"""
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Makes the environment of these `environment.args`, with a file of examples and one of functions; in this process."""
+
+    def make(tokenizer=TOKENIZER, *, seed=0, lines=None, rewards=REWARDS, **args):
+        rows = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(20)] if lines is None else lines
+        text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+        (tmp_path / "data.jsonl").write_text(text)
+        (tmp_path / "rewards.py").write_text(rewards)
+        files = {"data": str(tmp_path / "data.jsonl"), "reward": f"{tmp_path}/rewards.py:reward"}
+        functions = {key: f"{tmp_path}/{value}" for key, value in args.items() if str(value).startswith("rewards.py:")}
+        arguments = {"prompt": "question", "isolate": False, **files, **args, **functions}
+        return make_environment("function", arguments, tokenizer, seed)
+
+    return make
+
+
+def play(environment, problem, answers, tokenizer=TOKENIZER):
+    """The outcome of an attempt for each answer, as the actor has it, and the last prompt."""
+    engine = ScriptedEngine(lambda r: [*TOKENIZER.encode(answers[len(engine.requests) - 1]), STOP], max_length=10_000)
+    limits = TimeLimits(30.0, CodeAlarm(20.0))
+
+    async def main():
+        client = EngineClient(engine)
+        outcomes = []
+        for number in range(len(answers)):
+            sampling = SamplingParams(max_tokens=500, stop_token_ids=(STOP,))
+            view = RolloutClient(client, tokenizer, sampling, name=f"g0.a{number}", seed=0)
+            attempted = asyncio.create_task(attempt(environment, problem, view, limits))
+            while not attempted.done():
+                await client.step()
+                await asyncio.sleep(0)
+            outcomes.append(attempted.result())
+        return outcomes
+
+    return asyncio.run(main()), TOKENIZER.decode(engine.requests[-1].prompt_ids)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_an_answer_is_worth_what_the_function_says(task, isolate):
+    environment = task(isolate=isolate, workers=1)
+    problem = environment.problem(0)
+    answers = [problem.payload["answer"], "nonsense", "raise", "nan", "text"]
+    (right, wrong, *failed), prompt = play(environment, problem, answers)
+    assert prompt == problem.payload["question"]
+    assert isinstance(right, Rollout)
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert [(failure.reason, failure.message) for failure in failed] == [
+        ("raised", "RuntimeError: reward: rewards.py, line 6: ValueError: no such answer"),
+        ("bad_rollout", "reward returned nan, not a finite number"),
+        ("bad_rollout", "reward returned a str, not a number"),
+    ]
+
+
+def test_a_crash_costs_one_rollout_or_is_worth_what_the_user_says(task):
+    environment = task(isolate=True, workers=1)
+    problem = environment.problem(0)
+    (died, right), _ = play(environment, problem, ["die", problem.payload["answer"]])
+    message = "ChildProcessError: reward: its process ended with status 1"
+    assert died == Failure("raised", message, died.traceback)
+    assert right.reward == 1.0
+
+    environment = task(isolate=True, workers=1, ended_reward=-0.5)
+    (died, raised, right), _ = play(environment, problem, ["die", "raise", problem.payload["answer"]])
+    assert (died.reward, died.metrics) == (-0.5, {"reward_ended": 1.0})
+    assert raised.reason == "raised"  # a mistake in the function is no property of the answer
+    assert (right.reward, right.metrics) == (1.0, {"reward_ended": 0.0})
+
+
+def test_a_reward_that_takes_too_long_is_a_timeout(task):
+    environment = task(isolate=True, workers=1, timeout_s=0.5)
+    (late,), _ = play(environment, environment.problem(0), ["loop"])
+    message = "reward: it took longer than 0.5 s; its process was ended"
+    assert late == Failure("timeout", message, late.traceback)
+
+
+@pytest.mark.parametrize(
+    ("args", "prompt"),
+    [
+        ({}, "S<u:3 + 3?\0\n<a:"),
+        ({"system": "think"}, "S<s:think\0\n<u:3 + 3?\0\n<a:"),
+        ({"chat": False}, "3 + 3?"),
+        ({"prompt": "rewards.py:ask"}, "S<u:Q: 3 + 3? A:\0\n<a:"),
+        ({"prompt": "rewards.py:ask", "chat": False}, "Q: 3 + 3? A:"),
+        ({"prompt": "rewards.py:chat", "system": "unused"}, "S<s:be brief\0\n<u:3 + 3?\0\n<a:"),
+    ],
+)
+def test_prompts(task, args, prompt):
+    environment = task(ChatTokenizer(), **args)
+    (problem,) = [found for found in map(environment.problem, range(20)) if found.payload["question"] == "3 + 3?"][:1]
+    _, asked = play(environment, problem, ["6"], ChatTokenizer())
+    assert asked == prompt
+
+
+def test_prompts_are_made_in_the_process_too(task):
+    environment = task(isolate=True, workers=1, prompt="rewards.py:ask")
+    problem = environment.problem(0)
+    _, asked = play(environment, problem, ["6"])
+    assert asked == f"Q: {problem.payload['question']} A:"
+
+
+def test_problems_of_files_of_one_name_are_not_mixed_up(task, tmp_path):
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "data.jsonl").write_text('{"question": "new", "answer": "0"}\n')
+    environment = task(lines=[GOOD], held_out=str(tmp_path / "eval" / "data.jsonl"))
+    (held_out,) = environment.held_out(9)
+    assert [play(environment, problem, ["1"])[1] for problem in (environment.problem(0), held_out)] == ["1?", "new"]
+
+
+def test_every_example_is_trained_on_once_an_epoch_or_held_out(task):
+    environment = task(held_out=0.25, seed=3)
+    held_out = {problem.id for problem in environment.held_out(100)}
+    training = [environment.problem(index).id for index in range(45)]
+    assert len(held_out) == 5
+    assert sorted([*training[:15], *held_out], key=lambda name: int(name.split("/")[1])) == [
+        f"data/{n}" for n in range(1, 21)
+    ]
+    assert set(training[:15]) == set(training[15:30]) == set(training[30:])
+    assert len({tuple(training[start : start + 15]) for start in (0, 15, 30)}) == 3
+    assert [problem.id for problem in task(held_out=0.25, seed=4).held_out(100)] == [
+        problem.id for problem in environment.held_out(100)
+    ]
+    assert task(held_out=0).held_out(100) == []
+
+
+def test_what_is_held_out_does_not_depend_on_the_order_and_repeats_stay_together(task):
+    rows = [{"question": f"q{n // 3}", "answer": str(n)} for n in range(30)]
+
+    def questions(environment):
+        return {problem.payload["question"] for problem in environment.held_out(100)}
+
+    environment = task(lines=rows)
+    assert len(questions(environment)) == 1
+    assert len(environment.held_out(100)) == 3
+    assert questions(task(lines=rows[::-1])) == questions(environment)
+
+
+def test_a_file_of_held_out_examples(task, tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"question": "3 + 3?", "answer": "6"}\n{"question": "new", "answer": "0"}\n')
+    environment = task(held_out=str(tmp_path / "eval.jsonl"))
+    assert [problem.payload["question"] for problem in environment.held_out(9)] == ["3 + 3?", "new"]
+    trained = {environment.problem(index).payload["question"] for index in range(19)}
+    assert len(trained) == 19
+    assert "3 + 3?" not in trained
+    with pytest.raises(EnvironmentSetupError, match="all of its 1 problems are held out"):
+        task(lines=[GOOD], held_out=str(tmp_path / "data.jsonl"))
+    assert task(lines=[GOOD]).held_out(9) == []  # of a share something is left
+
+
+GOOD = {"question": "1?", "answer": "1"}
+MISTAKES = {
+    "no file": ({"data": "no/such.jsonl"}, "can't read no/such.jsonl"),
+    "data is no path": ({"data": 3}, "environment.args.data is 3: expected `str | list`, got `int`"),
+    "empty": ({"lines": ["", ""]}, "data.jsonl has no problems: it is empty"),
+    "malformed": ({"lines": [GOOD, '{"question": "2?", ']}, "data.jsonl:2 is not JSON"),
+    "no object": ({"lines": [GOOD, "[1]"]}, "data.jsonl:2 is not a JSON object"),
+    "no field": ({"lines": [GOOD, {"q": "2?"}]}, "data.jsonl:2 has no field `question` for the prompt (it has: q)"),
+    "empty prompt": ({"lines": [{"question": ""}]}, "data.jsonl:1 has an empty text as its `question`"),
+    "prompt is a number": ({"lines": [{"question": 2}]}, "data.jsonl:1 has a int that is neither a text nor chat messages"),
+    "odd messages": ({"lines": [{"question": [{"role": "user"}]}]}, "are not objects of `role` and `content`"),
+    "messages without a template": (
+        {"lines": [{"question": [{"role": "user", "content": "?"}]}]},
+        "the model's tokenizer has no chat template",
+    ),
+    "chat without a template": ({"chat": True}, "environment.args.chat is true"),
+    "share": ({"held_out": 1.0}, "environment.args.held_out is 1.0: expected `float` < 1"),
+    "workers": ({"workers": 0}, "environment.args.workers is 0: expected `int` >= 1"),
+    "timeout": ({"timeout_s": "long"}, "environment.args.timeout_s is 'long': expected `float`, got `str`"),
+    "worth of a crash": ({"ended_reward": "none"}, "environment.args.ended_reward is 'none': expected"),
+    "reward missing": ({"rewards": "x = 1"}, "has no function 'reward'"),
+    "reward not callable": ({"rewards": "reward = 1.0"}, "is a float, not a function"),
+    "reward is no name": ({"reward": "rewards.py"}, "does not name a function"),
+    "reward returns NaN": (
+        {"rewards": "def reward(completion, example): return float('nan')"},
+        "tried on an empty answer to the first example, reward returned nan, not a finite number",
+    ),
+    "reward returns a string": ({"rewards": "def reward(completion, example): return '1'"}, "reward returned a str, not a"),
+    "reward returns nothing": ({"rewards": "def reward(completion, example): pass"}, "reward returned None, not a number"),
+    "reward needs a field": (
+        {"rewards": "def reward(completion, example):\n    return example['prize']"},
+        "first example, reward: rewards.py, line 2: KeyError: 'prize'",
+    ),
+    "reward exits": (
+        {"rewards": "import sys\ndef reward(completion, example): sys.exit(3)"},
+        "tried on an empty answer to the first example, ",
+    ),
+    "reward takes one": ({"rewards": "def reward(completion): return 1.0"}, "takes 1 positional argument but 2 were given"),
+    "argument": ({"dats": "x"}, "environment.args don't fit function"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(task, name):
+    args, said = MISTAKES[name]
+    with pytest.raises(EnvironmentSetupError) as caught:
+        task(**args)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistake_in_the_process_is_the_same_line(task):
+    for name in ("reward returns NaN", "reward needs a field"):
+        args, said = MISTAKES[name]
+        with pytest.raises(EnvironmentSetupError) as caught:
+            task(isolate=True, **args)
+        assert said in str(caught.value)
+
+
+def test_numbers_of_other_libraries_are_rewards():
+    assert [finite_number(value, "r") for value in (True, 2, np.float32(0.5), np.int64(3), np.array(1.5))] == [
+        1,
+        2,
+        0.5,
+        3,
+        1.5,
+    ]
+    for value in ("1", None, [1.0], 1j, float("inf"), 10**400, np.float64("nan")):
+        with pytest.raises(RolloutError):
+            finite_number(value, "r")
+
+
+def test_what_names_a_function():
+    assert all(map(names_a_function, ("rewards.py:ask", "a/b c/rewards.py:ask", "package.module:ask")))
+    assert not any(map(names_a_function, ("question", "rewards.py", "rewards.py:", ":ask", "the question: text")))

@@ -1,0 +1,286 @@
+"""Tasks with tools: what the model is told, what its calls cost, and what comes of mistakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.environments.chat.tool_use import MAX_RESULT, ToolTask, tool_of, use_tools
+from pipelinerl.environments.registry import make_environment
+from pipelinerl.environments.tasks.calculator import Calculator
+from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError
+from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.types import Completion, Problem, Rollout
+from tests.unit.chat_parts import SamplingClient, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+
+
+def calling(name: str, /, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def play(environment: Any, problem: Problem, *said: str) -> tuple[Rollout, str]:
+    """The rollout in which the model says these things, and all that was said in it."""
+    client = SamplingClient.saying(TOKENIZER, *said)
+    rollout = asyncio.run(environment.rollout(problem, client))
+    assert len(join_turns(rollout.turns).segments) == 1
+    turn = rollout.turns[-1]
+    return rollout, TOKENIZER.decode([*turn.prompt_ids, *turn.completion.token_ids])
+
+
+# ------------------------------------------------------------------------------------------------ the calculator
+
+
+@pytest.fixture(scope="module")
+def calculator() -> Calculator:
+    return Calculator(TOKENIZER, 0)
+
+
+def test_the_calculator_answers_and_the_answer_earns(calculator: Calculator) -> None:
+    problem = Problem(id="", payload={"expression": "(12 + 30) * 2", "value": 84})
+    rollout, text = play(calculator, problem, calling("calculate", expression="(12 + 30) * 2"), "It is 84.")
+    assert rollout.reward == 1.0
+    assert "<|im_start|>tool\n84<|im_end|>" in text
+    assert rollout.metrics["tool_calls"] == 1
+    assert rollout.metrics["tool_errors"] == rollout.metrics["out_of_turns"] == rollout.metrics["new_segments"] == 0
+    wrong, _ = play(calculator, problem, "It is 85.")
+    assert wrong.reward == wrong.metrics["tool_calls"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (calling("calculate", expression="2 +"), "Error: '2 +' is not an expression"),
+        (calling("calculate", expression="2 / (1 - 1)"), "Error: division by zero"),
+        (calling("calculate", expresion="2"), "Error: TypeError: calculate() got an unexpected keyword argument"),
+        (calling("calculate", expression=[2]), "Error: AttributeError"),
+        (calling("search", query="2"), "Error: there is no tool 'search'; there are: calculate"),
+    ],
+)
+def test_mistakes_of_the_model_are_told_to_it(calculator: Calculator, call: str, told: str) -> None:
+    rollout, text = play(calculator, calculator.problem(0), call, "I do not know.")
+    assert f"<|im_start|>tool\n{told}" in text
+    assert rollout.metrics["tool_errors"] == 1
+
+
+def test_a_call_that_cannot_be_read_is_an_answer(calculator: Calculator) -> None:
+    rollout, _ = play(calculator, calculator.problem(0), '<tool_call>{"name": "calculate"')
+    assert len(rollout.turns) == 1
+    assert rollout.metrics["malformed_tool_calls"] == 1
+
+
+def test_turns_are_bounded() -> None:
+    environment = Calculator(TOKENIZER, 0, max_turns=2)
+    call = calling("calculate", expression="2")
+    rollout, _ = play(environment, environment.problem(0), call, call + call)
+    assert len(rollout.turns) == 2
+    assert rollout.metrics["out_of_turns"] == 1
+    assert rollout.metrics["tool_calls"] == 3
+
+
+def test_problems_are_a_function_of_the_index_and_none_is_held_out(calculator: Calculator) -> None:
+    problems = [calculator.problem(index) for index in range(200)]
+    assert problems == [Calculator(TOKENIZER, 0).problem(index) for index in range(200)]
+    held_out = calculator.held_out(50)
+    assert held_out == Calculator(TOKENIZER, 1).held_out(50)
+    assert not {problem.payload["expression"] for problem in problems} & {one.payload["expression"] for one in held_out}
+    for problem in (*problems, *held_out):
+        assert eval(problem.payload["expression"]) == problem.payload["value"]  # noqa: S307 - digits and operators
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"numbers": [3]},
+        {"numbers": [4, 3]},
+        {"numbers": 3},
+        {"highest": 5},
+        {"highest": "20"},
+        {"operations": "/"},
+        {"max_turns": 0},
+        {"max_turns": 1.5},
+        {"max_tokens": 0},
+        {"system": 3},
+    ],
+)
+def test_arguments_out_of_range(args: dict[str, Any]) -> None:
+    with pytest.raises(EnvironmentSetupError, match=f"environment.args.{next(iter(args))}"):
+        make_environment("calculator", args, TOKENIZER, 0)
+
+
+def test_a_model_without_a_template_is_no_use() -> None:
+    with pytest.raises(EnvironmentSetupError, match="chat template"):
+        make_environment("calculator", {}, make_tokenizer(template=None), 0)
+
+
+# ------------------------------------------------------------------------------------------------ a task of one's own
+
+
+class Counting(ToolTask):
+    """Tools with a state: one for each attempt."""
+
+    def problem(self, index: int) -> Problem:
+        return Problem(id=str(index), payload={})
+
+    def prompt(self, problem: Problem) -> Sequence[dict[str, str]]:
+        return [{"role": "user", "content": "Count to two."}]
+
+    def tools(self, problem: Problem) -> Sequence[Any]:
+        count = 0
+
+        def increase(by: int = 1) -> dict[str, int]:
+            """Increase the counter.
+
+            Args:
+                by: By how much.
+            """
+            nonlocal count
+            count += by
+            return {"count": count}
+
+        return [tool_of(increase)]
+
+    def reward(self, problem: Problem, answer: str, messages: Sequence[Any]) -> float:
+        return float(sum(message["role"] == "tool" for message in messages))
+
+
+def test_tools_may_have_a_state_and_several_may_be_called_at_once() -> None:
+    for _ in range(2):
+        rollout, text = play(Counting(TOKENIZER, 0), Problem(id="", payload={}), calling("increase") * 2, "Done.")
+        assert rollout.reward == 2.0
+        assert '{"count":1}' in text
+        assert '{"count":2}' in text
+        assert '{"count":3}' not in text
+
+
+def test_results_that_leave_no_room_end_the_attempt_with_what_there_is() -> None:
+    client = SamplingClient.saying(TOKENIZER, calling("long"), "Never said.")
+    generate = client.generate
+
+    async def small(prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
+        if len(prompt_ids) > MAX_RESULT / 4:
+            raise PromptTooLongError("no room")
+        return await generate(prompt_ids, max_tokens=max_tokens)
+
+    client.generate = small  # type: ignore[method-assign]
+
+    def long() -> str:
+        """Say much."""
+        return "abcdefgh" * MAX_RESULT
+
+    used = asyncio.run(use_tools(client, [{"role": "user", "content": "?"}], [tool_of(long)], max_turns=3))
+    assert used.metrics["out_of_context"] == 1
+    assert len(used.rollout(0.0).turns) == 1
+    assert len(str(used.messages[-1]["content"])) < MAX_RESULT + 50
+    with pytest.raises(PromptTooLongError):
+        asyncio.run(use_tools(client, [{"role": "user", "content": "?" * MAX_RESULT}], [], max_turns=3))
+
+
+# ------------------------------------------------------------------------------------------------ functions in a file
+
+FILE = '''
+def look_up(name: str, times: int = 1) -> str:
+    """Look up a name.
+
+    Args:
+        name: The name.
+        times: How often.
+    """
+    return f"{name} is {len(name)}" * times
+
+
+def fails(what: str) -> str:
+    """Fail.
+
+    Args:
+        what: In which way.
+    """
+    if what == "hang":
+        while True:
+            pass
+    if what == "die":
+        import os
+        os._exit(3)
+    if what == "object":
+        return object()
+    raise KeyError(what)
+
+
+def undescribed(x):
+    return x
+
+
+def reward(completion, example):
+    return 1.0 if example["answer"] in completion else 0.0
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "mine.py").write_text(FILE)
+    lines = [json.dumps({"prompt": f"How long is name {number}?", "answer": "is 3"}) for number in range(4)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    return {
+        "data": str(tmp_path / "data.jsonl"),
+        "functions": [f"{tmp_path}/mine.py:look_up", f"{tmp_path}/mine.py:fails"],
+        "reward": f"{tmp_path}/mine.py:reward",
+        "isolate": False,
+    }
+
+
+def test_functions_of_a_file_are_tools(project: dict[str, Any]) -> None:
+    environment = make_environment("tools", project, TOKENIZER, 0)
+    rollout, text = play(environment, environment.problem(0), calling("look_up", name="Ada"), "It is 3 long.")
+    assert rollout.reward == 1.0
+    assert "Look up a name." in text
+    assert "<|im_start|>tool\nAda is 3<|im_end|>" in text
+    rollout, text = play(environment, environment.problem(0), calling("fails", what="x"), "No.")
+    assert rollout.reward == 0.0
+    assert "Error: KeyError: 'x'" in text
+
+
+@pytest.mark.slow
+def test_tools_that_hang_or_die_are_told_to_the_model(project: dict[str, Any]) -> None:
+    environment = make_environment("tools", {**project, "isolate": True, "timeout_s": 1.0}, TOKENIZER, 0)
+    for what, told in (
+        ("hang", "Error: it took longer than 1 s"),
+        ("die", "Error: its process ended with status 3"),
+        ("object", "Error: TypeError: Encoding objects of type object is unsupported"),
+        ("x", "Error: line 26: KeyError: 'x'"),
+    ):
+        rollout, text = play(environment, environment.problem(0), calling("fails", what=what), "It is 3.")
+        assert rollout.reward == 1.0
+        assert f"<|im_start|>tool\n{told}" in text
+    rollout, text = play(environment, environment.problem(0), calling("look_up", name="Ada", times=2), "It is 3.")
+    assert "<|im_start|>tool\nAda is 3Ada is 3<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"functions": "mine.py"}, "does not name a function"),
+        ({"functions": []}, "functions"),
+        ({"functions": 3}, "functions"),
+        ({"max_turns": 0}, "max_turns"),
+        ({"data": None}, "data|None"),
+        ({"rewrad": 1}, "rewrad"),
+    ],
+)
+def test_mistakes_in_the_run_file_are_one_line(project: dict[str, Any], changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(EnvironmentSetupError, match=what) as error:
+        make_environment("tools", project | changes, TOKENIZER, 0)
+    assert "\n" not in str(error.value)
+
+
+def test_functions_that_cannot_be_described_or_told_apart(project: dict[str, Any]) -> None:
+    path = project["functions"][0].partition(":")[0]
+    with pytest.raises(EnvironmentSetupError, match="can't describe the tool undescribed"):
+        make_environment("tools", project | {"functions": f"{path}:undescribed"}, TOKENIZER, 0)
+    with pytest.raises(EnvironmentSetupError, match="two tools called 'look_up'"):
+        make_environment("tools", project | {"functions": [f"{path}:look_up", f"{path}:look_up"]}, TOKENIZER, 0)

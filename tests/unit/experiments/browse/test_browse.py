@@ -1,0 +1,442 @@
+"""The data side of the browser: lines of growing files, records, searches, tokens, exports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from pipelinerl.cli.browse import add_to
+from pipelinerl.cli.parser import Commands
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.errors import MissingDependencyError, ModelLoadError, RunDirectoryError, UserError
+from pipelinerl.experiments.browse.export import export
+from pipelinerl.experiments.browse.groups import parse, plain_table
+from pipelinerl.experiments.browse.records import (
+    Attempts,
+    Damaged,
+    Lines,
+    RunEvaluations,
+    RunRollouts,
+    Trained,
+    printable,
+)
+from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
+from tests.unit.experiments.browse.browse_parts import Bytes, group, lines, rollout, run_directory, some_groups, step, turn
+
+
+def opened(folder: Path) -> RunRollouts:
+    run = RunRollouts(folder)
+    while run.look():
+        pass
+    return run
+
+
+# Lines
+
+
+def test_lines_are_found_piece_by_piece_whatever_the_budget(tmp_path: Path) -> None:
+    contents = [b"a" * size + b"\n" for size in (0, 1, 5, 3_000_000, 7, 2)]
+    (tmp_path / "x").write_bytes(b"".join(contents))
+    found = Lines(tmp_path / "x")
+    looks = 1
+    while found.look(budget=10):
+        looks += 1
+    assert [found.read(i) for i in range(len(found))] == contents
+    assert looks > 1
+    assert found.share == 1.0
+    assert found.read(3, 4) == b"aaaa"
+
+
+def test_a_growing_file_is_followed_and_a_torn_line_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    found = Lines(path)
+    assert not found.look()
+    assert len(found) == 0
+    path.write_bytes(b"one\ntorn by a ki")
+    found.look()
+    assert len(found) == 1
+    path.write_bytes(b"one\ntwo\nthree and more than before\n")  # cut off and written anew, between two looks
+    found.look()
+    assert [found.read(i) for i in range(len(found))] == [b"one\n", b"two\n", b"three and more than before\n"]
+    path.write_bytes(b"another\n")
+    with pytest.raises(RunDirectoryError, match="replaced"):
+        found.look()
+
+
+# Records
+
+
+def test_groups_and_what_became_of_their_rollouts(tmp_path: Path) -> None:
+    run = opened(run_directory(tmp_path))
+    summary, full = run.summary(0), run.group(0)
+    assert isinstance(summary, Attempts)
+    assert full == some_groups()[0]
+    assert [(one.tokens, one.versions, one.text) for one in summary.rollouts] == [(5, [0, 1], "five"), (4, [0], "Six")]
+    assert run.trained(3, "g3.a0") == Trained(step=5, lag_min=0, lag_max=2)
+    assert run.trained(3, "g3.a1") is None
+    assert +run.steps.dropped == {"zero_advantage": 1, "stale": 2}
+    assert run.place_of(2) == 1
+    assert run.place_of(9) is None
+
+
+def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    folder = run_directory(tmp_path)
+    for name in ("rollouts.jsonl", "trained.jsonl"):
+        path = folder / "rollouts" / name
+        first, *rest = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(first + b'{"index": "x"}\n\xff\xfe\n' + b"".join(rest))
+    run = opened(folder)
+    assert [place for place in range(len(run)) if isinstance(run.summary(place), Damaged)] == [1, 2]
+    assert str(run.summary(1)).startswith("line 2 is damaged: ")
+    assert isinstance(run.group(2), Damaged)
+    assert [damaged.line for damaged in run.steps.damaged] == [2, 3]
+    assert run.trained(5, "g3.a0") is not None
+
+
+def test_after_a_resume_the_last_line_of_a_group_and_of_a_step_counts(tmp_path: Path) -> None:
+    folder = run_directory(tmp_path, [group(0, rollout(0, 0, 1.0, turn("p", "old")))], [step(1, ("g0.a0", 0, 0), stale=[1])])
+    run = opened(folder)
+    assert run.trained(0, "g0.a0") is not None
+    with open(folder / "rollouts" / "rollouts.jsonl", "ab") as file:
+        file.write(lines([group(0, rollout(0, 0, 1.0, turn("p", "new")))]))
+    with open(folder / "rollouts" / "trained.jsonl", "ab") as file:
+        file.write(lines([step(1, ("g7.a0", 0, 0))]))
+    run.look()
+    assert (run.is_replaced(0), run.is_replaced(1), run.place_of(0)) == (True, False, 1)
+    assert run.trained(1, "g0.a0") is None
+    assert run.trained(1, "g7.a0") == Trained(1, 0, 0)
+    assert not +run.steps.dropped
+
+
+def test_which_rollouts_the_trainer_left_out_is_known_if_it_said_so(tmp_path: Path) -> None:
+    steps = [step(1, ("g0.a0", 0, 0), stale=[4]) | {"dropped_ids": {"stale": ["g0.a1"]}}, step(2, stale=[3])]
+    folder = run_directory(tmp_path, steps=steps)
+    run = opened(folder)
+    assert [run.left_out(0, name) for name in ("g0.a0", "g0.a1")] == [None, "stale"]
+    with open(folder / "rollouts" / "trained.jsonl", "ab") as file:
+        file.write(lines([step(1, ("g0.a1", 0, 0))]))  # after a resume
+    run.look()
+    assert run.left_out(0, "g0.a1") is None
+    assert run.trained(0, "g0.a1") == Trained(1, 0, 0)
+
+
+# Evaluations
+
+
+def answer(problem: int, reward: float, version: int = 0, **fields: object) -> dict[str, object]:
+    text = f"{problem} is {reward:g}"
+    return {
+        "problem_id": f"h{problem}",
+        "reward": reward,
+        "prompt": f"what is {problem}?",
+        "completion": text,
+        "token_ids": list(text.encode()),
+        "weight_versions": [{"version": version, "start": 0, "end": len(text)}],
+        "length": len(text),
+        "finish_reason": "stop",
+        **fields,
+    }
+
+
+def evaluated_run(folder: Path) -> Path:
+    """Three evaluations of two problems; the last of them failed once."""
+    run = run_directory(folder)
+    lost = {"problem_id": "h2", "reward": 0.0, "failure": "timeout: it took too long"}
+    for name, records in {
+        "after": [answer(1, 1.0, 30), lost],
+        "v4": [answer(1, 0.5, 4, metrics={"boxed": 1.0}), answer(2, 0.25, 5)],
+        "v20": [answer(1, 1.0, 20), answer(2, 1.0, 20)],
+        "before": [answer(1, 0.0), answer(2, 0.0)],
+        "mine": [{}],
+    }.items():
+        (run / "rollouts" / f"evaluation-{name}.jsonl").write_bytes(lines(records))
+    return run
+
+
+def test_evaluations_are_a_group_for_each_problem_and_an_attempt_for_each_time(tmp_path: Path) -> None:
+    run = RunEvaluations(evaluated_run(tmp_path))
+    while run.look():
+        pass
+    first, second = (run.summary(place) for place in range(len(run)))
+    assert isinstance(first, Attempts)
+    assert isinstance(second, Attempts)
+    assert [(one.label, one.reward, one.versions) for one in first.rollouts] == [
+        ("before", 0.0, [0]),
+        ("v4", 0.5, [4]),
+        ("v20", 1.0, [20]),
+        ("after", 1.0, [30]),
+    ]
+    assert first.title == 'h1 {"prompt":"what is 1?"}'
+    assert ([one.label for one in second.rollouts], second.dropped, second.started) == (
+        ["before", "v4", "v20"],
+        {"timeout": 1},
+        4,
+    )
+    whole = run.group(0)
+    assert not isinstance(whole, Damaged)
+    assert whole.rollouts[1].metrics == {"boxed": 1.0}
+    assert whole.rollouts[1].turns[0].text == "1 is 0.5"
+    (hit,) = [line for line in plain_table(run, parse("version=5"), pytest.fail) if "h2" in line]
+    assert hit.endswith("dropped: timeout 1  h2 v4\n")
+
+
+def test_an_evaluation_that_comes_later_and_a_damaged_line_are_taken_in(tmp_path: Path) -> None:
+    folder = evaluated_run(tmp_path)
+    run = RunEvaluations(folder)
+    run.look()
+    assert len(run.summary(0).rollouts) == 4
+    (folder / "rollouts" / "evaluation-v24.jsonl").write_bytes(
+        lines([answer(1, 1.0, 24), {"reward": 1}, answer(3, 1.0, 24)])
+    )
+    run.look()
+    assert [one.label for one in run.summary(0).rollouts] == ["before", "v4", "v20", "v24", "after"]
+    assert len(run) == 3
+    assert len(run.damage) == 1
+    assert "evaluation-v24.jsonl, line 2 is damaged" in run.damage[0]
+
+
+def test_a_run_without_evaluations_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no evaluation yet"):
+        RunEvaluations(run_directory(tmp_path / "run"))
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        RunEvaluations(tmp_path)
+
+
+def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        RunRollouts(tmp_path)
+
+
+# Searches
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("five", {0: [0], 3: [0]}),
+        ("SIX", {0: [1]}),
+        ('"7*8="', {1: [0]}),
+        ("reward>=0.5", {0: [0], 3: [0, 1]}),
+        ("reward>0.2 reward<0.6", {1: [0], 3: [0]}),
+        ("reward=1 five", {0: [0]}),
+        ("version=1", {0: [0]}),
+        ("version<1", {0: [0, 1]}),
+        ("lag>1", {3: [0]}),
+        ("lag=1", {1: [0], 3: [0]}),
+        ("lag<=0", {0: [0], 3: [0]}),
+        ("length<3", {3: [1]}),
+        ("trained", {0: [0], 1: [0], 3: [0]}),
+        ("untrained", {0: [1], 3: [1]}),
+        ("dropped", {2: []}),
+        ("dropped=timeout lost", {2: []}),
+        ("dropped=crash", {}),
+        ('"trained"', {}),
+    ],
+)
+def test_every_term_holds_for_one_and_the_same_rollout(tmp_path: Path, text: str, found: dict[int, list[int]]) -> None:
+    run = opened(run_directory(tmp_path))
+    query = parse(text)
+    hits = {
+        place: query.matches(run.summary(place), lambda name, place=place: run.trained(place, name)) for place in range(4)
+    }
+    assert {place: hit for place, hit in hits.items() if hit is not None} == found
+
+
+@pytest.mark.parametrize("text", ["reward>much", "lag=", "version=nan"])
+def test_a_comparison_with_no_number_is_one_clear_line(text: str) -> None:
+    with pytest.raises(UserError, match="does not compare with a number") as caught:
+        parse(text)
+    assert "\n" not in str(caught.value)
+
+
+# Tokens
+
+
+def test_pieces_are_the_text_and_a_character_comes_whole() -> None:
+    ids = [*"a😀b".encode(), 256, 0xF0]
+    pieces = TokenText(Bytes()).pieces(ids)
+    assert len(pieces) == len(ids)
+    assert pieces[:7] == ["a", "", "", "", "😀", "b", "<end>"]
+    assert "".join(pieces) == TokenText(Bytes()).text(ids)
+    assert TokenText(Bytes()).text(ids[:7], special=False) == "a😀b"
+
+
+def test_without_a_tokenizer_or_for_ids_that_are_not_its_own_ids_are_shown() -> None:
+    assert TokenText(None, "gone").pieces([7, 8]) == ["[7]", "[8]"]
+    assert TokenText(Bytes()).pieces([65, 999]) == ["[65]", "[999]"]
+    assert TokenText(Bytes()).text([65, 999]) == "[65][999]"
+
+
+def test_a_model_that_is_gone_is_not_the_end_and_its_code_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ModelConfig] = []
+
+    def load_tokenizer(model: ModelConfig) -> None:
+        asked.append(model)
+        raise ModelLoadError("no such model")
+
+    loading = SimpleNamespace(load_tokenizer=load_tokenizer)  # the real one loads torch: seconds
+    monkeypatch.setitem(sys.modules, "pipelinerl.models.loading", loading)
+    texts = load_token_text(ModelConfig(path="/no/such/model", trust_remote_code=True))
+    assert (texts.known, texts.missing) == (False, "no such model")
+    assert asked == [ModelConfig(path="/no/such/model", trust_remote_code=False)]
+
+
+def test_nothing_reaches_the_terminal_as_a_control_code() -> None:
+    shown = printable("\x1b[2J\a\r\x9b\u202e\ud800 fine\n")
+    assert shown == "␛[2J␇␍<U+009B><U+202E><U+D800> fine\n"
+
+
+# Without a terminal
+
+
+def test_the_plain_table_names_groups_hits_and_damage(tmp_path: Path) -> None:
+    folder = run_directory(tmp_path)
+    with open(folder / "rollouts" / "rollouts.jsonl", "ab") as file:
+        file.write(b"nonsense\n")
+    said: list[str] = []
+    table = list(plain_table(RunRollouts(folder), None, said.append))
+    assert table[0].split() == ["group", "rewards", "mean", "tokens", "versions", "lag", "trained", "problem"]
+    assert table[1].split() == ["0", "█·", "0.500", "4", "0-1", "0", "1/2", "sum/0", '{"question":"2+3="}']
+    assert "dropped: timeout 2" in table[3]
+    assert len(table) == 5
+    assert len(said) == 1
+    assert "rollouts.jsonl, line 5 is damaged" in said[0]
+    hits = list(plain_table(RunRollouts(folder), parse("reward>=0.5"), said.append))
+    assert [line.split()[-1] for line in hits[1:]] == ["g0.a0", "g3.a1"]
+
+
+def command(*arguments: str) -> int:
+    commands = Commands()
+    add_to(commands)
+    own, settings = commands.split(["browse", *arguments])
+    options = commands.root.parse_args(own)
+    status: int = options.run(options, settings)
+    return status
+
+
+def test_the_command_prints_a_table_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = evaluated_run(tmp_path)
+    assert command(str(folder), "--find", "reward=0.25") == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[-1] == "g2.a0"
+    assert command(str(folder), "--export", str(folder / "x.jsonl")) == 0
+    said = capsys.readouterr()
+    assert said.out == f"5 rollouts: {folder / 'x.jsonl'}\n"
+    assert "can't read" in said.err  # there is no config.yaml, so no tokenizer
+    with pytest.raises(UserError, match="has no flag"):
+        command(str(folder), "--trainer.steps", "3")
+    assert command(str(folder), "--evaluations", "--find", "version=20") == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("h1 v20")
+    with pytest.raises(UserError, match=r"evaluation-\*\.jsonl"):
+        command(str(folder), "--evaluations", "--export", str(folder / "x.jsonl"))
+
+
+def test_only_the_terminal_needs_textual(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_directory(tmp_path)
+    monkeypatch.setitem(sys.modules, "textual", None)
+    monkeypatch.delitem(sys.modules, "pipelinerl.experiments.browse.textual_app", raising=False)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[browse\]'"):
+        command(str(folder))
+    assert command(str(folder), "--plain") == 0
+    assert command(str(folder), "--export", str(tmp_path / "x.jsonl")) == 0
+    assert "5 rollouts" in capsys.readouterr().out
+
+
+# Exports
+
+
+def exported(folder: Path, out: Path, texts: TokenText | None = None, query: str | None = None) -> tuple[int, list[str]]:
+    said: list[str] = []
+    count = export(RunRollouts(folder), texts or TokenText(Bytes()), out, parse(query) if query else None, said.append)
+    return count, said
+
+
+def test_a_row_for_each_rollout(tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    assert exported(run_directory(tmp_path / "run"), out) == (5, [])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows[0] == {
+        "id": "g0.a0",
+        "group": 0,
+        "attempt": 0,
+        "problem_id": "sum/0",
+        "problem": '{"question":"2+3="}',
+        "prompt": "2+3=",
+        "completion": "five",
+        "reward": 1.0,
+        "metrics": "{}",
+        "turns": 1,
+        "finish_reason": "stop",
+        "prompt_tokens": 4,
+        "completion_tokens": 5,
+        "version_min": 0,
+        "version_max": 1,
+        "step": 1,
+        "lag_min": 0,
+        "lag_max": 0,
+        "left_out": None,
+    }
+    assert (rows[2]["finish_reason"], rows[2]["metrics"], rows[4]["step"]) == ("length", '{"guesses":2.0}', None)
+
+
+def test_an_export_takes_what_was_searched_for_and_names_damage(tmp_path: Path) -> None:
+    folder = run_directory(tmp_path / "run", [*some_groups(), {"index": 0}, some_groups()[0]])
+    out = tmp_path / "x.jsonl"
+    count, said = exported(folder, out, query="reward>=0.5")
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["g3.a0", "g3.a1", "g0.a0"]  # the later g0
+    assert count == 3
+    assert len(said) == 1
+    assert "line 5 is damaged" in said[0]
+
+
+def test_without_a_tokenizer_the_texts_of_the_environment_are_exported(tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    silent = msgspec.structs.replace(turn("p", "unread"), text="")
+    attempts = (rollout(0, 0, 0.0, turn("p", "said")), rollout(0, 1, 0.0, silent))
+    exported(run_directory(tmp_path / "run", [group(0, *attempts)]), out, TokenText(None))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["prompt"], row["completion"]) for row in rows] == [(None, "said"), (None, None)]
+
+
+def test_parquet_has_the_same_rows(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install 'pipelinerl[parquet]'")
+    folder = run_directory(tmp_path / "run")
+    exported(folder, tmp_path / "x.jsonl")
+    exported(folder, tmp_path / "x.parquet")
+    table = parquet.read_table(tmp_path / "x.parquet")
+    assert table.to_pylist() == [json.loads(line) for line in (tmp_path / "x.jsonl").open()]
+    assert str(table.schema.field("lag_max").type) == "int64"
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingDependencyError, match=r"pipelinerl\[parquet\]"):
+        exported(run_directory(tmp_path / "run"), tmp_path / "x.parquet")
+
+
+def test_an_export_is_whole_or_not_there_and_never_over_the_records(tmp_path: Path) -> None:
+    folder = run_directory(tmp_path / "run")
+    with pytest.raises(UserError, match=r"\.jsonl or \.parquet"):
+        exported(folder, tmp_path / "x.csv")
+    with pytest.raises(UserError, match="the run's own record"):
+        exported(folder, folder / "rollouts" / "rollouts.jsonl")
+    with pytest.raises(RunDirectoryError, match="can't write"):
+        exported(folder, tmp_path / "nowhere" / "x.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_number_beyond_parquet_leaves_no_file(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'pipelinerl[parquet]'")
+    huge = msgspec.structs.replace(rollout(0, 0, 1.0, turn("p", "text")), attempt=(1 << 64) - 1)
+    folder = run_directory(tmp_path / "run", [group(0, huge)])
+    with pytest.raises(UserError, match="does not fit"):
+        exported(folder, tmp_path / "x.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,279 @@
+"""Adapters: engines get exactly what the trainer computes with, the model under them stays, and a run goes on exactly."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from pipelinerl.config import config_from_yaml, load_config, render
+from pipelinerl.config.load import validate
+from pipelinerl.config.schema import LoraConfig, TrainerConfig
+from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError
+from pipelinerl.models.lora import ADAPTER_FOLDER, LoraModel, refuse_adapter
+from pipelinerl.models.lora_linear import LoraLinear
+from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.state import checksum, load_weights, named_weights
+from pipelinerl.preprocess import pack
+from pipelinerl.trainer import FrozenModelScorer, Learner
+from pipelinerl.types import Segment
+from tests.parity.models import CONFIGS, make_model
+from tests.unit.trainer.test_trainer_step import TEMPERATURE, make_samples
+
+CONFIG = LoraConfig(rank=4, alpha=8.0)
+DTYPES = [torch.float32, torch.bfloat16]
+SEGMENT = Segment(token_ids=tuple(range(3, 20)), sampled=((4, 17),))
+
+
+def with_adapters(name: str = "llama", dtype: torch.dtype = torch.float32, config: LoraConfig = CONFIG) -> LoraModel:
+    return LoraModel(make_model(name).to(dtype), config, seed=5)
+
+
+def stir(lora: LoraModel) -> LoraModel:
+    """As after some steps: B is no longer 0."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in lora.model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return lora
+
+
+def learner(lora: LoraModel, **options: Any) -> Learner:
+    config = TrainerConfig(**{"learning_rate": 1e-2, "steps": 100} | options)
+    return Learner(lora.model, config, temperature=TEMPERATURE, pack=pack, lora=lora)
+
+
+def logits(model: Any) -> torch.Tensor:
+    use_packed_attention(model)
+    with torch.no_grad():
+        return sampled_logits(model, PackedRow.of([SEGMENT]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_at_first_the_weights_are_the_models_own(name: str, dtype: torch.dtype) -> None:
+    own = named_weights(make_model(name).to(dtype))
+    lora = with_adapters(name, dtype)
+    assert list(lora.weights()) == list(own)
+    assert checksum(lora.weights()) == checksum(own)
+    trained = {n: p.dtype for n, p in lora.model.named_parameters() if p.requires_grad}
+    assert trained
+    assert set(trained.values()) == {torch.float32}
+    assert all(".lora_" in n for n in trained)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_trainer_computes_with_what_engines_are_given(name: str, dtype: torch.dtype) -> None:
+    lora, plain = stir(with_adapters(name, dtype)), make_model(name).to(dtype)
+    assert not torch.equal(logits(plain), logits(lora.model))
+    load_weights(plain, lora.weights())
+    assert torch.equal(logits(plain), logits(lora.model)), "to the bit, rounding to bfloat16 included"
+
+
+def test_merging_is_the_formula_and_writes_nothing() -> None:
+    lora = stir(with_adapters())
+    before = {name: tensor.clone() for name, tensor in lora.model.state_dict().items()}
+    merged = [lora.weights() for _ in range(3)]
+    assert len({checksum(weights) for weights in merged}) == 1, "merging again and again does not drift"
+    for name, tensor in lora.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    path = "model.layers.1.mlp.up_proj"
+    a, b = (before[f"{path}.lora_{part}.default.weight"].double() for part in "AB")
+    exact = before[f"{path}.base_layer.weight"].double() + CONFIG.alpha / CONFIG.rank * b @ a
+    torch.testing.assert_close(merged[0][f"{path}.weight"].double(), exact, atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_are_those_of_the_merged_product() -> None:
+    lora = stir(with_adapters())
+    layer = lora.model.model.layers[0].mlp.down_proj
+    assert isinstance(layer, LoraLinear)
+    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    found = torch.autograd.grad(layer(x).square().sum(), [x, a, b])
+    merged = layer.base_layer.weight + CONFIG.alpha / CONFIG.rank * b @ a
+    expected = torch.autograd.grad((x @ merged.T).square().sum(), [x, a, b])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_trains_the_adapters_alone(dtype: torch.dtype) -> None:
+    lora = with_adapters(dtype=dtype)
+    before = {name: p.clone() for name, p in lora.model.named_parameters()}
+    start = checksum(lora.weights())
+    taught = learner(lora)
+    for version in range(2):  # in the first A has no gradient: B is 0
+        taught.step(make_samples(make_model("llama")), version=version)
+    assert checksum(taught.weights()) != start
+    for name, parameter in lora.model.named_parameters():
+        assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
+    assert {name.rpartition(".")[0] for name in taught.optimizer.state()} == {
+        name for name, parameter in lora.model.named_parameters() if parameter.requires_grad
+    }
+
+
+def test_small_changes_beside_bfloat16_weights_add_up() -> None:
+    lora = with_adapters(dtype=torch.bfloat16)
+    taught, samples = learner(lora, learning_rate=1e-4), make_samples(make_model("llama"))
+    start = lora.weights()
+    changed = []
+    for version in range(8):
+        taught.step(samples, version=version)
+        changed.append(sum(int((start[name] != weight).sum()) for name, weight in taught.weights().items()))
+    assert changed[-1] > 3 * changed[1] > 0
+
+
+def test_recomputing_activations_changes_nothing() -> None:
+    gradients = []
+    for recompute in (False, True):
+        lora = stir(with_adapters())
+        learner(lora, gradient_checkpointing=recompute).step(make_samples(make_model("llama")), version=3)
+        gradients.append({n: p.grad for n, p in lora.model.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_without_its_adapters_the_model_is_the_reference() -> None:
+    lora = stir(with_adapters())
+    options: dict[str, Any] = {"temperature": TEMPERATURE, "micro_batch_tokens": 64, "pack": pack}
+    copied = FrozenModelScorer(make_model("llama"), **options).score([SEGMENT])
+    trained = logits(lora.model)
+    assert FrozenModelScorer(lora.model, **options, lora=lora).score([SEGMENT]) == copied
+    assert torch.equal(logits(lora.model), trained), "the adapters are there again"
+    assert learner(lora).step(make_samples(make_model("llama")), version=3).grad_norm, "and are trained"
+
+
+def test_adapters_are_a_function_of_the_seed_alone() -> None:
+    before = torch.get_rng_state()
+    one, again = with_adapters(), with_adapters()
+    assert torch.equal(torch.get_rng_state(), before)
+    for a, b in zip(one.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    other = LoraModel(make_model("llama"), CONFIG, seed=6)
+    assert any(not torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- on disk
+
+
+def test_others_can_load_what_was_saved(tmp_path: Path) -> None:
+    lora = stir(with_adapters())
+    lora.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert checksum(named_weights(loaded)) == checksum(lora.weights())
+    theirs = PeftModel.from_pretrained(make_model("llama"), tmp_path / ADAPTER_FOLDER).merge_and_unload()
+    for name, weight in named_weights(theirs).items():
+        torch.testing.assert_close(weight, lora.weights()[name], atol=1e-6, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training_goes_on_bitwise_from_what_was_saved(dtype: torch.dtype, tmp_path: Path) -> None:
+    samples = make_samples(make_model("llama"))
+    taught = learner(with_adapters(dtype=dtype))
+    for version in range(3):
+        taught.step(samples, version=version)
+    taught.save_pretrained(tmp_path)
+    resumed = learner(LoraModel(make_model("llama").to(dtype), CONFIG, seed=77))
+    assert resumed.lora is not None
+    resumed.lora.load_adapter(tmp_path)
+    resumed.optimizer.load_state({name: tensor.clone() for name, tensor in taught.optimizer.state().items()})
+    assert checksum(resumed.weights()) == checksum(taught.weights())
+    for one in (taught, resumed):
+        one.step(samples, version=3)
+    assert checksum(resumed.weights()) == checksum(taught.weights())
+
+
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    stir(with_adapters()).save_pretrained(tmp_path / "lora")
+    make_model("llama").save_pretrained(tmp_path / "full")
+    with pytest.raises(CheckpointError, match="trained with other base weights than"):
+        LoraModel(make_model("llama", seed=1), CONFIG, seed=5).load_adapter(tmp_path / "lora")
+    for other in (LoraConfig(rank=5), LoraConfig(rank=4, target_modules=("q_proj",))):
+        with pytest.raises(CheckpointError, match="another rank or other layers"):
+            with_adapters(config=other).load_adapter(tmp_path / "lora")
+    with pytest.raises(CheckpointError, match=r"has no adapter.*set model\.lora to null"):
+        with_adapters().load_adapter(tmp_path / "full")
+    with pytest.raises(CheckpointError, match="from a run that trained adapters"):
+        refuse_adapter(tmp_path / "lora")
+    refuse_adapter(tmp_path / "full")
+    (tmp_path / "lora" / ADAPTER_FOLDER / "adapter_model.safetensors").write_bytes(b"x" * 40)
+    with pytest.raises(CheckpointError, match="can't read"):
+        with_adapters().load_adapter(tmp_path / "lora")
+
+
+# ---------------------------------------------------------------------------------------------- which layers
+
+
+def test_layers_can_be_chosen() -> None:
+    lora = with_adapters(config=LoraConfig(rank=2, target_modules=("q_proj", "layers.3.mlp.up_proj")))
+    found = {name for name, module in lora.model.named_modules() if isinstance(module, LoraLinear)}
+    assert found == {f"model.layers.{i}.self_attn.q_proj" for i in range(4)} | {"model.layers.3.mlp.up_proj"}
+
+
+@pytest.mark.parametrize(
+    ("target", "what"),
+    [
+        ("qproj", "'qproj' isn't one"),
+        ("lm_head", "'lm_head' matches lm_head, which isn't one"),
+        ("embed_tokens", "'embed_tokens' matches model.embed_tokens, which isn't one"),
+        ("mlp", "'mlp' matches model.layers.0.mlp, which isn't one"),
+    ],
+)
+def test_a_layer_that_can_have_none_is_one_line_with_those_that_can(target: str, what: str) -> None:
+    model = make_model("llama-untied")
+    before = copy.deepcopy(model)
+    with pytest.raises(ConfigError) as caught:
+        LoraModel(model, LoraConfig(target_modules=("v_proj", target)), seed=0)
+    layers = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    assert str(caught.value) == (
+        f"model.lora.target_modules: LlamaForCausalLM can have adapters in the linear layers {layers}; {what}"
+    )
+    assert str(model) == str(before)
+
+
+def test_without_peft_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[lora\]'"):
+        with_adapters()
+
+
+# ---------------------------------------------------------------------------------------------- the run file
+
+
+def test_adapters_are_asked_for_key_by_key_or_as_a_whole() -> None:
+    def lora(*flags: str) -> LoraConfig | None:
+        return load_config(None, flags).model.lora
+
+    assert lora() is None
+    assert lora("--model.lora={}") == LoraConfig()
+    assert lora("--model.lora.rank=8", "--model.lora.target_modules=[q_proj]") == LoraConfig(
+        rank=8, target_modules=("q_proj",)
+    )
+    assert lora("--model.lora.rank=8", "--model.lora=null") is None
+    config = load_config(None, ["--model.lora.alpha=5"])
+    assert validate(config) == config == config_from_yaml(render(config))
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--model.lora.rank=0", "--model.lora.rank: 0 is not allowed here; this takes a whole number >= 1"),
+        ("--model.lora.r=4", "this takes a mapping of rank, alpha, target_modules or null"),
+        (
+            "--model.lora.target_modules=[]",
+            "--model.lora.target_modules: [] is not allowed here; this takes a list of 1 or more: text or null",
+        ),
+    ],
+)
+def test_what_makes_no_adapter_is_one_line(flag: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [flag])
+    assert message in str(caught.value)

@@ -1,0 +1,479 @@
+"""Agents that are given an address and nothing else: over real HTTP, with the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pipelinerl.actor.client import EngineClient, RolloutClient
+from pipelinerl.actor.deadline import CodeAlarm
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
+from pipelinerl.environments.registry import make_environment
+from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.serving.agents.environment import Agent
+from pipelinerl.serving.agents.gateway import Gateway
+from pipelinerl.serving.agents.running import AgentThreads
+from pipelinerl.serving.agents.session import Session
+from pipelinerl.types import GenerationRequest, Problem, Rollout, SamplingParams
+from tests.unit.chat_parts import SamplingClient, make_tokenizer
+from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
+
+TOKENIZER = make_tokenizer()
+PROBLEM = Problem(id="p", payload={"number": 5})
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "add",  "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=0)
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+def at(base_url: str) -> openai.OpenAI:
+    return CLIENT.with_options(base_url=base_url)
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Any:
+    gateway = Gateway()
+    yield gateway
+    gateway.close()
+
+
+def agent_of(function: Callable[..., Any], tmp_path: Path, **args: Any) -> Agent:
+    """The environment whose agent is this function."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"number": number}) for number in range(10)))
+    made = make_environment("agent", {"run": "math:floor", "data": str(data), **args}, TOKENIZER, 0)
+    assert isinstance(made, Agent)
+    made._agent = AgentThreads(function, f"{__file__}:{function.__name__}", args.get("threads", 8))
+    return made
+
+
+def play(function: Callable[..., Any], tmp_path: Path, *said: str) -> Rollout:
+    """The rollout of this agent, of a model that says these things."""
+    client = SamplingClient.saying(TOKENIZER, *said)
+    return asyncio.run(agent_of(function, tmp_path).rollout(PROBLEM, client))
+
+
+def ask(gateway: Gateway, function: Callable[[str], Any], *said: str) -> Any:
+    """What the function returns, called in a thread with an address at which these things are said."""
+
+    async def serve() -> Any:
+        with gateway.serving(Session(SamplingClient.saying(TOKENIZER, *said))) as base_url:
+            return await asyncio.to_thread(function, base_url)
+
+    return asyncio.run(serve())
+
+
+# ------------------------------------------------------------------------------------------------ agents
+
+
+def test_an_agent_with_a_tool_is_one_segment_of_exact_ids(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        messages: list[Any] = [user("2 + 3?")]
+        while True:
+            answer = client.chat.completions.create(model="any", messages=messages, tools=TOOLS, temperature=1.0)
+            choice = answer.choices[0]
+            messages.append(choice.message)
+            if choice.finish_reason != "tool_calls":
+                return float(choice.message.content == str(problem["number"]))
+            for call in choice.message.tool_calls or []:
+                result = sum(json.loads(call.function.arguments).values())
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+
+    rollout = play(solve, tmp_path, "I add.\n" + CALL, "5")
+    assert rollout.reward == 1.0
+    (segment,) = join_turns(rollout.turns).segments
+    text = TOKENIZER.decode(segment.token_ids)
+    assert f"I add.\n{CALL}<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n5<|im_end|>" in text
+    assert rollout.metrics["turns"] == 2
+    assert rollout.metrics["new_segments"] == 0
+
+
+def test_chats_of_an_async_agent_at_the_same_time(tmp_path: Path) -> None:
+    async def solve(problem: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+            async def chat(name: str) -> None:
+                messages: list[Any] = [user(name)]
+                for _ in range(2):
+                    answer = await client.chat.completions.create(model="any", messages=messages)
+                    messages += [answer.choices[0].message.model_dump(), user(f"{name} again")]
+
+            await asyncio.gather(*map(chat, ("one", "two", "three")))
+        return {"reward": 0.5, "chats": 3}
+
+    rollout = play(solve, tmp_path, *(f"answer {number}" for number in range(6)))
+    assert rollout.reward == 0.5
+    assert rollout.metrics["chats"] == 3
+    assert [len(segment.sampled) for segment in join_turns(rollout.turns).segments] == [2, 2, 2]
+
+
+def test_plain_text_and_token_ids(tmp_path: Path) -> None:
+    ids = TOKENIZER.encode("3 + 4 =")
+
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> bool:
+        first = at(base_url).completions.create(model="any", prompt="2 + 3 =")
+        second = at(base_url).completions.create(model="any", prompt=ids, max_tokens=1)
+        assert first.usage is not None
+        assert first.usage.completion_tokens == len(TOKENIZER.encode(" five.")) + 1
+        return (first.choices[0].text, second.choices[0].finish_reason) == (" five.", "length")
+
+    rollout = play(solve, tmp_path, " five.", " seven.")
+    assert rollout.reward == 1.0
+    assert [turn.prompt_ids for turn in rollout.turns] == [tuple(TOKENIZER.encode("2 + 3 =")), tuple(ids)]
+    assert len(rollout.turns[1].completion.token_ids) == 1
+
+
+# ------------------------------------------------------------------------------------------------ the gateway
+
+
+def test_streams_are_answers_of_one_piece(gateway: Gateway) -> None:
+    def stream(base_url: str) -> Any:
+        chunks = list(
+            at(base_url).chat.completions.create(
+                model="mine", messages=[user("?")], tools=TOOLS, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        texts = list(at(base_url).completions.create(model="mine", prompt="?", stream=True))
+        return chunks, "".join(chunk.choices[0].text for chunk in texts)
+
+    chunks, text = ask(gateway, stream, "Well. " + CALL, "so")
+    assert text == "so"
+    assert chunks[0].model == "mine"
+    assert chunks[0].choices[0].delta.content == "Well."
+    (call,) = chunks[0].choices[0].delta.tool_calls
+    assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "add", {"a": 2, "b": 3})
+    assert chunks[1].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage.total_tokens == chunks[-1].usage.prompt_tokens + chunks[-1].usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"temperature": 0.2}, "temperature 0.2: this rollout is sampled with 1"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"seed": 1}, "seed"),
+        ({"stop": "."}, "stop"),
+        ({"n": 2}, "n:"),
+        ({"logprobs": True}, "logprobs"),
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"extra_body": {"guided_json": {"type": "object"}}}, "guided_json"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        ({"extra_body": {"top_k": 5}}, "top_k"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_name(gateway: Gateway, options: dict[str, Any], named: str) -> None:
+    def refused(base_url: str) -> str:
+        with pytest.raises(openai.BadRequestError) as error:
+            at(base_url).chat.completions.create(**{"model": "any", "messages": [user("?")], **options})
+        return str(error.value)
+
+    message = ask(gateway, refused)
+    assert named in message
+    assert "\n" not in message
+
+
+def test_what_asks_for_nothing_is_let_pass(gateway: Gateway) -> None:
+    options: dict[str, Any] = {"temperature": 1, "top_p": 1, "n": 1, "tool_choice": "none", "tools": TOOLS, "stop": None}
+
+    def answer(base_url: str) -> Any:
+        answer = at(base_url).chat.completions.create(model="any", messages=[user("?")], **options)
+        assert next(iter(at(base_url).models.list())).id == "policy"
+        return answer.choices[0].message
+
+    message = ask(gateway, answer, CALL)
+    assert message.content == CALL  # no tools were offered
+    assert not message.tool_calls
+
+
+def test_only_addresses_of_rollouts_that_run_are_answered(gateway: Gateway) -> None:
+    def address(base_url: str) -> str:
+        return base_url
+
+    ended = ask(gateway, address)
+    for url in (ended, ended.replace("/rollouts/", "/rollouts/x"), ended.replace("/v1", "/v2")):
+        with pytest.raises(openai.NotFoundError):
+            at(url).chat.completions.create(model="any", messages=[user("?")])
+
+
+# ------------------------------------------------------------------------------------------------ with an engine
+
+
+def outcomes(
+    function: Callable[..., Any],
+    tmp_path: Path,
+    *,
+    script: Callable[[GenerationRequest], Sequence[int]] = lambda _: [ord("5"), STOP],
+    attempts: int = 1,
+    timeout_s: float = 20.0,
+    max_tokens: int = 50,
+    **args: Any,
+) -> tuple[list[Rollout | Failure], ScriptedEngine]:
+    """The outcomes of attempts at the same time, as the actor runs them."""
+    engine = ScriptedEngine(script, max_length=max_tokens + 1000)
+    environment = agent_of(function, tmp_path, **args)
+
+    async def run() -> list[Rollout | Failure]:
+        client = EngineClient(engine)
+        limits = TimeLimits(timeout_s, CodeAlarm(5.0))
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,))
+        tasks = [
+            asyncio.create_task(
+                attempt(
+                    environment,
+                    PROBLEM,
+                    RolloutClient(client, CharTokenizer(), sampling, name=f"r{number}", seed=number),
+                    limits,
+                )
+            )
+            for number in range(attempts)
+        ]
+        while not all(task.done() for task in tasks):
+            if not await client.step():
+                await asyncio.sleep(0.001)
+        for _ in range(3):  # what was cancelled leaves the engine
+            await client.step()
+            await asyncio.sleep(0)
+        return [task.result() for task in tasks]
+
+    return asyncio.run(run()), engine
+
+
+def test_what_the_engine_made_is_the_rollout(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        return float(at(base_url).completions.create(model="any", prompt="?").choices[0].text)
+
+    made, engine = outcomes(solve, tmp_path, attempts=6)
+    assert [outcome.reward for outcome in made if isinstance(outcome, Rollout)] == [5.0] * 6
+    assert max(engine.batch_sizes) > 1  # they were in the engine at the same time
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason", "message"),
+    [
+        (None, "bad_rollout", "the agent returned None, not a number"),
+        (float("nan"), "bad_rollout", "not a finite number"),
+        ({"right": 1}, "bad_rollout", "without `reward` (it has: right)"),
+        ({"reward": "1"}, "bad_rollout", "the agent's reward returned a str"),
+        (KeyError("what"), "raised", "KeyError: 'what'"),
+        (SystemExit(3), "raised", "it raised SystemExit"),
+        (StopIteration(), "raised", "StopIteration"),
+    ],
+)
+def test_mistakes_of_an_agent_cost_its_rollout(tmp_path: Path, returned: Any, reason: str, message: str) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> Any:
+        at(base_url).completions.create(model="any", prompt="?")
+        if isinstance(returned, BaseException):
+            raise returned
+        return returned
+
+    (failure,), _ = outcomes(solve, tmp_path)
+    assert isinstance(failure, Failure)
+    assert failure.reason == reason
+    assert message in failure.message
+
+
+def test_an_agent_that_asks_nothing_is_no_rollout(tmp_path: Path) -> None:
+    (failure,), _ = outcomes(lambda *_: 1.0, tmp_path)
+    assert isinstance(failure, Failure)
+    assert "sent no request to the model" in failure.message
+
+
+def test_a_prompt_that_does_not_fit_is_told_to_the_agent(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        with pytest.raises(openai.BadRequestError) as refused:
+            at(base_url).completions.create(model="any", prompt="?" * 2000)
+        assert refused.value.code == "prompt_too_long"
+        at(base_url).completions.create(model="any", prompt="?")
+        return 0.0
+
+    (made,), _ = outcomes(solve, tmp_path)
+    assert isinstance(made, Rollout)
+
+
+def test_an_agent_that_never_returns_costs_its_rollout_alone(tmp_path: Path) -> None:
+    release = threading.Event()
+    late: list[BaseException] = []
+    ended = threading.Event()
+
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        at(base_url).completions.create(model="any", prompt="?")
+        release.wait()
+        try:
+            at(base_url).completions.create(model="any", prompt="??")
+        except openai.NotFoundError as error:
+            late.append(error)
+        ended.set()
+        return 1.0
+
+    (failure,), engine = outcomes(solve, tmp_path, timeout_s=1.5)
+    assert isinstance(failure, Failure)
+    assert failure.reason == "timeout"
+    release.set()
+    assert ended.wait(10)
+    assert len(late) == 1
+    assert len(engine.requests) == 1
+
+
+def test_a_call_in_the_midst_of_which_the_rollout_ends_is_cancelled(tmp_path: Path) -> None:
+    statuses: list[int] = []
+    ended = threading.Event()
+
+    def ask_for_ever(base_url: str) -> None:
+        try:
+            at(base_url).completions.create(model="any", prompt="long")
+        except openai.APIStatusError as error:
+            statuses.append(error.status_code)
+        ended.set()
+
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        at(base_url).completions.create(model="any", prompt="?")
+        threading.Thread(target=ask_for_ever, args=(base_url,), daemon=True).start()
+        started.wait()
+        return 1.0
+
+    started = threading.Event()
+
+    def script(request: GenerationRequest) -> Sequence[int]:
+        if len(request.prompt_ids) == 1:
+            return [ord("5"), STOP]
+        started.set()
+        return [ord("a")] * 100_000
+
+    (made,), engine = outcomes(solve, tmp_path, script=script, max_tokens=100_000)
+    assert isinstance(made, Rollout)
+    assert len(made.turns) == 1
+    assert ended.wait(10)
+    assert statuses == [404]
+    assert engine.cancelled == ["r0.t1"]
+    assert engine.in_progress == engine.queued == 0
+
+
+def test_a_call_that_its_agent_gave_up_is_cancelled_and_no_part_of_the_rollout(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        with pytest.raises(openai.APITimeoutError):
+            at(base_url).with_options(timeout=1.0).completions.create(model="any", prompt="long")
+        return float(at(base_url).completions.create(model="any", prompt="?").choices[0].text)
+
+    def script(request: GenerationRequest) -> Sequence[int]:
+        return [ord("a")] * 1_000_000 if len(request.prompt_ids) > 1 else [ord("5"), STOP]
+
+    (made,), engine = outcomes(solve, tmp_path, script=script, max_tokens=1_000_000)
+    assert isinstance(made, Rollout)
+    assert [turn.completion.request_id for turn in made.turns] == ["r0.t1"]
+    assert engine.cancelled == ["r0.t0"]
+
+
+def test_an_async_agent_is_cancelled_with_its_rollout(tmp_path: Path) -> None:
+    cancelled = threading.Event()
+
+    async def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return 1.0
+
+    (failure,), _ = outcomes(solve, tmp_path, timeout_s=0.3)
+    assert isinstance(failure, Failure)
+    assert failure.reason == "timeout"
+    assert cancelled.wait(10)
+
+
+def test_no_more_agents_run_at_once_than_there_may_be_threads(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        assert lock.acquire(blocking=False)
+        at(base_url).completions.create(model="any", prompt="?")
+        lock.release()
+        return 1.0
+
+    made, _ = outcomes(solve, tmp_path, attempts=4, threads=1)
+    assert all(isinstance(outcome, Rollout) for outcome in made)
+
+
+# ------------------------------------------------------------------------------------------------ run files
+
+
+def test_problems_are_lines_of_a_file_or_those_of_another_environment(tmp_path: Path) -> None:
+    environment = agent_of(len, tmp_path, held_out=0.2)
+    numbers = {environment.problem(index).payload["number"] for index in range(8)}
+    held_out = {problem.payload["number"] for problem in environment.held_out(9)}
+    assert (len(numbers), len(held_out), numbers & held_out) == (8, 2, set())
+    other = make_environment("agent", {"run": "math:floor", "problems": {"kind": "gcd"}}, TOKENIZER, 3)
+    assert other.problem(5) == make_environment("gcd", {}, TOKENIZER, 3).problem(5)
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        ({"run": "nowhere.py:solve", "problems": {"kind": "gcd"}}, "no file"),
+        ({"run": "math:sqroot", "problems": {"kind": "gcd"}}, "no function"),
+        ({"run": "math:floor"}, "either `data` or `problems`"),
+        ({"run": "math:floor", "problems": {"kind": "gdc"}}, "environment.args.problems.*did you mean"),
+        ({"run": "math:floor", "data": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"run": "math:floor", "problems": {"kind": "gcd"}, "threads": 0}, "threads"),
+    ],
+)
+def test_mistakes_in_the_run_file_are_one_line(args: dict[str, Any], what: str) -> None:
+    with pytest.raises(EnvironmentSetupError, match=f"(?i){what}") as error:
+        make_environment("agent", args, TOKENIZER, 0)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "pipelinerl.serving.agents.gateway")
+    with pytest.raises(MissingDependencyError, match=r"agents need uvicorn: pip install 'pipelinerl\[serve\]'"):
+        make_environment("agent", {"run": "math:floor", "problems": {"kind": "gcd"}}, TOKENIZER, 0)
+
+
+@pytest.mark.slow
+def test_a_run_trains_the_example_agent_on_exactly_what_it_sampled(tmp_path: Path) -> None:
+    from tests.integration import runs
+
+    example = Path(__file__).parents[4] / "examples" / "agent.py"
+    args = json.dumps({"run": f"{example}:solve", "problems": {"kind": "gcd"}})
+    summary = runs.run(
+        tmp_path / "run", environment__kind="agent", environment__args=args, trainer__steps=2, actor__max_tokens=60
+    )
+    assert summary["rollouts_trained"] == 32
+    runs.assert_conserved(summary)
+    runs.assert_trained_once(tmp_path / "run")
+    runs.assert_provenance(tmp_path / "run")
+    # Attempts run in threads, so their order is the clock's; what holds of each step does not depend on it.
+    first = runs.steps(tmp_path / "run")[0]
+    assert first.on_policy_gap is not None
+    assert first.on_policy_gap < 1e-3
+    assert first.ess is not None
+    assert first.ess > 0.999
+    made = list(runs.rollouts_by_id(tmp_path / "run").values())
+    assert all(rollout.metrics["attempts"] == len(rollout.turns) for rollout in made)
+    assert {len(rollout.turns) for rollout in made} == {1, 2}

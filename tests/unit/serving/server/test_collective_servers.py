@@ -1,0 +1,282 @@
+"""A broadcast to engine servers: they receive, and a coordinator without weights says when they take it, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.serving.client.adapter import TokenListener, WeightSource
+from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.errors import Bounds
+from pipelinerl.serving.server.service import Service
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
+from pipelinerl.weights.broadcast.group import choose_backend, gpu_of, staging_device
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from tests.unit.server_parts import byte_model, running
+from tests.unit.weights.test_collective import BOUND_S, KEY, Rig, cut, eventually, problem, receipt, taken
+from tests.unit.weights.test_collective import rig as rig  # noqa: PLC0414 - a fixture
+from tests.unit.weights.test_weights import Tied
+
+
+@pytest.fixture
+def coordinate(rig: Rig) -> Callable[..., CollectiveWeightReceiver]:
+    def make(sender: CollectiveWeightSender, **options: Any) -> CollectiveWeightReceiver:
+        return rig.receiver(sender, None, **{"engine": "engine", "receivers": 2, **options})
+
+    return make
+
+
+def test_an_update_is_offered_once_all_have_it_and_one_answer_is_for_all(rig: Rig, coordinate: Any) -> None:
+    sender = rig.sender(2, coordinated=True)
+    coordinator, first = coordinate(sender), rig.receiver(sender, 0)
+    for version in (0, 3):
+        digest = sender.send(version, named_weights(Tied(seed=version)))
+        if version == 0:
+            assert coordinator.offered() is None, "one is not there yet"
+            second = rig.receiver(sender, 1)
+        eventually(lambda: coordinator.offered() is not None)
+        assert [first.offered(), second.offered(), coordinator.offered()] == [version] * 3
+        update = coordinator.poll()
+        assert update == (version, digest, {})
+        assert coordinator.poll() is None
+        for receiver in (first, second):
+            assert checksum(taken(receiver).tensors) == digest
+        assert list(sender.unanswered()) == ["coordinator (engine)"]
+        coordinator.acknowledge(receipt(version, digest))
+        eventually(lambda: not sender.unanswered())
+        assert [one.version for one in sender.receipts()] == [version]
+    with pytest.raises(ValueError, match="no weight update"):
+        coordinator.acknowledge(receipt(3, digest))
+
+
+def test_the_coordinators_word_counts(rig: Rig, coordinate: Any) -> None:
+    """A server's own answer takes another way, and may come after the next update was sent: it is nobody's receipt."""
+    sender = rig.sender(1, coordinated=True)
+    coordinator, receiver = coordinate(sender, receivers=1), rig.receiver(sender)
+    sender.send(0, named_weights(Tied()))
+    eventually(lambda: coordinator.offered() == 0)
+    taken(receiver)
+    receiver.acknowledge(receipt(0, "e" * 32, engine="server-0"))
+    coordinator.poll()
+    coordinator.acknowledge(receipt(0, "f" * 32, engine="engine"))
+    with pytest.raises(WeightUpdateError, match=r"'engine' says it took weights of version 0, but holds others: .* f{32}"):
+        eventually(sender.receipts)
+
+
+def test_the_last_update_is_offered_though_the_sender_has_closed(rig: Rig, coordinate: Any) -> None:
+    sender = rig.sender(1, coordinated=True)
+    coordinator, receiver = coordinate(sender, receivers=1), rig.receiver(sender)
+    receiver.wait_joined(BOUND_S)
+    sender.send(7, named_weights(Tied()))
+    sender.close()
+    eventually(lambda: coordinator.offered() == 7)
+    assert taken(receiver).version == 7
+
+
+@pytest.mark.parametrize(
+    ("coordinated", "receivers", "complaint"),
+    [
+        (False, None, "send their own receipts: it expects no coordinator"),
+        (True, 2, "there is a receiver coordinator already"),
+        (True, 3, "has 2 receivers, but coordinator expects 3"),
+    ],
+)
+def test_who_may_not_coordinate_is_told_why(
+    rig: Rig, coordinate: Any, coordinated: bool, receivers: int | None, complaint: str
+) -> None:
+    sender = rig.sender(2, coordinated=coordinated)
+    first = coordinate(sender)
+    if coordinated:
+        eventually(lambda: sender._members.all[2].channel)
+        assert complaint in problem(coordinate(sender, receivers=receivers))
+        assert first.offered() is None
+    else:
+        assert complaint in problem(first)
+
+
+def test_a_coordinator_that_never_comes_is_named(rig: Rig) -> None:
+    sender = rig.sender(1, coordinated=True, join_timeout_s=1.0)
+    receiver = rig.receiver(sender)
+    assert "engine coordinator did not connect to 127.0.0.1:" in problem(receiver)
+
+
+def test_a_server_that_dies_before_it_takes_an_update_is_named_to_the_coordinator(rig: Rig, coordinate: Any) -> None:
+    sender = rig.sender(2, coordinated=True, timeout_s=BOUND_S)
+    coordinator = coordinate(sender)
+    receivers = [rig.receiver(sender, index) for index in range(2)]
+    sender.send(0, named_weights(Tied()))
+    eventually(lambda: coordinator.offered() == 0)
+    coordinator.poll()
+    cut(receivers[1]._channel)
+    expected = r"engine number 1 \(engine-1\) is gone: its process exited unexpectedly"
+    with pytest.raises(WeightUpdateError, match=expected):
+        sender.send(1, named_weights(Tied()))
+    assert "engine number 1 (engine-1) is gone" in problem(coordinator)
+
+
+def test_a_server_that_stalls_while_its_answer_is_waited_for_is_named(rig: Rig, coordinate: Any) -> None:
+    sender = rig.sender(2, coordinated=True, timeout_s=BOUND_S, stall_s=1.0)
+    coordinator = coordinate(sender)
+    receivers = [rig.receiver(sender, index) for index in range(2)]
+    sender.send(0, named_weights(Tied()))
+    eventually(lambda: coordinator.offered() == 0)
+    receivers[0]._send = lambda message: None  # type: ignore[method-assign]  # it says nothing any more
+    with pytest.raises(WeightUpdateError, match=r"engine number 0 \(engine-0\) sent nothing for 1 s"):
+        sender.send(1, named_weights(Tied()))
+
+
+# -------------------------------------------------------------------------------------------------- which backend
+
+
+@pytest.mark.parametrize(
+    ("sender", "receivers", "backend"),
+    [
+        ("GPU-a", ["GPU-b"], "nccl"),
+        ("GPU-a", ["GPU-b", "GPU-c"], "nccl"),
+        ("GPU-a", ["GPU-a"], "gloo"),
+        ("GPU-a", ["GPU-b", "GPU-b"], "gloo"),
+        ("GPU-a", ["GPU-b", ""], "gloo"),
+        ("", ["GPU-b"], "gloo"),
+        ("", [""], "gloo"),
+    ],
+)
+def test_nccl_is_for_a_gpu_of_its_own_at_every_end(sender: str, receivers: list[str], backend: str) -> None:
+    assert choose_backend(sender, receivers) == backend
+
+
+def test_what_nccl_sends_stays_on_the_gpu_and_what_gloo_sends_does_not_go_there() -> None:
+    gpu = torch.device("cuda:1")
+    assert staging_device("nccl", gpu) == gpu
+    assert staging_device("gloo", gpu) == torch.device("cpu")
+    assert gpu_of(torch.device("cpu")) == ""
+
+
+def test_receivers_say_which_gpu_they_have(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that has none is enough for gloo."""
+    gpus = iter(["GPU-a", "GPU-b", ""])
+    monkeypatch.setattr("pipelinerl.weights.broadcast.sender.gpu_of", lambda device: next(gpus))
+    monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.gpu_of", lambda device: next(gpus))
+    sender = rig.sender(2)
+    receivers = [rig.receiver(sender, 0)]
+    eventually(lambda: sender._members.receivers[0].channel)
+    sending = threading.Thread(target=sender.send, args=(0, named_weights(Tied())))
+    sending.start()  # waits: where its copy has to be is not known yet
+    receivers.append(rig.receiver(sender, 1))
+    assert [taken(receiver).version for receiver in receivers] == [0, 0]
+    sending.join()
+    assert [member.gpu for member in sender._members.receivers] == ["GPU-b", ""]
+    assert sender._backend == "gloo"
+
+
+# ------------------------------------------------------------------------------------------------- engine servers
+
+
+class HostedServer:
+    """A real service in this process, asked without HTTP: the service's own event loop does it."""
+
+    def __init__(self, url: str, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+        self.url = url
+        self._service, self._loop = service, loop
+
+    async def _there(self, work: Any) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def info(self) -> ServerInfo:
+        return self._service.info()
+
+    async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+        async def work() -> Completion:
+            generation = await self._service.once.generation(request)
+            with self._service.exchange.following(generation, 1.0):
+                return await generation.completion()
+
+        return await self._there(work())
+
+    async def cancel(self, request_id: str) -> None: ...
+
+    async def join_broadcast(self, group: ProcessGroupRequest) -> None:
+        await self._there(self._service.updates.join(group))
+
+    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+        request = WeightUpdateRequest(version=update.version, checksum=update.checksum)
+        return await self._there(self._service.updates.take(request))
+
+    async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def hosted(directory: Path) -> AsyncIterator[list[HostedServer]]:
+    loop = asyncio.get_running_loop()
+    async with running(directory) as (left, _), running(directory) as (right, _):
+        yield [HostedServer("http://left", left, loop), HostedServer("http://right", right, loop)]
+        for service in (left, right):
+            await service.updates.close()
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[HostedServer]]:
+    """Two services, in an event loop of a thread of their own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    around = hosted(tmp_path)
+    yield asyncio.run_coroutine_threadsafe(around.__aenter__(), loop).result(30)
+    asyncio.run_coroutine_threadsafe(around.__aexit__(None, None, None), loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_servers_receive_for_themselves_and_the_engine_only_says_when(
+    rig: Rig, coordinate: Any, servers: list[HostedServer], tmp_path: Path
+) -> None:
+    weights = {version: named_weights(byte_model(version)) for version in range(3)}
+    sender = rig.sender(2, coordinated=True, timeout_s=BOUND_S)
+    coordinator = coordinate(sender)
+    sampling = SamplingParams(max_tokens=80, seed=1)
+    wanted = [GenerationRequest(id=f"r{i}", prompt_ids=(5, 6, i), sampling=sampling) for i in range(8)]
+    with closing(RemoteEngine(servers, weight_dirs=[tmp_path], bounds=Bounds(join_s=BOUND_S))) as engine:
+        engine.join_broadcast("127.0.0.1", sender.port, KEY)
+        for version in (0, 1, 2):  # the first is what the servers have loaded
+            digest = sender.send(version, weights[version])
+            eventually(lambda: coordinator.offered() is not None)
+            if version == 1:
+                for request in wanted:
+                    engine.submit(request)
+            update = coordinator.poll()
+            assert update is not None
+            coordinator.acknowledge(engine.update_weights(update))
+            assert [server._service.engine.holding for server in servers] == [(version, digest)] * 2
+            eventually(lambda: not sender.unanswered())
+            assert {one.checksum for one in sender.receipts()} == {digest}
+        done: list[Completion] = []
+        deadline_s = time.monotonic() + BOUND_S
+        while len(done) < 8 and time.monotonic() < deadline_s:
+            done += engine.step().finished
+        for completion in done:
+            versions = versions_from_spans(completion.weight_versions, 80)
+            assert versions == sorted(versions)
+        assert len(done) == 8
+        assert engine.version == 2
+    assert not list(tmp_path.iterdir()), "no file was written"
+
+
+def test_a_group_that_is_not_formed_in_time_is_an_error(servers: list[HostedServer], rig: Rig) -> None:
+    sender = rig.sender(2, join_timeout_s=BOUND_S, coordinated=True)  # it waits for one more
+    with (
+        closing(RemoteEngine(servers, bounds=Bounds(join_s=0.3))) as engine,
+        pytest.raises(WeightUpdateError, match=rf"127\.0\.0\.1:{sender.port} .*in 0.3 s"),
+    ):
+        engine.join_broadcast("127.0.0.1", sender.port, KEY)

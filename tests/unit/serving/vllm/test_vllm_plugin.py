@@ -1,0 +1,213 @@
+"""Our backend inside vLLM, without vLLM: which files it takes, and that it refuses before it touches the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.models.state import checksum
+from pipelinerl.serving.client.weights_file import write_safetensors
+from pipelinerl.serving.vllm.messages import REFUSED, FilesInfo
+from pipelinerl.serving.vllm.plugin import WeightTransfer, refresh_heads
+from pipelinerl.serving.wire import ProcessGroupRequest
+from pipelinerl.weights.broadcast.control import listen
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from tests.unit.weights.test_collective import cut
+
+
+class Untouchable(nn.Module):
+    """A model that must not be loaded into."""
+
+    def load_weights(self, _weights: Any) -> set[str]:
+        raise AssertionError("the model was touched")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(4)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def transfer(tmp_path: Path, checkpoint: Path) -> WeightTransfer:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    backend = WeightTransfer()
+    backend.model = Untouchable()
+    backend.model_config = SimpleNamespace(model=str(checkpoint))
+    backend.device = torch.device("cpu")
+    backend.init_transfer_engine(FilesInfo(str(weights)))
+    return backend
+
+
+def good() -> dict[str, torch.Tensor]:
+    return {"a.weight": torch.ones(2, 3), "b.weight": torch.arange(4.0), "alias.weight": torch.ones(2, 3)}
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    path.unlink(missing_ok=True)
+    write_safetensors(path, tensors)
+    return {"path": str(path), "version": 2, "checksum": checksum(tensors)}
+
+
+class Taken(WeightTransfer):
+    """Keeps what it would load."""
+
+    def receive_weights(self, update_info: Any) -> None:
+        self.taken = dict(update_info)
+
+
+def test_a_good_file_is_loaded_whole(tmp_path: Path, transfer: WeightTransfer) -> None:
+    taken = Taken()
+    taken.__dict__.update(transfer.__dict__)
+    taken.start_weight_update()
+    taken.update_weights(write(tmp_path / "weights" / "v2.safetensors", good()))
+    assert taken.taken.keys() == good().keys()
+    assert all(torch.equal(tensor, good()[name]) for name, tensor in taken.taken.items())
+
+
+def refusal(transfer: WeightTransfer, info: dict[str, Any]) -> str:
+    with pytest.raises(WeightUpdateError) as caught:
+        transfer.update_weights(info)
+    assert str(caught.value).startswith(REFUSED)
+    return str(caught.value)
+
+
+def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touched(
+    tmp_path: Path, transfer: WeightTransfer
+) -> None:
+    path = tmp_path / "weights" / "v2.safetensors"
+    info = write(path, good())
+    assert "has checksum" in refusal(transfer, info | {"checksum": "0" * 32})
+    assert "Expected `int`" in refusal(transfer, info | {"version": "2"})
+    assert "unknown field" in refusal(transfer, info | {"weights": []})
+
+    missing = {name: tensor for name, tensor in good().items() if name != "b.weight"}
+    assert "1 weights are missing" in refusal(transfer, write(path, missing))
+    assert "1 have another shape, among them b.weight" in refusal(
+        transfer, write(path, good() | {"b.weight": torch.ones(5)})
+    )
+    broken = good() | {"b.weight": good()["b.weight"] * float("inf")}
+    assert "1 weights are not finite, among them b.weight" in refusal(transfer, write(path, broken))
+
+    path.write_bytes(path.read_bytes()[:-4])
+    assert "can't be read" in refusal(transfer, info)
+    path.unlink()
+    assert "can't be read" in refusal(transfer, info)
+
+
+def test_files_come_from_below_the_named_directory_alone(tmp_path: Path, transfer: WeightTransfer) -> None:
+    info = write(tmp_path / "outside.safetensors", good())
+    link = tmp_path / "weights" / "link.safetensors"
+    link.symlink_to(tmp_path / "outside.safetensors")
+    for path in (info["path"], str(tmp_path / "weights" / ".." / "outside.safetensors"), str(link)):
+        assert "is not below" in refusal(transfer, info | {"path": path})
+
+    fresh = WeightTransfer()
+    assert "no directory" in refusal(fresh, info)
+    with pytest.raises(WeightUpdateError, match="is not a directory"):
+        fresh.init_transfer_engine(FilesInfo(str(tmp_path / "nowhere")))
+
+
+# ---------------------------------------------------------------------------------------------- by the trainer's broadcast
+
+
+@pytest.fixture
+def joined(transfer: WeightTransfer) -> Iterator[tuple[Taken, CollectiveWeightSender]]:
+    """A backend in the group of a trainer."""
+    taken = Taken()
+    taken.__dict__.update(transfer.__dict__)
+    taken.parallel_config = SimpleNamespace(world_size=1)
+    with closing(CollectiveWeightSender(listen(), "secret", 1, timeout_s=10.0)) as sender:
+        taken.init_transfer_engine(taken.parse_init_info(join(sender)))
+        yield taken, sender
+        taken.shutdown()
+
+
+def join(sender: CollectiveWeightSender, **changes: Any) -> dict[str, Any]:
+    group = ProcessGroupRequest(host=sender.host, port=sender.port, key="secret", index=0, receivers=1, timeout_s=10.0)
+    return msgspec.to_builtins(group) | {"source": "broadcast"} | changes
+
+
+def arrived(taken: WeightTransfer, version: int) -> None:
+    group = taken._group
+    assert group is not None
+    deadline_s = time.monotonic() + 10.0
+    while group.offered() != version:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_what_was_broadcast_is_loaded_whole(joined: tuple[Taken, CollectiveWeightSender]) -> None:
+    taken, sender = joined
+    digest = sender.send(2, good())
+    arrived(taken, 2)
+    taken.start_weight_update()
+    taken.update_weights({"version": 2, "checksum": digest})
+    assert taken.taken.keys() == good().keys()
+    assert all(torch.equal(tensor, good()[name]) for name, tensor in taken.taken.items())
+    assert "version 2 has not been broadcast" in refusal(taken, {"version": 2, "checksum": digest})
+
+
+def test_another_broadcast_than_the_announced_is_refused(joined: tuple[Taken, CollectiveWeightSender]) -> None:
+    taken, sender = joined
+    digest = sender.send(2, good())
+    arrived(taken, 2)
+    assert f"version 2 (checksum {digest}) was broadcast, not 3" in refusal(taken, {"version": 3, "checksum": digest})
+
+
+def test_a_trainer_that_is_gone_is_the_reason(joined: tuple[Taken, CollectiveWeightSender]) -> None:
+    taken, sender = joined
+    cut(sender._members.all[0].channel)
+    assert taken._group is not None
+    while taken._group._problem is None:
+        time.sleep(0.001)
+    assert "exited unexpectedly" in refusal(taken, {"version": 2, "checksum": ""})
+
+
+def test_a_broadcast_that_can_not_be_joined_is_refused(transfer: WeightTransfer) -> None:
+    assert "no broadcast was joined" in refusal(transfer, {"version": 2, "checksum": ""})
+    transfer.parallel_config = SimpleNamespace(world_size=1)
+    with closing(CollectiveWeightSender(listen(), "secret", 2, timeout_s=10.0)) as sender:
+        for changes, why in (
+            ({"receivers": 3}, "has 2 receivers, but number 0 expects 3"),
+            ({"receivers": 2, "timeout_s": 0.2}, "in 0.2 s"),
+        ):
+            with pytest.raises(WeightUpdateError, match=f"^{REFUSED}.*{why}"):
+                transfer.init_transfer_engine(transfer.parse_init_info(join(sender, **changes)))
+        transfer.parallel_config = SimpleNamespace(world_size=2)
+        with pytest.raises(WeightUpdateError, match=r"this vLLM has 2: set weights\.kind to shared"):
+            transfer.init_transfer_engine(transfer.parse_init_info(join(sender)))
+
+
+class ParallelLMHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.refreshed = 0
+        self.quant_method = SimpleNamespace(process_weights_after_loading=self.refresh)
+
+    def refresh(self, module: nn.Module) -> None:
+        assert module is self
+        self.refreshed += 1
+
+
+def test_heads_prepare_their_weights_again() -> None:
+    head = type("OurHead", (ParallelLMHead,), {})()
+    refresh_heads(nn.ModuleDict({"embed": nn.Linear(2, 2), "lm_head": head}))
+    assert head.refreshed == 1
+    head.quant_method = None
+    with pytest.raises(WeightUpdateError, match="lm_head"):
+        refresh_heads(nn.ModuleDict({"lm_head": head}))

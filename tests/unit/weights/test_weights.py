@@ -1,0 +1,514 @@
+"""Weights arrive whole, exact and in order, or not at all; tied parameters stay one tensor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.interfaces import WeightReceiver, WeightSender, WeightUpdate
+from pipelinerl.models.state import checksum, load_weights, named_weights, not_finite
+from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
+from pipelinerl.weights import shared
+from pipelinerl.weights.memory import MemoryChannel
+from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
+from pipelinerl.weights.shared_file import create_shared_file
+
+ROOT = Path(__file__).parents[3]
+
+
+class Tied(nn.Module):
+    """Embedding and head share a matrix; one buffer is persistent, one is not."""
+
+    def __init__(self, seed: int = 0, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(11, 6)
+        self.middle = nn.Linear(6, 6, dtype=torch.bfloat16)
+        self.head = nn.Linear(6, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.randn(()))
+        self.register_buffer("cache", torch.randn(3), persistent=False)
+
+
+NAMES = ["embed.weight", "middle.weight", "middle.bias", "head.weight", "scale"]
+
+
+def receipt(version: int, digest: str, error: str | None = None, engine: str = "engine-0") -> UpdateReceipt:
+    return UpdateReceipt(engine=engine, version=version, checksum=digest, pause_s=0.1, sequences_in_flight=3, error=error)
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# A model's weights
+
+
+def test_every_name_of_every_parameter_and_persistent_buffer() -> None:
+    model = Tied()
+    weights = named_weights(model)
+    assert list(weights) == NAMES
+    assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr() == model.embed.weight.data_ptr()
+    assert not any(weight.requires_grad for weight in weights.values())
+
+
+def test_the_checksum_is_of_names_types_shapes_and_bytes() -> None:
+    weights = named_weights(Tied())
+    digest = checksum(weights)
+    assert len(digest) == 32
+    assert checksum(named_weights(Tied())) == digest
+    assert checksum(dict(reversed(weights.items()))) == digest
+    assert checksum({name: weight.clone() for name, weight in weights.items()}) == digest
+
+    def changed(name: str, weight: Tensor) -> str:
+        return checksum({**weights, name: weight})
+
+    others = {
+        checksum({**weights, "extra": torch.zeros(0)}),
+        checksum({("renamed" if name == "scale" else name): weight for name, weight in weights.items()}),
+        changed("embed.weight", weights["embed.weight"].reshape(6, 11)),
+        changed("embed.weight", weights["embed.weight"].view(torch.int32)),
+        changed("embed.weight", weights["embed.weight"] + 1e-6),
+        changed("scale", weights["scale"] + 1),
+        changed("middle.bias", weights["middle.bias"].float()),
+    }
+    assert len(others) == 7
+    assert digest not in others
+
+
+@given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]), st.integers(0, 3))
+@settings(deadline=None)
+def test_the_checksum_sees_values_not_memory_layout(dtype: torch.dtype, rows: int) -> None:
+    tensor = torch.arange(rows * 5).reshape(rows, 5).to(dtype)
+    strided = torch.empty(5, rows, dtype=dtype).t().copy_(tensor)
+    assert checksum({"x": strided}) == checksum({"x": tensor})
+    assert checksum({"x": torch.cat([tensor, tensor])[:rows]}) == checksum({"x": tensor})
+
+
+def test_minus_zero_and_nan_payloads_are_bytes_too() -> None:
+    assert checksum({"x": torch.tensor([0.0])}) != checksum({"x": torch.tensor([-0.0])})
+    assert checksum({"x": torch.tensor([float("nan")])}) == checksum({"x": torch.tensor([float("nan")])})
+
+
+def test_loading_copies_everything_in_place() -> None:
+    source, target = Tied(seed=1), Tied(seed=2)
+    places = {name: weight.data_ptr() for name, weight in named_weights(target).items()}
+    load_weights(target, named_weights(source))
+    assert same(named_weights(target), named_weights(source))
+    assert {name: weight.data_ptr() for name, weight in named_weights(target).items()} == places
+    assert target.embed.weight.requires_grad
+    load_weights(target, {name: weight.clone() for name, weight in named_weights(Tied(seed=3)).items()})
+    assert checksum(named_weights(target)) == checksum(named_weights(Tied(seed=3)))
+
+
+def test_loading_what_does_not_fit_lists_the_differences_and_changes_nothing() -> None:
+    target = Tied(seed=2)
+    before = checksum(named_weights(target))
+    weights = named_weights(Tied(seed=1))
+    del weights["middle.bias"]
+    weights["tail"] = torch.zeros(1)
+    weights["scale"] = torch.zeros(2)
+    with pytest.raises(WeightUpdateError) as caught:
+        load_weights(target, weights)
+    assert "1 missing (middle.bias)" in str(caught.value)
+    assert "1 unknown (tail)" in str(caught.value)
+    assert "scale (2,), the model has ()" in str(caught.value)
+    assert checksum(named_weights(target)) == before
+
+
+def test_untied_weights_do_not_load_into_a_tied_model() -> None:
+    target = Tied(seed=2)
+    before = checksum(named_weights(target))
+    with pytest.raises(WeightUpdateError, match=r"tied in the model but not equal \(embed.weight and head.weight\)"):
+        load_weights(target, named_weights(Tied(seed=1, tied=False)))
+    assert checksum(named_weights(target)) == before
+
+
+# Both kinds of hand-over, in one process
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    descriptor = create_shared_file()
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture(params=["memory", "shared"])
+def ends(request: pytest.FixtureRequest, fd: int) -> tuple[WeightSender, WeightReceiver]:
+    if request.param == "memory":
+        channel = MemoryChannel()
+        return channel.sender, channel.receiver
+    return SharedWeightSender(fd, 1, timeout_s=0.05), SharedWeightReceiver(fd, 0)
+
+
+Ends = tuple[WeightSender, WeightReceiver]
+
+
+def test_updates_arrive_exactly_and_once(ends: Ends) -> None:
+    sender, receiver = ends
+    engine = Tied(seed=99)
+    assert receiver.poll() is None
+    assert list(sender.receipts()) == []
+    for version in (0, 1, 5, 6):
+        weights = named_weights(Tied(seed=version))
+        digest = sender.send(version, weights)
+        assert digest == checksum(weights)
+        assert receiver.offered() == receiver.offered() == version
+        update = receiver.poll()
+        assert update is not None
+        assert update[:2] == (version, digest)
+        assert receiver.offered() is receiver.poll() is None
+        assert same(dict(update.tensors), weights)
+        assert update.tensors["head.weight"].data_ptr() == update.tensors["embed.weight"].data_ptr()
+        load_weights(engine, update.tensors)
+        echo = receipt(version, checksum(named_weights(engine)))
+        receiver.acknowledge(echo)
+        assert list(sender.receipts()) == [echo]
+        assert list(sender.receipts()) == []
+    sender.close()
+    receiver.close()
+
+
+def test_what_was_sent_is_a_copy(ends: Ends) -> None:
+    sender, receiver = ends
+    model = Tied()
+    digest = sender.send(0, named_weights(model))
+    with torch.no_grad():
+        model.embed.weight.add_(1)
+    update = receiver.poll()
+    assert update is not None
+    assert checksum(update.tensors) == digest != checksum(named_weights(model))
+
+
+def test_versions_rise(ends: Ends) -> None:
+    sender, receiver = ends
+    digest = sender.send(3, named_weights(Tied()))
+    assert receiver.poll() is not None
+    receiver.acknowledge(receipt(3, digest))
+    for version in (3, 2):
+        with pytest.raises(WeightUpdateError, match=f"must rise: {version} was sent after 3"):
+            sender.send(version, named_weights(Tied()))
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (receipt(0, "0" * 32), "'engine-0' says it took weights of version 0, but holds others: checksum 000"),
+        (receipt(1, ""), "answered for version 1, not 0"),
+        (receipt(0, "", error="out of memory"), "did not apply weights of version 0: out of memory"),
+    ],
+)
+def test_a_receipt_for_anything_else_is_an_error_from_then_on(ends: Ends, answer: UpdateReceipt, complaint: str) -> None:
+    sender, receiver = ends
+    sender.send(0, named_weights(Tied()))
+    receiver.poll()
+    receiver.acknowledge(answer)
+    for _ in range(2):
+        with pytest.raises(WeightUpdateError, match=complaint):
+            sender.receipts()
+        with pytest.raises(WeightUpdateError, match=complaint):
+            sender.send(1, named_weights(Tied()))
+
+
+def test_only_what_was_taken_is_acknowledged(ends: Ends) -> None:
+    sender, receiver = ends
+    with pytest.raises(ValueError, match="waiting for a receipt"):
+        receiver.acknowledge(receipt(0, ""))
+    digest = sender.send(0, named_weights(Tied()))
+    with pytest.raises(ValueError, match="waiting for a receipt"):
+        receiver.acknowledge(receipt(0, digest))
+    receiver.poll()
+    receiver.acknowledge(receipt(0, digest))
+    with pytest.raises(ValueError, match="waiting for a receipt"):
+        receiver.acknowledge(receipt(0, digest))
+
+
+def test_an_update_that_was_taken_and_not_answered_stops_the_next(ends: Ends) -> None:
+    sender, receiver = ends
+    sender.send(0, named_weights(Tied()))
+    receiver.poll()
+    with pytest.raises(WeightUpdateError, match="version 0"):
+        sender.send(1, named_weights(Tied()))
+
+
+@pytest.mark.parametrize("kind", ["memory", "shared"])
+def test_floating_point_weights_are_converted_on_sending(kind: str, fd: int) -> None:
+    sender: WeightSender
+    receiver: WeightReceiver
+    if kind == "memory":
+        channel = MemoryChannel(dtype=torch.bfloat16)
+        sender, receiver = channel.sender, channel.receiver
+    else:
+        sender, receiver = SharedWeightSender(fd, 1, dtype=torch.bfloat16), SharedWeightReceiver(fd, 0)
+    weights = {**named_weights(Tied()), "steps": torch.tensor([1, 2])}
+    digest = sender.send(0, weights)
+    update = receiver.poll()
+    assert update is not None
+    expected = {name: weight.bfloat16() if weight.is_floating_point() else weight for name, weight in weights.items()}
+    assert same(dict(update.tensors), expected)
+    assert update.tensors["head.weight"].data_ptr() == update.tensors["embed.weight"].data_ptr()
+    assert digest == checksum(expected)
+
+
+def test_memory_replaces_what_was_not_taken() -> None:
+    channel = MemoryChannel()
+    channel.sender.send(0, named_weights(Tied(seed=0)))
+    channel.sender.send(1, named_weights(Tied(seed=1)))
+    update = channel.receiver.poll()
+    assert update is not None
+    assert update.version == 1
+    assert channel.receiver.poll() is None
+
+
+# Shared memory
+
+
+def test_changed_weights_are_refused_by_name(fd: int) -> None:
+    sender = SharedWeightSender(fd, 1)
+    weights = named_weights(Tied())
+    sender.send(0, weights)
+    changes = {
+        "tail": {**weights, "tail": torch.zeros(1)},
+        "embed.weight, head.weight": {**weights, **dict.fromkeys(["embed.weight", "head.weight"], torch.zeros(12, 6))},
+        "middle.bias": {name: weight for name, weight in weights.items() if name != "middle.bias"},
+        "scale": {**weights, "scale": weights["scale"].double()},
+        "head.weight": {**weights, "head.weight": weights["head.weight"].clone()},
+    }
+    for names, changed in changes.items():
+        with pytest.raises(WeightUpdateError, match=f"earlier updates in names, types, shapes or tying: {names}"):
+            sender.send(1, changed)
+
+
+def test_tied_weights_take_room_once(fd: int) -> None:
+    big = torch.zeros(1 << 20)
+    SharedWeightSender(fd, 1).send(0, {"a": big, "b": big, "c": big})
+    assert os.fstat(fd).st_size < 10 << 20  # two buffers of 4 MiB; three tensors each would be 24 MiB
+
+
+def test_views_hold_until_the_next_update_is_answered(fd: int) -> None:
+    sender, receiver = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0)
+    held: list[tuple[WeightUpdate, str]] = []
+    for version in range(6):
+        digest = sender.send(version, named_weights(Tied(seed=version)))
+        if held:
+            assert checksum(held[-1][0].tensors) == held[-1][1]
+        update = receiver.poll()
+        assert update is not None
+        held.append((update, digest))
+        receiver.acknowledge(receipt(version, digest))
+    receiver.close()
+    sender.close()
+    assert checksum(held[-1][0].tensors) == held[-1][1]
+
+
+def test_damage_in_the_buffer_is_found(fd: int) -> None:
+    sender, receiver = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0)
+    weights = {"x": torch.arange(100, dtype=torch.int64)}
+    digest = sender.send(0, weights)
+    contents = os.pread(fd, os.fstat(fd).st_size, 0)
+    os.pwrite(fd, b"\xff", contents.index(weights["x"].numpy().tobytes()) + 500)
+    with pytest.raises(WeightUpdateError, match=f"version 0 arrived damaged: checksum .*, sent {digest}"):
+        receiver.poll()
+    receiver.acknowledge(receipt(0, "", error="damaged"))
+    with pytest.raises(WeightUpdateError, match="did not apply weights of version 0: damaged"):
+        sender.receipts()
+
+
+def test_bytes_that_come_a_moment_after_the_offer_are_waited_for(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that shows the offer before the last stores."""
+    sender, receiver = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0)
+    weights = {"x": torch.arange(100, dtype=torch.int64)}
+    digest = sender.send(0, weights)
+    contents = os.pread(fd, os.fstat(fd).st_size, 0)
+    place = contents.index(weights["x"].numpy().tobytes()) + 500
+    os.pwrite(fd, b"\xff", place)
+    seen = []
+
+    def late(tensors: dict[str, Tensor]) -> str:
+        seen.append(checksum(tensors))
+        os.pwrite(fd, contents[place : place + 1], place)
+        return seen[-1]
+
+    monkeypatch.setattr(shared, "checksum", late)
+    update = receiver.poll()
+    assert update is not None
+    assert seen[0] != seen[1] == digest == checksum(update.tensors)
+
+
+def test_values_that_are_not_finite_are_found_and_large_ones_are_not() -> None:
+    tensors = {
+        "large": torch.full((9,), 3e38),
+        "bfloat16": torch.full((9,), 3e38, dtype=torch.bfloat16),
+        "float64": torch.full((9,), 1e300, dtype=torch.float64),
+        "integers": torch.arange(3),
+        "empty": torch.empty(0),
+    }
+    assert not_finite(tensors) == []
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            broken = torch.ones(7, dtype=dtype)
+            broken[2] = value
+            assert not_finite({**tensors, "broken": broken, "tied": broken}) == ["broken"]
+    assert not_finite({"both": torch.tensor([float("inf"), float("-inf")])}) == ["both"]
+
+
+def test_an_engine_that_does_not_answer_is_named(fd: int) -> None:
+    sender = SharedWeightSender(fd, 2, timeout_s=0.02)
+    receivers = [SharedWeightReceiver(fd, index) for index in range(2)]
+    digest = sender.send(0, named_weights(Tied()))
+    for receiver in receivers:
+        assert receiver.poll() is not None
+    receivers[0].acknowledge(receipt(0, digest, engine="left"))
+    assert list(sender.unanswered()) == ["number 1"]
+    with pytest.raises(WeightUpdateError, match=r"engine number 1 did not answer weights of version 0 in the [\d.]+ s"):
+        sender.send(1, named_weights(Tied()))
+    receivers[1].acknowledge(receipt(0, digest, engine="right"))
+    assert list(sender.unanswered()) == []
+    sender.send(1, named_weights(Tied()))
+    with pytest.raises(WeightUpdateError, match=r"engine number 0 \(left\), number 1 \(right\) did not answer"):
+        sender.send(2, named_weights(Tied()))
+    assert {one.engine for one in sender.receipts()} == {"left", "right"}
+
+
+def test_a_receiver_that_comes_late_gets_the_newest(fd: int) -> None:
+    sender, early = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0)
+    for version in range(3):
+        digest = sender.send(version, named_weights(Tied(seed=version)))
+        assert early.poll() is not None
+        early.acknowledge(receipt(version, digest))
+    late = SharedWeightReceiver(fd, 0).poll()
+    assert late is not None
+    assert late.version == 2
+
+
+def test_long_errors_are_shortened_not_lost(fd: int) -> None:
+    sender, receiver = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0)
+    sender.send(0, named_weights(Tied()))
+    receiver.poll()
+    receiver.acknowledge(receipt(0, "", error="\x00ö" * 20_000))
+    with pytest.raises(WeightUpdateError, match="did not apply"):
+        sender.receipts()
+
+
+def test_what_is_not_a_fresh_shared_file_is_refused(fd: int, tmp_path: Path) -> None:
+    SharedWeightSender(fd, 1).send(0, named_weights(Tied()))
+    with pytest.raises(ValueError, match="has had a sender"):
+        SharedWeightSender(fd, 1)
+    with open(tmp_path / "empty", "w+b") as file, pytest.raises(ValueError, match="create_shared_file"):
+        SharedWeightReceiver(file.fileno(), 0)
+    for index in (-1, MAX_RECEIVERS):
+        with pytest.raises(ValueError, match="index is 0 to"):
+            SharedWeightReceiver(fd, index)
+    with pytest.raises(ValueError, match="1 to 64 receivers"):
+        SharedWeightSender(fd, 0)
+
+
+@pytest.mark.slow
+def test_no_room_is_said_with_numbers(tmp_path: Path) -> None:
+    code = """
+import os, resource, sys
+import torch
+from pipelinerl.weights.shared import SharedWeightSender
+fd = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+SharedWeightSender(fd, 1).send(0, {"x": torch.zeros(1 << 20)})
+"""
+    fd = create_shared_file()
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(fd)], pass_fds=[fd], capture_output=True, text=True, check=False, timeout=120
+    )
+    os.close(fd)
+    assert "WeightUpdateError: no room for two copies of the weights (8 MB)" in result.stderr
+
+
+def test_the_file_can_be_made_without_torch() -> None:
+    code = (
+        "import sys; from pipelinerl.weights.shared_file import create_shared_file; create_shared_file(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+# Shared memory between processes
+
+ENGINE = """
+import sys
+import time
+import torch
+from pipelinerl.models.state import checksum, load_weights, named_weights
+from pipelinerl.types import UpdateReceipt
+from pipelinerl.weights.shared import SharedWeightReceiver
+from tests.unit.weights.test_weights import Tied
+
+fd, index, last = map(int, sys.argv[1:])
+receiver = SharedWeightReceiver(fd, index)
+model = Tied(seed=1234)
+version = -1
+while version < last:
+    update = receiver.poll()
+    if update is None:
+        time.sleep(0.0002)
+        continue
+    assert update.version > version, (update.version, version)
+    version = update.version
+    load_weights(model, update.tensors)
+    # Every tensor of an update is filled with its version: a mix of two updates would show.
+    values = {float(value) for tensor in update.tensors.values() for value in tensor.unique()}
+    error = None if values == {float(version)} else f"a mix of {values}"
+    tied = model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    receiver.acknowledge(UpdateReceipt(engine=f"engine-{index}", version=version,
+        checksum=checksum(named_weights(model)), pause_s=0.0, sequences_in_flight=int(tied), error=error))
+"""
+
+
+@pytest.mark.slow
+def test_two_engines_in_processes_of_their_own_never_see_a_mix(fd: int) -> None:
+    last = 100  # exact in bfloat16
+    engines = [
+        subprocess.Popen([sys.executable, "-c", ENGINE, str(fd), str(index), str(last)], pass_fds=[fd], cwd=ROOT)
+        for index in range(2)
+    ]
+    try:
+        sender = SharedWeightSender(fd, 2, timeout_s=100)
+        model = Tied()
+        receipts: list[UpdateReceipt] = []
+        for version in range(last + 1):
+            with torch.no_grad():
+                for weight in named_weights(model).values():
+                    weight.fill_(version)
+            sender.send(version, named_weights(model))
+            receipts += sender.receipts()
+        for engine in engines:
+            assert engine.wait(timeout=60) == 0
+        receipts += sender.receipts()
+    finally:
+        for engine in engines:
+            engine.kill()
+            engine.wait()
+    for index in range(2):
+        mine = [one for one in receipts if one.engine == f"engine-{index}"]
+        assert [one.version for one in mine] == list(range(last + 1))
+        assert all(one.sequences_in_flight == 1 for one in mine)
+
+
+def test_an_engine_that_was_killed_is_named_and_no_file_is_left(fd: int) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    engine = subprocess.Popen([sys.executable, "-c", code], pass_fds=[fd])
+    sender = SharedWeightSender(fd, 1, timeout_s=0.05)
+    sender.send(0, named_weights(Tied()))
+    engine.wait()
+    with pytest.raises(WeightUpdateError, match="engine number 0 did not answer weights of version 0"):
+        sender.send(1, named_weights(Tied()))
+    assert os.fstat(fd).st_nlink == 0  # It has no name anywhere: it goes when the last process does.
