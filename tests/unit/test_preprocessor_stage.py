@@ -25,11 +25,11 @@ from pipelinerl.launch.stages.streams import (
     rollouts_in_streams,
 )
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.preprocess import Prepared, PreparingReader, Preprocessor, PreprocessorStage, newest_version
+from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, newest_version
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream import memory_stream
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
-from pipelinerl.types import Group
+from pipelinerl.types import Group, Prepared
 from tests.unit.test_queue import ids, make_group, pull_all
 
 APART = RunConfig(launch=LaunchConfig(preprocessor="process"))

@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.config.schema import EngineConfig, LaunchConfig, RunConfig, TrainerConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.hosts.resources import Threads, plan_threads, trainer_goes_first
+from pipelinerl.launch.roles import Threads, plan_threads, trainer_goes_first
 from pipelinerl.launch.stages.generation import RolloutWriter
 from pipelinerl.metrics.records import TimelineRecord
 from pipelinerl.metrics.summary import summarize

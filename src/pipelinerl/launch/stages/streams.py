@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Literal, Protocol, TypeVar
 
 from pipelinerl.config.schema import RunConfig
@@ -17,10 +17,9 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import StreamReader, StreamWriter
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.preprocess.preprocessor import Prepared
 from pipelinerl.schedule import stream_capacity
 from pipelinerl.stream import FileStreamReader, FileStreamWriter, rewind, waiting_items
-from pipelinerl.types import Group
+from pipelinerl.types import Group, Prepared
 
 T = TypeVar("T")
 WhenFull = Literal["block", "drop_oldest"]
@@ -140,6 +139,32 @@ def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) ->
             raise RunDirectoryError(f"{run.root}: the run's Redis server was not started")
         return RedisStore(redis_url, _prefix(run), OWN_REDIS_PATIENCE_S)
     return FileStore(run)
+
+
+class Broker(Protocol):
+    """The run's own Redis server, which holds its streams. It ends when the run ends or crashes."""
+
+    @property
+    def url(self) -> str: ...
+
+    def failure(self) -> str | None:
+        """Why the server has ended, in one line; None while it runs."""
+        ...
+
+
+@contextmanager
+def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[Broker | None]:
+    """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
+
+    Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
+    """
+    if config.stream.kind != "redis" or config.stream.url is not None:
+        yield None
+        return
+    from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - needs the extra `redis`
+
+    with start_server(run.streams / "redis", durable=True) as server:
+        yield server
 
 
 def _prefix(run: RunDirectory) -> str:
