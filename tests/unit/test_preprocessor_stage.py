@@ -27,7 +27,7 @@ from pipelinerl.launch.stages.streams import (
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, newest_version
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream import memory_stream
+from pipelinerl.stream.memory import memory_stream
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.types import Group, Prepared
 from tests.unit.test_queue import ids, make_group, pull_all

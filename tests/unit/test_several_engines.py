@@ -19,7 +19,7 @@ from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progres
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.status.screen import Trends, plain_line
-from pipelinerl.stream import memory_stream
+from pipelinerl.stream.memory import memory_stream
 from pipelinerl.types import (
     ActorProgress,
     EngineProgress,

@@ -16,7 +16,7 @@ from pipelinerl import errors
 from pipelinerl.child import ChildProcess
 from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.registry import check_statically
+from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.memory import Judgement, check_memory
 from pipelinerl.launch.roles import check_devices

@@ -23,7 +23,7 @@ import msgspec
 from pipelinerl.database import DamagedDatabaseError, Database
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.memory import checked_capacity
+from pipelinerl.stream import checked_capacity
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ import msgspec
 
 from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.memory import checked_capacity
+from pipelinerl.stream import checked_capacity
 
 try:
     from redis import Redis, exceptions

@@ -34,7 +34,7 @@ from pipelinerl.models.loading import load_tokenizer, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream import FileStreamWriter
+from pipelinerl.stream.files import FileStreamWriter
 from pipelinerl.types import GenerationRequest, Group, SamplingParams
 from pipelinerl.weights.memory import MemoryChannel
 

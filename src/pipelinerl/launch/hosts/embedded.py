@@ -32,7 +32,7 @@ from pipelinerl.schedule import stream_capacity
 from pipelinerl.status.board import MemoryBoard, last_statuses
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.stream import memory_stream
+from pipelinerl.stream.memory import memory_stream
 from pipelinerl.trainer import Trainer
 from pipelinerl.types import Group, StageStatus
 from pipelinerl.weights.memory import MemoryChannel

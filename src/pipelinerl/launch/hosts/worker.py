@@ -21,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.child import take_stdin, when_closed
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.roles import (
@@ -34,6 +33,7 @@ from pipelinerl.launch.roles import (
 )
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import ErrorReport, Session, WorkerResult, read_session
+from pipelinerl.parent_pipe import take_stdin, when_closed
 
 
 def main(arguments: list[str]) -> int:

@@ -18,7 +18,7 @@ from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import StreamReader, StreamWriter
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.schedule import stream_capacity
-from pipelinerl.stream import FileStreamReader, FileStreamWriter, rewind, waiting_items
+from pipelinerl.stream.files import FileStreamReader, FileStreamWriter, rewind, waiting_items
 from pipelinerl.types import Group, Prepared
 
 T = TypeVar("T")
