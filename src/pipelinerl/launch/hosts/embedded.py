@@ -47,12 +47,16 @@ def run_embedded(session: Session, view: View) -> Outcome:
     board, channel = _GuardedBoard(2 * session.config.launch.watchdog_s), MemoryChannel()
     error: PipelineRLError | None = None
     waiting: dict[int, int] = {}
+
+    def on_drop(group: Group) -> None:  # generation is made after the stream
+        generation.stream_dropped(group)
+
     with ExitStack() as stack:
         stack.enter_context(_logging_to(session.run))
         stack.enter_context(_torch_threads(threads))
         stack.enter_context(closing(board))
         interrupts = stack.enter_context(counted_interrupts(raising=True))
-        writer, reader = _stream(session, lambda group: generation.stream_dropped(group))  # noqa: PLW0108 - made below
+        writer, reader = _stream(session, on_drop)
         stack.enter_context(closing(reader))
         stack.enter_context(closing(writer))
         try:

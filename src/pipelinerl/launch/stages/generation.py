@@ -64,7 +64,10 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
         yield_to_the_trainer(config, session.schedule)
     stage = generation_stages(config.engine.processes)[index].engine
     board, sender = MmapBoard(session.run.control), sender_address(session, weights_fd)
-    on_drop: Callable[[Group], None] = lambda group: generation.stream_dropped(group)  # noqa: E731, PLW0108 - made below
+
+    def on_drop(group: Group) -> None:  # generation is made after the stream
+        generation.stream_dropped(group)
+
     with (
         closing(group_writer(session.streams(), config, on_drop)) as writer,
         closing(make_receiver(session, weights_fd, index, stage)) as receiver,
