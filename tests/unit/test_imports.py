@@ -10,75 +10,41 @@ import pytest
 from pipelinerl.cli.main import MODULES
 from pipelinerl.cli.parser import Commands
 
-STAGES = "actor", "engine", "environments", "models", "preprocess", "serving", "trainer", "weights.shared"
-LAUNCHER = (
-    "launch.run",
-    "launch.checks",
-    "launch.memory",
-    "launch.summary",
-    "launch.hosts.processes",
-    "status.view",
-    "report",
-)
-COMMANDS = "cli", "experiments"
-TORCH = "torch", "transformers"
+LAUNCHER = "launch.run launch.checks launch.memory launch.summary launch.hosts.processes status.view report cli experiments"
 
 PROCESSES = {
-    "the launcher": (
-        ("cli.train", "launch.run"),
-        (
-            "actor.actor",
-            "actor.rollouts",
-            "engine",
-            "preprocess",
-            "serving",
-            "trainer",
-            "weights.shared",
-            "weights.broadcast",
-        ),
-        (
-            "environments.chat",
-            "launch.tryout",
-            "launch.stages.generation",
-            "launch.stages.training",
-            "launch.stages.engines",
-        ),
-        ("launch.resume", "report", "experiments", "cli.compare", "cli.serve", "matplotlib", *TORCH),
+    "launcher": (
+        "cli.train launch.run",
+        "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared weights.broadcast "
+        "launch.tryout launch.resume launch.stages.generation launch.stages.training report experiments torch",
     ),
-    "any worker": (("launch.hosts.worker",), STAGES, LAUNCHER, COMMANDS, TORCH),
+    "worker": (
+        "launch.hosts.worker",
+        f"actor engine environments models preprocess serving trainer weights launch.stages.generation torch {LAUNCHER}",
+    ),
     "generation": (
-        ("launch.hosts.worker", "launch.stages.generation", "weights.shared", "engine"),
-        ("checkpoint", "environments.chat", "environments.static_check", "preprocess", "serving", "trainer"),
-        ("launch.stages.training", "launch.stages.preprocessing", "models.lora", "models.packed", "weights.broadcast"),
-        LAUNCHER,
-        COMMANDS,
+        "launch.hosts.worker launch.stages.generation weights.shared engine",
+        "checkpoint environments.chat environments.static_check models.lora models.packed preprocess serving trainer "
+        f"weights.broadcast launch.stages.training launch.stages.preprocessing {LAUNCHER}",
     ),
     "generation with engine servers": (
-        ("launch.hosts.worker", "launch.stages.generation"),
-        ("engine", "checkpoint", "environments.chat", "preprocess", "serving", "trainer"),
-        LAUNCHER,
-        COMMANDS,
+        "launch.hosts.worker launch.stages.generation",
+        f"engine checkpoint environments.chat preprocess serving trainer {LAUNCHER}",
     ),
     "preprocessing": (
-        ("launch.hosts.worker", "launch.stages.preprocessing"),
-        ("actor", "engine", "environments", "models", "serving", "trainer", "weights", *TORCH),
-        LAUNCHER,
-        COMMANDS,
+        "launch.hosts.worker launch.stages.preprocessing",
+        f"actor engine environments models serving trainer weights torch {LAUNCHER}",
     ),
     "training": (
-        ("launch.hosts.worker", "launch.stages.training", "weights.shared"),
-        ("actor", "engine", "environments", "serving", "weights.broadcast"),
-        ("launch.stages.generation", "launch.stages.engines"),
-        LAUNCHER,
-        COMMANDS,
+        "launch.hosts.worker launch.stages.training weights.shared",
+        f"actor engine environments serving weights.broadcast launch.stages.generation launch.stages.engines {LAUNCHER}",
     ),
-    "a server": (
-        ("launch.hosts.worker", "launch.stages.servers"),
-        ("actor", "environments", "preprocess", "trainer", "launch.stages.generation", *TORCH),
-        LAUNCHER,
-        COMMANDS,
+    "server": (
+        "launch.hosts.worker launch.stages.servers",
+        f"actor environments preprocess trainer launch.stages.generation torch {LAUNCHER}",
     ),
 }
+"""For each process, the modules that it starts with, and modules and packages that it must not import with them."""
 
 
 def imported(code: str) -> set[str]:
@@ -89,11 +55,11 @@ def imported(code: str) -> set[str]:
 
 @pytest.mark.parametrize("process", PROCESSES)
 def test_a_process_imports_nothing_that_it_has_no_use_for(process: str) -> None:
-    entries, *useless = PROCESSES[process]
+    entries, useless = map(str.split, PROCESSES[process])
     found = imported("\n".join(f"import pipelinerl.{entry}" for entry in entries))
     assert {f"pipelinerl.{entry}" for entry in entries} <= found
-    for name in sum(useless, ()):
-        module = name if name in (*TORCH, "matplotlib") else f"pipelinerl.{name}"
+    for name in useless:
+        module = name if name == "torch" else f"pipelinerl.{name}"
         assert not [one for one in found if one == module or one.startswith(f"{module}.")], f"{process} imports {module}"
 
 

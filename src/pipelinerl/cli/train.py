@@ -82,7 +82,7 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
         from pipelinerl.launch.checks import dry_run  # noqa: PLC0415 - as below
 
         return write("\n".join(dry_run(config)) + "\n")
-    from pipelinerl.launch.run import train  # noqa: PLC0415 (loads torch: after the checks above)
+    from pipelinerl.launch.run import train  # noqa: PLC0415 - other commands of this module start no run
 
     train(config, resume=options.resume)
     return 0

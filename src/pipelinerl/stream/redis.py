@@ -380,7 +380,7 @@ def waiting_in_redis(url: str, stream: str, item_type: type[T]) -> list[T]:
 
 
 def rewind_stream(url: str, stream: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-    """Rewind the stream to a checkpoint, before either end is opened; see `stream.files.rewind`. Returns the items that stay.
+    """Rewind the stream to a checkpoint, before either end is opened; see `files.rewind`. Returns the items that stay.
 
     Ends that are open all the same can't use it any more. Raises StreamError if it has a reader.
     """

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -40,7 +40,7 @@ from pipelinerl.launch.roles import (
     worker_roles,
     worker_stages,
 )
-from pipelinerl.launch.run_directory import RunDirectory, RunLock
+from pipelinerl.launch.run_directory import RunLock
 from pipelinerl.launch.session import ErrorReport, Session, WorkerResult
 from pipelinerl.launch.stages.streams import Broker, rollouts_in_streams
 from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
@@ -60,20 +60,20 @@ SERVER_PATIENCE_S = 20.0
 class Worker(ChildProcess):
     """One process of the run, as the launcher sees it."""
 
-    def __init__(
-        self, run: RunDirectory, role: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]
-    ) -> None:
+    def __init__(self, session: Session, role: str, threads: int, weights_fd: int, fds: Sequence[int]) -> None:
         """Start the process, which inherits `fds`. Its error report and result of an earlier session are removed; its log
         is appended to.
         """
+        run = session.run
         self.role = role
         self._error_report, self._result = run.error_report(role), run.result(role)
         for stale in (self._error_report, self._result):
             stale.unlink(missing_ok=True)
+        arguments = [role, str(run.root), str(weights_fd), str(session.records_from_s)]
         super().__init__(
-            [sys.executable, "-m", "pipelinerl.launch.hosts.worker", role, str(run.root), *arguments],
+            [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
             log=run.log(role),
-            environment={**environment, "PYTHONUNBUFFERED": "1"},
+            environment={**thread_environment(threads), "PYTHONUNBUFFERED": "1"},
             fds=fds,
             watches_parent=True,
         )
@@ -172,17 +172,13 @@ def _start(session: Session, processes: Processes, channel_fd: int, lock_fd: int
     config, cores = session.config, usable_cores()
     threads = plan_threads(config, session.schedule, cores)
     for role in server_roles(config):
-        processes.servers.append(_worker(session, role, threads.generation, -1, [lock_fd]))
+        processes.servers.append(Worker(session, role, threads.generation, -1, [lock_fd]))
     # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
     fds = [lock_fd, channel_fd, *(server.parent_fd for server in processes.servers)]
     counts = {TRAINING: threads.training, PREPROCESSING: PREPROCESSING_THREADS}
     for role in worker_roles(config):
         count = counts.get(role, generation_threads(config, session.schedule, cores))
-        processes.workers.append(_worker(session, role, count, channel_fd, fds))
-
-
-def _worker(session: Session, role: str, threads: int, channel_fd: int, fds: Sequence[int]) -> Worker:
-    return Worker(session.run, role, [str(channel_fd), str(session.records_from_s)], thread_environment(threads), fds)
+        processes.workers.append(Worker(session, role, count, channel_fd, fds))
 
 
 def _watch(

@@ -49,6 +49,50 @@ from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import ALONE, GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
 
+
+class RolloutWriter:
+    """Writes an actor's groups to the stream and to `rollouts.jsonl`. Each group is encoded once.
+
+    It is both `writer` and `records` of an `Actor`. Several actors share the stream and the file; one writes at a time.
+    """
+
+    def __init__(self, stream: StreamWriter[Group], rollouts: Path) -> None:
+        self._stream = stream
+        self._rollouts = rollouts
+        self._encoder = msgspec.json.Encoder()
+        self._group: Group | None = None
+        self._json = b""
+        self._lines: JsonLines | None = None
+
+    def try_write(self, item: Group, encoded: bytes | None = None) -> bool:
+        return self._stream.try_write(item, encoded or self._encoded(item))
+
+    def write(self, record: Group) -> None:
+        """Append to `rollouts.jsonl`.
+
+        If another actor has written to the file, reopen it: opening truncates a partial last line, which an actor that was
+        killed may have left.
+        """
+        if self._lines is not None and not self._lines.alone():
+            self._lines.close()
+            self._lines = None
+        self._lines = self._lines or JsonLines(self._rollouts)
+        self._lines.write(msgspec.Raw(self._encoded(record)))
+
+    def stats(self) -> StreamStats:
+        return self._stream.stats()
+
+    def close(self) -> None:
+        """Close `rollouts.jsonl`. The stream is closed by its owner."""
+        if self._lines is not None:
+            self._lines.close()
+
+    def _encoded(self, group: Group) -> bytes:
+        if group is not self._group:
+            self._group, self._json = group, self._encoder.encode(group)
+        return self._json
+
+
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.1
@@ -202,47 +246,26 @@ async def generate(
                 await _unless_stopped(actor.evaluate("after"), stop, between)
 
 
-class RolloutWriter:
-    """Writes an actor's groups to the stream and to `rollouts.jsonl`. Each group is encoded once.
-
-    It is both `writer` and `records` of an `Actor`. Several actors share the stream and the file; one writes at a time.
-    """
-
-    def __init__(self, stream: StreamWriter[Group], rollouts: Path) -> None:
-        self._stream = stream
-        self._rollouts = rollouts
-        self._encoder = msgspec.json.Encoder()
-        self._group: Group | None = None
-        self._json = b""
-        self._lines: JsonLines | None = None
-
-    def try_write(self, item: Group, encoded: bytes | None = None) -> bool:
-        return self._stream.try_write(item, encoded or self._encoded(item))
-
-    def write(self, record: Group) -> None:
-        """Append to `rollouts.jsonl`.
-
-        If another actor has written to the file, reopen it: opening truncates a partial last line, which an actor that was
-        killed may have left.
-        """
-        if self._lines is not None and not self._lines.alone():
-            self._lines.close()
-            self._lines = None
-        self._lines = self._lines or JsonLines(self._rollouts)
-        self._lines.write(msgspec.Raw(self._encoded(record)))
-
-    def stats(self) -> StreamStats:
-        return self._stream.stats()
-
-    def close(self) -> None:
-        """Close `rollouts.jsonl`. The stream is closed by its owner."""
-        if self._lines is not None:
-            self._lines.close()
-
-    def _encoded(self, group: Group) -> bytes:
-        if group is not self._group:
-            self._group, self._json = group, self._encoder.encode(group)
-        return self._json
+def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
+    session = generation.session
+    evaluated = read_records(session.run.evaluations, EvaluationRecord)
+    evaluations = Evaluations(
+        generation.groups.context,
+        generation.evaluation,
+        on_done=lambda evaluation: _record(session, evaluation),
+        until=session.config.trainer.steps,
+        reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
+    )
+    return make_actor(
+        generation.groups,
+        evaluations,
+        board=generation.board,
+        admission=generation.admission,
+        writer=writer,
+        receiver=generation.receiver,
+        stages=generation.stages,
+        timeline=timeline,
+    )
 
 
 def make_actor(
@@ -266,28 +289,6 @@ def make_actor(
         probe=probe,
         evaluations=evaluations,
         status=GenerationStatus(board, groups, evaluations, probe, stages=stages, timeline=timeline),
-    )
-
-
-def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
-    session = generation.session
-    evaluated = read_records(session.run.evaluations, EvaluationRecord)
-    evaluations = Evaluations(
-        generation.groups.context,
-        generation.evaluation,
-        on_done=lambda evaluation: _record(session, evaluation),
-        until=session.config.trainer.steps,
-        reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
-    )
-    return make_actor(
-        generation.groups,
-        evaluations,
-        board=generation.board,
-        admission=generation.admission,
-        writer=writer,
-        receiver=generation.receiver,
-        stages=generation.stages,
-        timeline=timeline,
     )
 
 
