@@ -24,8 +24,10 @@ from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan, read_plan, write_plan
 from pipelinerl.launch.stages import weights
 from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, _wait_for_servers
-from pipelinerl.launch.stages.streams import FileStore, RedisStore, stream_store
+from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.schedule import make_schedule
+from pipelinerl.stream.files import FileStore
+from pipelinerl.stream.redis import RedisStore
 from pipelinerl.weights.broadcast.control import listen
 
 LOCAL = RunConfig()

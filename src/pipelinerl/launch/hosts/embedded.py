@@ -25,7 +25,7 @@ from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.generation import Generation, build_generation, generate
 from pipelinerl.launch.stages.preprocessing import preparing
-from pipelinerl.launch.stages.streams import FileStore, group_reader, group_writer
+from pipelinerl.launch.stages.streams import group_reader, group_writer
 from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.schedule import stream_capacity
@@ -84,7 +84,7 @@ def _stream(session: Session, on_drop: Callable[[Group], None]) -> tuple[StreamW
     config = session.config
     if config.stream.kind == "memory":
         return memory_stream(capacity=stream_capacity(config), when_full=config.stream.when_full, on_drop=on_drop)
-    store = FileStore(session.run)
+    store = session.streams()
     return group_writer(store, config, on_drop), group_reader(store)
 
 
