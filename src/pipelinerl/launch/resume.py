@@ -21,18 +21,12 @@ from pipelinerl.types import Group, Prepared
 
 
 def prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
-    """Prepare a directory for a start from the beginning if it has no checkpoint, and return a message for the user.
+    """If the run has no checkpoint, prepare its directory for a start from the beginning, and return a message for the user.
 
-    Returns None if there is a checkpoint. Then raises RunDirectoryError if `config` changes what a resume depends on.
+    Otherwise return None, or raise RunDirectoryError if `config` changes what a resume depends on.
     """
-    notice = _start_again(run)
-    if notice is None:
-        _refuse_changes(config, run)
-    return notice
-
-
-def _start_again(run: RunDirectory) -> str | None:
     if latest_checkpoint(run.root) is not None:
+        _refuse_changes(config, run)
         return None
     steps = len(read_records(run.metrics, StepRecord))
     kept = set_aside(run)
