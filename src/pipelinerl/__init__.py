@@ -19,6 +19,6 @@ __all__ = ["RunConfig", "__version__", "load_config", "train"]
 
 def train(config: RunConfig, *, resume: str | Path | None = None) -> dict[str, Any]:
     """Run the training of `config` and return the contents of `summary.json` (see `pipelinerl.launch.run.train`)."""
-    from pipelinerl import launch  # noqa: PLC0415 - loads torch
+    from pipelinerl.launch import run  # noqa: PLC0415 - most users of this package start no run
 
-    return launch.train(config, resume=None if resume is None else Path(resume))
+    return run.train(config, resume=None if resume is None else Path(resume))

@@ -13,7 +13,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -218,29 +217,3 @@ def _have_group_killed_at_end_of(pipe: int, group: int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -group)
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-# ---- in the child
-
-
-def take_stdin() -> int:
-    """The file of standard input under a new number, which programs started from here do not inherit.
-
-    Standard input is empty from now on: user code must not read what is ours.
-    """
-    fd = os.dup(0)
-    with open(os.devnull, "rb") as empty:
-        os.dup2(empty.fileno(), 0)
-    return fd
-
-
-def when_closed(pipe_fd: int, stop: Callable[[], None], patience_s: float) -> None:
-    """Once the parent-death pipe has closed, call `stop` in a thread, and end this process after `patience_s`."""
-
-    def watch() -> None:
-        os.read(pipe_fd, 1)
-        stop()
-        time.sleep(patience_s)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

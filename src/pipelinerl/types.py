@@ -187,6 +187,27 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(segment.token_ids) for segment in self.segments)
 
 
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A prepared group. Each rollout is either in `samples` or in `dropped_by_length`.
+
+    `index` is the group's index, `ids` are the ids of all its rollouts, and `newest_version` is the newest version that
+    computed any of its tokens. `dropped_by_length` maps each reason to the number of sampled tokens of each rollout dropped
+    for it, so that a bias against a length is visible. `dropped_ids` has the ids of these rollouts in the same order.
+    """
+
+    index: int
+    newest_version: int
+    ids: tuple[str, ...]
+    samples: tuple[TrainingSample, ...]
+    dropped_by_length: dict[str, tuple[int, ...]] = {}
+    dropped_ids: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Reason -> number of rollouts."""
+        return {reason: len(lengths) for reason, lengths in self.dropped_by_length.items()}
+
+
 class UpdateReceipt(msgspec.Struct, frozen=True, kw_only=True):
     """An engine's acknowledgement of a weight update. `checksum` is recomputed from the engine's own parameters."""
 
@@ -306,3 +327,9 @@ def trainer_progress(status: StageStatus | None) -> TrainerProgress | None:
     """The progress in the trainer's status; None if it has published none."""
     progress = status.progress if status is not None else None
     return progress if isinstance(progress, TrainerProgress) else None
+
+
+def goal_reached(trainer: StageStatus | None) -> bool:
+    """Whether this is the status of a trainer that has taken all its steps."""
+    progress = trainer_progress(trainer)
+    return progress is not None and progress.goal_reached

@@ -196,7 +196,7 @@ def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -
     assert (ended.status, ended.error.count("\n")) == (2, 1), ended.error
     assert said in ended.error
     assert "Traceback" not in ended.out
-    RunLock(RunDirectory(run_dir)).release()  # nobody holds it any more: the other worker has ended, too
+    RunLock(RunDirectory(run_dir)).close()  # nobody holds it any more: the other worker has ended, too
 
 
 def test_a_run_directory_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +206,7 @@ def test_a_run_directory_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[st
     try:
         assert main(["train", *flags(run_dir)]) == 2
     finally:
-        lock.release()
+        lock.close()
     error = capsys.readouterr().err
     assert f"{run_dir} is in use by another run" in error
     assert error.count("\n") == 1

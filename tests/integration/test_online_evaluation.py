@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.actor.evaluation import EvaluatedProblem
 from pipelinerl.files import read_json_lines
-from pipelinerl.metrics.records import EvaluationRecord, read_records
+from pipelinerl.metrics.records import EvaluatedProblem, EvaluationRecord, read_records
 from tests.integration.runs import (
     assert_conserved,
     assert_provenance,

@@ -156,11 +156,6 @@ class Actor:
         if not stepped:
             await asyncio.sleep(self.idle_s * min(max(1, self._idle_iterations), LONGEST_IDLE))
 
-    def stream_dropped(self, rollouts: int) -> None:
-        """Count `rollouts` as dropped: the stream replaced their group by a newer one (callback `on_drop`)."""
-        self._admission.stream_dropped(rollouts)
-        self._groups.stream_dropped(rollouts)
-
     # ---- before the first iteration and after the last one
 
     async def evaluate(self, when: Literal["before", "after"]) -> None:

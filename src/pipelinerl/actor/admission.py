@@ -10,20 +10,18 @@ Repeating a denied claim costs one or two microseconds until something has chang
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.actor.outstanding import Outstanding
+from pipelinerl.actor.outstanding import SCHEMA, Outstanding, make_record
 from pipelinerl.database import Database
 from pipelinerl.errors import StalledError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.types import ACTOR, TRAINER, StageStatus, TrainerProgress, trainer_progress
-
-SCHEMA = "CREATE TABLE IF NOT EXISTS record (json BLOB NOT NULL)"
 
 
 class Admitted(NamedTuple):
@@ -187,12 +185,3 @@ class Admission:
 
     def _write(self, state: Outstanding) -> None:
         self._database.rows("UPDATE record SET json = ?", self._encoder.encode(state))
-
-
-def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
-    """Create the record of a session that starts with `handed_over` rollouts in the stream, `settled` trained or dropped."""
-    for file in path.parent.glob(f"{path.name}*"):  # with the journal that a killed session may have left
-        file.unlink()
-    with closing(Database(path, SCHEMA)) as database, database.transaction() as record:
-        first = Outstanding(handed_over=handed_over, settled=settled)
-        record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))

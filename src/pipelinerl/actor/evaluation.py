@@ -20,8 +20,8 @@ from pipelinerl.actor.rollouts import Failure, RolloutContext, attempt
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError
 from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.metrics.records import When
-from pipelinerl.types import FinishReason, Problem, Rollout, VersionSpan, spans_from_versions, versions_from_spans
+from pipelinerl.metrics.records import EvaluatedProblem, When
+from pipelinerl.types import Problem, Rollout, spans_from_versions, versions_from_spans
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +32,6 @@ class RecordSink(Protocol):
     """Writes readable records, one per line (`files.JsonLines`)."""
 
     def write(self, record: Any) -> None: ...
-
-
-class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """One held-out problem and its answer.
-
-    With several turns, `prompt` is that of the first turn and `completion` the model's texts in order; `token_ids`,
-    `weight_versions` and `length` cover all sampled tokens. A failed attempt has reward 0, and `failure` says why.
-    """
-
-    problem_id: str
-    reward: float
-    prompt: str = ""
-    completion: str = ""
-    token_ids: tuple[int, ...] = ()
-    weight_versions: tuple[VersionSpan, ...] = ()
-    length: int = 0
-    finish_reason: FinishReason | None = None
-    failure: str | None = None
-    metrics: dict[str, float] = {}
 
 
 @dataclass(frozen=True, kw_only=True)

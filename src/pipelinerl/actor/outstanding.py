@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import msgspec
+
+from pipelinerl.database import Database
+
+SCHEMA = "CREATE TABLE IF NOT EXISTS record (json BLOB NOT NULL)"
 
 LATENCY_WEIGHT = 0.1
 """Weight of the latest group in the running mean `Outstanding.latency`."""
@@ -86,3 +93,12 @@ class Outstanding(msgspec.Struct):
         """The trainer has trained or dropped `total` rollouts since the beginning of the run. A lower total is ignored."""
         newly, self.settled = max(0, total - self.settled), max(total, self.settled)
         self.handed_over = max(0, self.handed_over - newly)
+
+
+def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
+    """Create the record of a session that starts with `handed_over` rollouts in the stream, `settled` trained or dropped."""
+    for file in path.parent.glob(f"{path.name}*"):  # with the journal that a killed session may have left
+        file.unlink()
+    with closing(Database(path, SCHEMA)) as database, database.transaction() as record:
+        first = Outstanding(handed_over=handed_over, settled=settled)
+        record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))

@@ -65,7 +65,7 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
     from pipelinerl.experiments.compare.request import make_request, this_machine  # noqa: PLC0415
     from pipelinerl.experiments.compare.runs import answer_held_out, check_held_out  # noqa: PLC0415
-    from pipelinerl.launch import train  # noqa: PLC0415
+    from pipelinerl.launch.run import train  # noqa: PLC0415
 
     request = make_request(
         config,

@@ -1,18 +1,28 @@
 """The `pipelinerl` command: parses arguments, runs a subcommand, and turns errors into one line and an exit status.
 
 Exit status: 0 the run reached its goal (or the command succeeded), 2 user error, 130 interrupted; see `errors.py` for the
-others. Each subcommand imports heavy modules only after it has checked its arguments.
+others. Only the module of the given command is imported, and it imports heavy modules after it has checked its arguments.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from collections.abc import Sequence
 
-from pipelinerl.cli import browse, compare, eval, plan, serve, train
 from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
+
+MODULES = {
+    "train": ("init", "train", "config", "report", "convert-gguf"),
+    "compare": ("compare", "study"),
+    "browse": ("browse",),
+    "eval": ("eval",),
+    "plan": ("plan", "calibrate", "simulate"),
+    "serve": ("serve", "check-engine"),
+}
+"""The modules of this package that add subcommands, in the order of `pipelinerl --help`, and the names of theirs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     commands = Commands()
-    for module in (train, compare, browse, eval, plan, serve):
-        module.add_to(commands)
+    given = [module for module, names in MODULES.items() if arguments and arguments[0] in names]
+    for module in given or MODULES:  # help and spelling need all commands
+        importlib.import_module(f"pipelinerl.cli.{module}").add_to(commands)
     own, settings = commands.split(arguments)
     options = commands.root.parse_args(own)
     if options.command is None:

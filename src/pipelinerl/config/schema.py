@@ -131,6 +131,10 @@ class ActorConfig(Section, frozen=True):
     """Number of rollouts over which the share of failures is computed."""
 
 
+LONGEST_SLOT = 2048
+"""Longest slot in tokens, unless `engine.max_length` asks for more: KV memory grows with it."""
+
+
 class EngineConfig(Section, frozen=True):
     kind: Literal["local", "http", "vllm"] = "local"
     """`local`: the embedded slot engine. `http`: engine servers (`pipelinerl serve`), in separate processes or on other

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
-from pipelinerl.launch.hosts.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
+from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
 from pipelinerl.models.folder import downloaded, find_model
 from pipelinerl.models.shape import ModelShape, read_shape
 

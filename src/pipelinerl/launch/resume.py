@@ -15,12 +15,26 @@ from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, first_uncommitted
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import StepRecord, read_records
-from pipelinerl.preprocess import Prepared, newest_version
+from pipelinerl.preprocess import newest_version
 from pipelinerl.trainer import QueuePosition, TrainerCounters
-from pipelinerl.types import Group
+from pipelinerl.types import Group, Prepared
 
 
-def refuse_changes(config: RunConfig, run: RunDirectory) -> None:
+def prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
+    """If the run has no checkpoint, prepare its directory for a start from the beginning, and return a message for the user.
+
+    Otherwise return None, or raise RunDirectoryError if `config` changes what a resume depends on.
+    """
+    if latest_checkpoint(run.root) is not None:
+        _refuse_changes(config, run)
+        return None
+    steps = len(read_records(run.metrics, StepRecord))
+    kept = set_aside(run)
+    records = f"; the records of its first {steps} steps are in {kept}" if steps else ""
+    return f"{run.root} has no checkpoint: it starts again from the beginning{records}"
+
+
+def _refuse_changes(config: RunConfig, run: RunDirectory) -> None:
     """Raise RunDirectoryError if `config` changes where the run's streams are stored, or which parameters are trained."""
     if config.stream.kind == "memory":
         raise RunDirectoryError(
@@ -35,19 +49,6 @@ def refuse_changes(config: RunConfig, run: RunDirectory) -> None:
     ):
         if was != now:
             raise RunDirectoryError(f"{run.root} was run with {key} {_shown(was)}, and {why}: set it to that again")
-
-
-def start_again(run: RunDirectory) -> str | None:
-    """If the run has no checkpoint to resume from, prepare its directory for a start from the beginning.
-
-    Returns a message for the user; None if there is a checkpoint.
-    """
-    if latest_checkpoint(run.root) is not None:
-        return None
-    steps = len(read_records(run.metrics, StepRecord))
-    kept = set_aside(run)
-    records = f"; the records of its first {steps} steps are in {kept}" if steps else ""
-    return f"{run.root} has no checkpoint: it starts again from the beginning{records}"
 
 
 def _shown(value: str | LoraConfig | None) -> str:

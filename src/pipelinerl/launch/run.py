@@ -5,51 +5,25 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from pipelinerl.actor.admission import make_record
+from pipelinerl.actor.outstanding import make_record
 from pipelinerl.config import config_to_yaml, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.dry_run import check_before_the_start
-from pipelinerl.launch.outcome import FINISHED, Outcome, write_summary
+from pipelinerl.launch.checks import check_before_the_start
+from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
 from pipelinerl.launch.session import Session, StartPlan, write_plan
-from pipelinerl.launch.stages.streams import stream_store
+from pipelinerl.launch.stages.streams import Broker, running_broker, stream_store
+from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
-
-
-class Broker(Protocol):
-    """The run's own Redis server, which holds its streams. It ends when the run ends or crashes."""
-
-    @property
-    def url(self) -> str: ...
-
-    def failure(self) -> str | None:
-        """Why the server has ended, in one line; None while it runs."""
-        ...
-
-
-@contextmanager
-def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[Broker | None]:
-    """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
-
-    Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
-    """
-    if config.stream.kind != "redis" or config.stream.url is not None:
-        yield None
-        return
-    from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - needs the extra `redis`
-
-    with start_server(run.streams / "redis", durable=True) as server:
-        yield server
 
 
 def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
@@ -62,56 +36,35 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     started_s = time.monotonic()
     config = validate(config)
     memory = check_before_the_start(config)
-    lock = create_run_directory(config) if resume is None else open_run_directory(resume)
-    try:
-        restart_notice = None if resume is None else _start_again(lock.run)
-        if restart_notice is not None:
-            resume = None
-        if resume is not None:
-            _refuse_changes(config, lock.run)
-        with running_broker(config, lock.run) as broker:
-            url = broker.url if broker is not None else None
-            plan = StartPlan(redis_url=url) if resume is None else _plan(config, lock.run, url)
-            finished = _finished_summary(lock.run) if plan.version >= config.trainer.steps else None
-            if finished is not None:
-                print(
-                    f"{lock.run.root} has reached its goal of {config.trainer.steps} steps; "
-                    "raise --trainer.steps to continue"
-                )
+    with closing(create_run_directory(config) if resume is None else open_run_directory(resume)) as lock:
+        run = lock.run
+        restart_notice = None if resume is None else _prepare_resume(config, run)
+        with running_broker(config, run) as broker:
+            redis_url = broker.url if broker is not None else None
+            begins = resume is None or restart_notice is not None
+            plan = StartPlan() if begins else _plan_resume(config, run, redis_url)
+            if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
+                print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
                 return finished
-            plan = msgspec.structs.replace(plan, predicted_memory_bytes=memory.predicted_bytes)
-            records_from_s = started_s - plan.elapsed_s
-            session = Session(config, lock.run, plan, make_schedule(config), records_from_s)
+            plan = msgspec.structs.replace(plan, redis_url=redis_url, predicted_memory_bytes=memory.predicted_bytes)
+            session = Session(config, run, plan, make_schedule(config), started_s - plan.elapsed_s)
+            _write_start(session)
             notices = [*([restart_notice] if restart_notice else []), *memory.lines]
-            return _session(session, lock, broker, notices)
-    finally:
-        lock.release()
+            with closing(_make_view(session, notices)) as view:
+                outcome = _run_stages(session, lock, broker, view)
+            return _conclude(session, outcome)
 
 
-def _session(session: Session, lock: RunLock, broker: Broker | None, notices: Sequence[str]) -> dict[str, Any]:
-    """Run the session. `notices` are shown to the user before anything starts."""
-    config, run, plan = session.config, session.run, session.plan
-    _write_start(session)
-    title = f"pipelinerl · {config.schedule.kind} · {config.environment.kind} · {run.root}"
-    view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
-    view.say(f"run directory: {run.root}")
-    for line in notices:
-        view.say(line)
-    if plan.checkpoint:
-        view.say(f"resuming at version {plan.version} from {plan.checkpoint}")
-    try:
-        outcome = _launch(session, lock, broker, view)
-    finally:
-        view.close()
-    try:
-        summary = write_summary(session, outcome)
-        if summary["optimizer_steps"]:
-            _show(session, summary, failed=summary["status"].startswith("failed"))
-    except PipelineRLError as error:
-        raise outcome.error or error from error
-    if outcome.error is not None:
-        raise outcome.error
-    return summary
+def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
+    from pipelinerl.launch.resume import prepare_resume  # noqa: PLC0415 - as below
+
+    return prepare_resume(config, run)
+
+
+def _plan_resume(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StartPlan:
+    from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - reads a checkpoint, with torch
+
+    return plan_resume(config, run, stream_store(config, run, redis_url))
 
 
 def _write_start(session: Session) -> None:
@@ -128,52 +81,33 @@ def _write_start(session: Session) -> None:
         raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}{advice}") from error
 
 
-def _launch(session: Session, lock: RunLock, broker: Broker | None, view: View) -> Outcome:
+def _make_view(session: Session, notices: list[str]) -> View:
+    """The view, which has shown how the session begins."""
+    config, plan, root = session.config, session.plan, session.run.root
+    title = f"pipelinerl · {config.schedule.kind} · {config.environment.kind} · {root}"
+    view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
+    resuming = [f"resuming at version {plan.version} from {plan.checkpoint}"] if plan.checkpoint else []
+    for line in (f"run directory: {root}", *notices, *resuming):
+        view.say(line)
+    return view
+
+
+def _run_stages(session: Session, lock: RunLock, broker: Broker | None, view: View) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
         return run_embedded(session, view)
-    from pipelinerl.launch.hosts.processes import run_processes  # noqa: PLC0415 - POSIX only
-
     return run_processes(session, view, lock, broker)
 
 
-def _start_again(run: RunDirectory) -> str | None:
-    from pipelinerl.launch.resume import start_again  # noqa: PLC0415 - as below
-
-    return start_again(run)
-
-
-def _refuse_changes(config: RunConfig, run: RunDirectory) -> None:
-    from pipelinerl.launch.resume import refuse_changes  # noqa: PLC0415 - as below
-
-    refuse_changes(config, run)
-
-
-def _plan(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StartPlan:
-    from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - reads a checkpoint, with torch
-
-    plan = plan_resume(config, run, stream_store(config, run, redis_url))
-    return msgspec.structs.replace(plan, redis_url=redis_url)
-
-
-def _finished_summary(run: RunDirectory) -> dict[str, Any] | None:
-    """The summary of the run's last session, if it reached its goal."""
+def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:
+    """Write and show the summary. Raises the error that ended the run, or else that of the summary."""
     try:
-        summary = msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
-        return None
-    return summary if summary.get("status") == FINISHED else None
-
-
-def _show(session: Session, summary: dict[str, Any], *, failed: bool) -> None:
-    """Draw the curves and, unless the view is `none`, print the table and a sample answer before and after training.
-
-    After a failure nothing is printed, so that the error stays visible; the results are in the run directory.
-    """
-    from pipelinerl.launch.closing import draw, show_result  # noqa: PLC0415 - matplotlib takes a second
-
-    if session.config.metrics.plot:
-        draw(session.run)
-    if session.config.metrics.view != "none" and not failed:
-        show_result(session.run, summary, sys.stdout)
+        summary = write_summary(session, outcome)
+        if summary["optimizer_steps"]:
+            show_result(session, summary, sys.stdout)
+    except PipelineRLError as error:
+        raise outcome.error or error from error
+    if outcome.error is not None:
+        raise outcome.error
+    return summary

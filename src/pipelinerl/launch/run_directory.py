@@ -100,7 +100,7 @@ class RunDirectory:
 
 
 class RunLock:
-    """A lock on a run directory, held until `release`, or until this process and all that inherited `fd` have ended."""
+    """A lock on a run directory, held until `close`, or until this process and all that inherited `fd` have ended."""
 
     def __init__(self, run: RunDirectory) -> None:
         """Waits for the processes of a killed launcher to end. Raises RunDirectoryError if another run holds the lock."""
@@ -115,7 +115,7 @@ class RunLock:
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, str(os.getpid()).encode(), 0)
 
-    def release(self) -> None:
+    def close(self) -> None:
         os.close(self.fd)
 
     def _try_lock(self) -> bool:
@@ -154,7 +154,7 @@ def create_run_directory(config: RunConfig) -> RunLock:
                 _remove_failed_start(run)
             run.make_folders()
         except BaseException:
-            lock.release()
+            lock.close()
             raise
     return lock
 

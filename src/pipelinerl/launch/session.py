@@ -1,4 +1,4 @@
-"""One session of a run: the launcher's decisions, which generation and training both need."""
+"""One session of a run: what the launcher tells its processes, and what they report at their end, both in files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.streams import StreamStore, stream_store
 from pipelinerl.ledger import LedgerRecord
 from pipelinerl.schedule import make_schedule
-
-# ---- the start of a session: from the beginning or from a checkpoint, planned before any process starts; imports no torch
 
 
 class KeptGroup(msgspec.Struct, frozen=True):
@@ -94,3 +92,17 @@ def read_session(run: RunDirectory, records_from_s: float) -> Session:
     """The session that the launcher wrote to the run directory for its workers."""
     config = config_from_yaml(run.config.read_text())
     return Session(config, run, read_plan(run), make_schedule(config), records_from_s)
+
+
+class ErrorReport(msgspec.Struct, frozen=True):
+    """The file that a worker writes when it ends with an error. `kind` is the error's class in `errors`."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+class WorkerResult(msgspec.Struct, frozen=True):
+    """The file that a worker writes when it ends without an error."""
+
+    peak_memory_bytes: int

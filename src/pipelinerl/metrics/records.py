@@ -18,11 +18,12 @@ import numpy as np
 
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import read_json_lines
-from pipelinerl.types import EngineProgress
+from pipelinerl.types import EngineProgress, FinishReason, VersionSpan
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
-
+REWARD = "/reward"
+"""Suffix of an environment's reward among the metrics of a mixture's rollouts: `NAME/reward`."""
 
 When = Literal["before", "online", "after"]
 """When an evaluation takes place; `online` evaluations run during training."""
@@ -244,6 +245,25 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
         flat: dict[str, float] = {}
         _flatten("evaluation/", {key: fields[key] for key in fields if key not in axis}, flat)
         return flat
+
+
+class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """One held-out problem and its answer.
+
+    With several turns, `prompt` is that of the first turn and `completion` the model's texts in order; `token_ids`,
+    `weight_versions` and `length` cover all sampled tokens. A failed attempt has reward 0, and `failure` says why.
+    """
+
+    problem_id: str
+    reward: float
+    prompt: str = ""
+    completion: str = ""
+    token_ids: tuple[int, ...] = ()
+    weight_versions: tuple[VersionSpan, ...] = ()
+    length: int = 0
+    finish_reason: FinishReason | None = None
+    failure: str | None = None
+    metrics: dict[str, float] = {}
 
 
 class TimelineRecord(msgspec.Struct, frozen=True, kw_only=True):

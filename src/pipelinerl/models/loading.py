@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipelinerl.config.schema import ModelConfig
+from pipelinerl.config.schema import LONGEST_SLOT, ModelConfig
 from pipelinerl.errors import ModelLoadError, UnsupportedModelError, UserError
 from pipelinerl.models.folder import find_model, resolve_path
-from pipelinerl.models.shape import LONGEST_SLOT
 
 # ---- Output head in float32: the rounding of engine and trainer differs most in the logits, since bfloat16 has 8 bits for
 # numbers that are then exponentiated (MiniMax-M1, arXiv 2506.13585, found the gap between log-probabilities there).
@@ -44,7 +43,7 @@ def use_float32_head(model: Any) -> None:
         model.set_output_embeddings(Float32Head(head))
 
 
-__all__ = ["LONGEST_SLOT", "resolve_path"]
+__all__ = ["resolve_path"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

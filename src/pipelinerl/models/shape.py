@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.config.schema import LONGEST_SLOT
 from pipelinerl.errors import ModelLoadError
 
-LONGEST_SLOT = 2048
-"""Longest slot in tokens, unless `engine.max_length` asks for more: KV memory grows with it."""
 _MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -11,7 +11,7 @@ from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.preprocess.turns import join_turns
-from pipelinerl.types import Group, Rollout, Segment, TrainingSample
+from pipelinerl.types import Group, Prepared, Rollout, Segment, TrainingSample
 
 
 class ReferenceScorer(Protocol):
@@ -24,27 +24,6 @@ class ReferenceScorer(Protocol):
         all segments of a group; the scorer chooses the batching.
         """
         ...
-
-
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A prepared group. Each rollout is either in `samples` or in `dropped_by_length`.
-
-    `index` is the group's index, `ids` are the ids of all its rollouts, and `newest_version` is the newest version that
-    computed any of its tokens. `dropped_by_length` maps each reason to the number of sampled tokens of each rollout dropped
-    for it, so that a bias against a length is visible. `dropped_ids` has the ids of these rollouts in the same order.
-    """
-
-    index: int
-    newest_version: int
-    ids: tuple[str, ...]
-    samples: tuple[TrainingSample, ...]
-    dropped_by_length: dict[str, tuple[int, ...]] = {}
-    dropped_ids: dict[str, tuple[str, ...]] = {}
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Reason -> number of rollouts."""
-        return {reason: len(lengths) for reason, lengths in self.dropped_by_length.items()}
 
 
 class Preprocessor:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from pipelinerl.interfaces import Board, StreamReader, StreamStats, StreamWriter
-from pipelinerl.preprocess.preprocessor import Prepared, Preprocessor
+from pipelinerl.preprocess.preprocessor import Preprocessor
 from pipelinerl.status.reporter import StatusReporter
-from pipelinerl.types import ACTOR, PREPROCESSOR, TRAINER, Group
+from pipelinerl.types import ACTOR, PREPROCESSOR, TRAINER, Group, Prepared
 
 POLL_S = 0.002
 

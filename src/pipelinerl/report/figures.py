@@ -18,9 +18,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
+from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, REWARD, EvaluationRecord, StepRecord, read_records
 from pipelinerl.report import series, write_file
-from pipelinerl.report.series import REWARD, WINDOW, BatchSize, HeldOut, LagByPosition, RunRecords
+from pipelinerl.report.series import WINDOW, BatchSize, HeldOut, LagByPosition, RunRecords
 
 COLOURS = ("#1f5fbf", "#d1600a", "#2a8c4a", "#a03070", "#8a6d00", "#4b4b9f", "#00868b", "#7a3b10")
 MANY_POINTS = 40

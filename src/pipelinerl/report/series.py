@@ -22,6 +22,7 @@ from pipelinerl.files import read_json_lines
 from pipelinerl.metrics.records import (
     EVALUATIONS_FILE,
     METRICS_FILE,
+    REWARD,
     EvaluationRecord,
     StepRecord,
     TimelineRecord,
@@ -35,8 +36,6 @@ T = TypeVar("T")
 
 WINDOW = 5
 """Number of steps over which a reward is averaged before it is compared with a target or drawn."""
-REWARD = "/reward"
-"""Suffix of an environment's reward among the metrics of a mixture's rollouts: `NAME/reward`."""
 MOST_POINTS = 48
 """Maximum number of bins of positions in a plot."""
 

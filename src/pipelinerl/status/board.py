@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipelinerl.files import SharedRecord, map_file
+from pipelinerl.interfaces import Board
 from pipelinerl.types import StageStatus
 
 STATUS_BYTES = 64 * 1024
@@ -34,6 +35,12 @@ class MemoryBoard:
 
     def stages(self) -> Sequence[str]:
         return sorted(self._statuses)
+
+
+def last_statuses(board: Board) -> dict[str, StageStatus]:
+    """The last status of every stage on the board."""
+    found = {stage: board.read(stage) for stage in board.stages()}
+    return {stage: status for stage, status in found.items() if status is not None}
 
 
 class _LastRead(NamedTuple):

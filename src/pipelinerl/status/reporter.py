@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from pipelinerl.interfaces import Board
@@ -28,6 +29,13 @@ def generation_stages(processes: int) -> list[GenerationStages]:
     if processes == 1:
         return [ALONE]
     return [GenerationStages(f"{ENGINE}-{index}", f"{ACTOR}-{index}") for index in range(processes)]
+
+
+def starting(board: Board, stages: Iterable[str], detail: str) -> None:
+    """Publish the status of stages of this process that are still starting, with what they are doing."""
+    now = time.monotonic()
+    for stage in stages:
+        board.publish(StageStatus(stage=stage, pid=os.getpid(), state="starting", detail=detail, since_s=now, written_s=now))
 
 
 class StatusReporter:

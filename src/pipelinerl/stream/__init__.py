@@ -1,18 +1,15 @@
 """Streams: ordered, counted queues between stages.
 
-`memory_stream` works within one process. `FileStreamWriter` and `FileStreamReader` work between processes and survive them;
-a resumed run first calls `rewind` to return to its checkpoint. Streams over Redis are in `pipelinerl.stream.redis`.
+memory    within one process
+files     between the processes of a machine, which it survives; a resumed run first calls `files.rewind`
+redis     between machines, over a Redis server
 """
 
-from pipelinerl.stream.files import FileStreamReader, FileStreamWriter, rewind, waiting_items
-from pipelinerl.stream.memory import MemoryStreamReader, MemoryStreamWriter, memory_stream
+import sys
 
-__all__ = [
-    "FileStreamReader",
-    "FileStreamWriter",
-    "MemoryStreamReader",
-    "MemoryStreamWriter",
-    "memory_stream",
-    "rewind",
-    "waiting_items",
-]
+
+def checked_capacity(capacity: int | None) -> int:
+    """The capacity of a stream in items. None is the largest number."""
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"a stream's capacity is at least 1: {capacity}")
+    return sys.maxsize if capacity is None else capacity

@@ -22,8 +22,8 @@ import msgspec
 
 from pipelinerl.database import DamagedDatabaseError, Database
 from pipelinerl.errors import StreamError
-from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.memory import checked_capacity
+from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
+from pipelinerl.stream import checked_capacity
 
 T = TypeVar("T")
 
@@ -201,6 +201,33 @@ def waiting_items(directory: Path, item_type: type[T]) -> list[T]:
         return []
     with closing(_StreamFile(directory, item_type)) as file:
         return [file.decode(offset, json) for offset, json in file.waiting(file.counts().cursor, -1)]
+
+
+class FileStore:
+    """Streams in subdirectories of `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def writer(
+        self,
+        name: str,
+        item_type: type[T],
+        *,
+        capacity: int | None,
+        when_full: Literal["block", "drop_oldest"],
+        on_drop: Callable[[T], None] | None,
+    ) -> StreamWriter[T]:
+        return FileStreamWriter(self._directory / name, item_type, capacity=capacity, when_full=when_full, on_drop=on_drop)
+
+    def reader(self, name: str, item_type: type[T]) -> StreamReader[T]:
+        return FileStreamReader(self._directory / name, item_type)
+
+    def waiting(self, name: str, item_type: type[T]) -> list[T]:
+        return waiting_items(self._directory / name, item_type)
+
+    def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
+        return rewind(self._directory / name, item_type, from_offset, keep)
 
 
 class _StreamFile(Generic[T]):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Literal, TypeVar
 
 from pipelinerl.interfaces import StreamStats
+from pipelinerl.stream import checked_capacity
 
 T = TypeVar("T")
 
@@ -83,13 +83,6 @@ class MemoryStreamReader(Generic[T]):
 
     def close(self) -> None:
         """Releases nothing."""
-
-
-def checked_capacity(capacity: int | None) -> int:
-    """The capacity of a stream in items. None is the largest number."""
-    if capacity is not None and capacity < 1:
-        raise ValueError(f"a stream's capacity is at least 1: {capacity}")
-    return sys.maxsize if capacity is None else capacity
 
 
 def memory_stream(

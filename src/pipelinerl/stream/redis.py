@@ -32,8 +32,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
-from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.memory import checked_capacity
+from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
+from pipelinerl.stream import checked_capacity
 
 try:
     from redis import Redis, exceptions
@@ -380,7 +380,7 @@ def waiting_in_redis(url: str, stream: str, item_type: type[T]) -> list[T]:
 
 
 def rewind_stream(url: str, stream: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-    """Rewind the stream to a checkpoint, before either end is opened; see `stream.rewind`. Returns the items that stay.
+    """Rewind the stream to a checkpoint, before either end is opened; see `files.rewind`. Returns the items that stay.
 
     Ends that are open all the same can't use it any more. Raises StreamError if it has a reader.
     """
@@ -400,6 +400,44 @@ def rewind_stream(url: str, stream: str, item_type: type[T], from_offset: int, k
             return [item for _, item in kept]
 
         return opened.patiently(replace)
+
+
+class RedisStore:
+    """Streams in Redis, under a prefix that is unique to the run."""
+
+    def __init__(self, url: str, prefix: str, patience_s: float) -> None:
+        """`patience_s`: how long a lost connection is retried."""
+        self._url = url
+        self._prefix = prefix
+        self._patience_s = patience_s
+
+    def writer(
+        self,
+        name: str,
+        item_type: type[T],
+        *,
+        capacity: int | None,
+        when_full: Literal["block", "drop_oldest"],
+        on_drop: Callable[[T], None] | None,
+    ) -> StreamWriter[T]:
+        return RedisStreamWriter(
+            self._url,
+            self._prefix + name,
+            item_type,
+            capacity=capacity,
+            when_full=when_full,
+            on_drop=on_drop,
+            patience_s=self._patience_s,
+        )
+
+    def reader(self, name: str, item_type: type[T]) -> StreamReader[T]:
+        return RedisStreamReader(self._url, self._prefix + name, item_type, patience_s=self._patience_s)
+
+    def waiting(self, name: str, item_type: type[T]) -> list[T]:
+        return waiting_in_redis(self._url, self._prefix + name, item_type)
+
+    def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
+        return rewind_stream(self._url, self._prefix + name, item_type, from_offset, keep)
 
 
 def connect(url: str, name: str, timeout_s: float) -> Redis:

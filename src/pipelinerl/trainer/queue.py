@@ -7,38 +7,18 @@ rollouts are retired; `position` records which ones, so that a resumed run does 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import Protocol
 
 import msgspec
 
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamReader
 from pipelinerl.ledger import GroupLedger, LedgerRecord
-from pipelinerl.types import TrainingSample
+from pipelinerl.types import Prepared, TrainingSample
 
 RECENT_ROLLOUTS = 1024
 """Number of rollouts that `sampled_length_mean` is computed over."""
-
-
-class PreparedGroup(Protocol):
-    """The preprocessed group `index`, with rollouts `ids`: samples to train on, and lengths and ids of dropped rollouts."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def ids(self) -> Sequence[str]: ...
-
-    @property
-    def samples(self) -> Sequence[TrainingSample]: ...
-
-    @property
-    def dropped_by_length(self) -> Mapping[str, Sequence[int]]: ...
-
-    @property
-    def dropped_ids(self) -> Mapping[str, Sequence[str]]: ...
 
 
 class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +58,7 @@ class SampleQueue:
 
     def __init__(
         self,
-        reader: StreamReader[PreparedGroup],
+        reader: StreamReader[Prepared],
         *,
         by_index: bool = False,
         position: QueuePosition | None = None,
@@ -193,7 +173,7 @@ class SampleQueue:
         """Allow the stream to discard what is before `position`. Call it once a checkpoint with this position is written."""
         self._reader.commit(position.offset)
 
-    def _admit(self, offset: int, group: PreparedGroup) -> None:
+    def _admit(self, offset: int, group: Prepared) -> None:
         if len(set(group.ids)) != len(group.ids):
             raise StreamError(f"group {group.index} has two rollouts of the same id")
         opened = _OpenGroup(offset, (sample.id for sample in group.samples))

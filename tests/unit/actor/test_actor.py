@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 from pipelinerl.actor import deadline
 from pipelinerl.actor.actor import Actor
-from pipelinerl.actor.admission import Admission, make_record
+from pipelinerl.actor.admission import Admission
 from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.outstanding import make_record
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, TimeLimits, attempt, check_rollout
 from pipelinerl.actor.status import GenerationStatus
@@ -558,7 +559,8 @@ class Harness:
         self.actor.idle_s = 0.0
 
     def dropped(self, group):
-        self.actor.stream_dropped(len(group.rollouts))
+        self.admission.stream_dropped(len(group.rollouts))
+        self.groups.stream_dropped(len(group.rollouts))
 
     def try_write(self, item, encoded=None):
         return self.writer.try_write(item, encoded)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl import database
-from pipelinerl.actor.admission import SCHEMA, Admission, make_record
-from pipelinerl.actor.outstanding import Outstanding
+from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.outstanding import SCHEMA, Outstanding, make_record
 from pipelinerl.config import load_config
 from pipelinerl.database import Database
 from pipelinerl.errors import StalledError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.environments.registry import check_statically
+from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import ConfigError, EnvironmentSetupError
 
 TASKS = """
@@ -125,7 +125,7 @@ def test_a_class_without_held_out_can_not_be_evaluated() -> None:
 def test_it_needs_no_torch() -> None:
     code = (
         "import sys\nfrom pipelinerl.environments.registry import BUILT_IN\n"
-        "from pipelinerl.environments.registry import check_statically\n"
+        "from pipelinerl.environments.static_check import check_statically\n"
         "for kind in BUILT_IN:\n    try: check_statically(kind, {})\n    except Exception: pass\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

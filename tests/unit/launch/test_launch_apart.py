@@ -11,14 +11,23 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.schema import EngineConfig, LaunchConfig, ScheduleConfig, StreamConfig, WeightsConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.processes import Processes
-from pipelinerl.launch.hosts.resources import Threads, generation_threads, plan_threads, trainer_goes_first
-from pipelinerl.launch.hosts.roles import server_roles, worker_roles, worker_stages
+from pipelinerl.launch.roles import (
+    Threads,
+    generation_threads,
+    plan_threads,
+    server_roles,
+    trainer_goes_first,
+    worker_roles,
+    worker_stages,
+)
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan, read_plan, write_plan
 from pipelinerl.launch.stages import weights
 from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, _wait_for_servers
-from pipelinerl.launch.stages.streams import FileStore, RedisStore, stream_store
+from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.schedule import make_schedule
+from pipelinerl.stream.files import FileStore
+from pipelinerl.stream.redis import RedisStore
 from pipelinerl.weights.broadcast.control import listen
 
 LOCAL = RunConfig()

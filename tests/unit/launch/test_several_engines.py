@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.config.schema import EngineConfig, LaunchConfig, RunConfig, TrainerConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.hosts.resources import Threads, plan_threads, trainer_goes_first
+from pipelinerl.launch.roles import Threads, plan_threads, trainer_goes_first
 from pipelinerl.launch.stages.generation import RolloutWriter
 from pipelinerl.metrics.records import TimelineRecord
 from pipelinerl.metrics.summary import summarize
@@ -19,7 +19,7 @@ from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progres
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.status.screen import Trends, plain_line
-from pipelinerl.stream import memory_stream
+from pipelinerl.stream.memory import memory_stream
 from pipelinerl.types import (
     ActorProgress,
     EngineProgress,

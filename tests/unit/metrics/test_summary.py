@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from pipelinerl.config.schema import EnvironmentConfig, ModelConfig, RunConfig
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord
 from pipelinerl.metrics.summary import account_for_rollouts, summarize
-from pipelinerl.report.run_report import Attempt, final_table, sample_before_after
+from pipelinerl.report.terminal import Attempt, final_table, sample_before_after
 from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress
 
 CONTRACT = [

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
-from pipelinerl.preprocess import Prepared, Preprocessor
+from pipelinerl.preprocess import Preprocessor
 from pipelinerl.preprocess.advantages import advantages
-from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Segment, Turn, spans_from_versions
+from pipelinerl.types import Completion, FinishReason, Group, Prepared, Problem, Rollout, Segment, Turn, spans_from_versions
 
 
 def rollout(name: str, reward: float, length: int = 3, finish: FinishReason = "stop", turns: int = 1) -> Rollout:

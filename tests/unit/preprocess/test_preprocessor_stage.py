@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from pipelinerl.config.schema import LaunchConfig, PreprocessConfig, RunConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.launch.resume import take_back
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.streams import (
-    FileStore,
     group_reader,
     group_writer,
     prepared_reader,
@@ -25,11 +23,12 @@ from pipelinerl.launch.stages.streams import (
     rollouts_in_streams,
 )
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.preprocess import Prepared, PreparingReader, Preprocessor, PreprocessorStage, newest_version
+from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, newest_version
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream import memory_stream
+from pipelinerl.stream.files import FileStore
+from pipelinerl.stream.memory import memory_stream
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
-from pipelinerl.types import Group
+from pipelinerl.types import Group, Prepared
 from tests.unit.trainer.test_queue import ids, make_group, pull_all
 
 APART = RunConfig(launch=LaunchConfig(preprocessor="process"))
@@ -121,7 +120,7 @@ class Run:
     """All but the engine: `write` stands for an actor, `train` for the trainer. Groups have a rollout of each attempt."""
 
     def __init__(self, root: Path, groups: Sequence[Group]) -> None:
-        self.store = FileStore(RunDirectory(root))
+        self.store = FileStore(root)
         self.groups = groups
         self.version = 0
         self.trained: list[str] = []

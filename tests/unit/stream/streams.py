@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
-from pipelinerl.stream import FileStreamReader, FileStreamWriter, memory_stream
+from pipelinerl.stream.files import FileStreamReader, FileStreamWriter
+from pipelinerl.stream.memory import memory_stream
 
 ROOT = Path(__file__).parents[3]
 WhenFull = Literal["block", "drop_oldest"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream import FileStreamReader, FileStreamWriter, rewind, waiting_items
+from pipelinerl.stream.files import FileStreamReader, FileStreamWriter, rewind, waiting_items
 from tests.unit.stream.streams import ROOT, Item, items, write
 
 
@@ -82,7 +82,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path: Path) -> None:
 import pathlib, resource, sys
 from tests.unit.stream.streams import Item
 from pipelinerl.errors import StreamError
-from pipelinerl.stream import FileStreamWriter
+from pipelinerl.stream.files import FileStreamWriter
 writer = FileStreamWriter(pathlib.Path(sys.argv[1]), Item, capacity=100, when_full="drop_oldest")
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
@@ -193,7 +193,7 @@ def test_an_interrupted_rewind_changes_nothing(tmp_path: Path) -> None:
 KILLED = """
 import os, pathlib, signal, sys
 from tests.unit.stream.streams import Item
-from pipelinerl.stream import rewind
+from pipelinerl.stream.files import rewind
 seen = []
 def keep(item):
     seen.append(item)

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.child import take_stdin
 from pipelinerl.environments.pool.messages import OUT_OF_MEMORY, Call, Limits, Reply, Start
 from pipelinerl.environments.user.code import UserFunction, describe, find_function, not_finite, plain
 from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.parent_pipe import take_stdin
 
 EXTRA_CPU_S = 1
 

@@ -14,8 +14,8 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
-from pipelinerl.actor.evaluation import EvaluatedProblem
 from pipelinerl.errors import RunDirectoryError
+from pipelinerl.metrics.records import EvaluatedProblem
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, VersionSpan
 
 T = TypeVar("T")

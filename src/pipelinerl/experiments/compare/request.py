@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError
 from pipelinerl.experiments.compare.settings import Contender, parse_contenders, whole_rounds
-from pipelinerl.launch.hosts.resources import usable_cores
+from pipelinerl.launch.roles import usable_cores
 from pipelinerl.report import write_json
 
 # ---- the machine: hardware and software that affect the results

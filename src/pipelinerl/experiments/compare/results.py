@@ -15,7 +15,7 @@ import msgspec
 
 from pipelinerl.experiments.compare.runs import Answered, Execution
 from pipelinerl.experiments.compare.settings import CONVENTIONAL, Contender, Settings
-from pipelinerl.launch.outcome import FINISHED
+from pipelinerl.launch.summary import FINISHED
 from pipelinerl.report.figures import DrawnRun, drawn_run
 from pipelinerl.report.series import (
     HeldOut,

@@ -33,10 +33,10 @@ from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
 from pipelinerl.experiments.compare.request import Request, load_average
 from pipelinerl.files import JsonLines, read_json_lines
-from pipelinerl.launch.hosts.interrupts import counted_interrupts
-from pipelinerl.launch.hosts.resources import thread_environment
-from pipelinerl.launch.outcome import FINISHED
+from pipelinerl.launch.interrupts import counted_interrupts
+from pipelinerl.launch.roles import thread_environment
 from pipelinerl.launch.run_directory import RunDirectory, RunLock
+from pipelinerl.launch.summary import FINISHED
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report import write_json
 
@@ -113,7 +113,7 @@ def _clear(path: Path) -> None:
     except OSError as error:
         raise RunDirectoryError(f"can't remove the unfinished run {path}: {error.strerror}") from error
     finally:
-        lock.release()
+        lock.close()
 
 
 # ---- held-out rewards

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from pipelinerl.config import RunConfig, validate
 from pipelinerl.config.schema import EvaluationConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.hosts.resources import plan_threads
+from pipelinerl.launch.roles import plan_threads
 from pipelinerl.schedule import make_schedule
 
 MARGIN = 0.02

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.checkpoint import load_checkpoint, saved_versions
-from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
+from pipelinerl.config.schema import LONGEST_SLOT, EngineConfig, ModelConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.interfaces import Engine, Tokenizer
 from pipelinerl.launch.stages.engines import server_clients
-from pipelinerl.models.loading import LONGEST_SLOT, load_model, model_max_length, resolve_path, stop_token_ids
+from pipelinerl.models.loading import load_model, model_max_length, resolve_path, stop_token_ids
 from pipelinerl.report.series import read_config
 
 

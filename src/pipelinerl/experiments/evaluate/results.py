@@ -18,12 +18,11 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.actor.evaluation import EvaluatedProblem
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.evaluate.models import Target
 from pipelinerl.experiments.statistics import Floats, Interval, mean_intervals, pass_at_k, powers_of_two
 from pipelinerl.files import JsonLines
-from pipelinerl.metrics.records import mean_metrics
+from pipelinerl.metrics.records import EvaluatedProblem, mean_metrics
 from pipelinerl.report import new_table, number, rendered, write_file, write_json, writing_to
 from pipelinerl.types import Problem
 

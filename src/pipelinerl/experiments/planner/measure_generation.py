@@ -20,9 +20,7 @@ from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import RolloutContext
-from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
@@ -31,13 +29,13 @@ from pipelinerl.experiments.planner.analytic import LengthDistribution, powers_o
 from pipelinerl.experiments.planner.calibration import DecodeCost
 from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer, WeightUpdate
 from pipelinerl.launch.stages.engines import load_local_engine
-from pipelinerl.launch.stages.generation import RolloutWriter
+from pipelinerl.launch.stages.generation import RolloutWriter, make_actor
 from pipelinerl.models.loading import load_tokenizer, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream import FileStreamWriter
-from pipelinerl.types import ENGINE, GenerationRequest, Group, SamplingParams
+from pipelinerl.stream.files import FileStreamWriter
+from pipelinerl.types import GenerationRequest, Group, SamplingParams
 from pipelinerl.weights.memory import MemoryChannel
 
 
@@ -163,16 +161,13 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
             slots=config.engine.slots,
             stop_token_ids=generator.stop_token_ids,
         )
-        groups, evaluations = GroupRunner(context, config.actor), Evaluations(context, EvaluationConfig())
-        probe = WeightProbe(context.client, board, ENGINE)
-        actor = Actor(
-            groups=groups,
+        actor = make_actor(
+            GroupRunner(context, config.actor),
+            Evaluations(context, EvaluationConfig()),
+            board=board,
             admission=admission,
             writer=records,
             receiver=MemoryChannel().receiver,
-            probe=probe,
-            evaluations=evaluations,
-            status=GenerationStatus(board, groups, evaluations, probe),
         )
         yield actor, records
 

@@ -12,27 +12,27 @@ import faulthandler
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import torch
 
 from pipelinerl.errors import PipelineRLError, StalledError, StreamError
-from pipelinerl.interfaces import StreamReader, StreamWriter
-from pipelinerl.launch.hosts.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.hosts.resources import LOG_FORMAT, peak_memory_bytes, plan_threads, usable_cores
-from pipelinerl.launch.outcome import Outcome, interruption, last_statuses
+from pipelinerl.interfaces import Board, StreamReader, StreamWriter, WeightSender
+from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
+from pipelinerl.launch.roles import LOG_FORMAT, peak_memory_bytes, plan_threads, usable_cores
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.generation import DropRelay, build_generation, generate
+from pipelinerl.launch.stages.generation import Generation, build_generation, generate
 from pipelinerl.launch.stages.preprocessing import preparing
-from pipelinerl.launch.stages.streams import FileStore, group_reader, group_writer
+from pipelinerl.launch.stages.streams import group_reader, group_writer
 from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
+from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.schedule import stream_capacity
-from pipelinerl.status.board import MemoryBoard
+from pipelinerl.status.board import MemoryBoard, last_statuses
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.stream import memory_stream
+from pipelinerl.stream.memory import memory_stream
 from pipelinerl.trainer import Trainer
 from pipelinerl.types import Group, StageStatus
 from pipelinerl.weights.memory import MemoryChannel
@@ -44,20 +44,24 @@ def run_embedded(session: Session, view: View) -> Outcome:
     """Run the session to its end. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
     threads = plan_threads(session.config, session.schedule, usable_cores()).training
-    board = _GuardedBoard(2 * session.config.launch.watchdog_s)
-    drops = DropRelay()
+    board, channel = _GuardedBoard(2 * session.config.launch.watchdog_s), MemoryChannel()
     error: PipelineRLError | None = None
     waiting: dict[int, int] = {}
+
+    def on_drop(group: Group) -> None:  # generation is made after the stream
+        generation.stream_dropped(group)
+
     with ExitStack() as stack:
         stack.enter_context(_logging_to(session.run))
         stack.enter_context(_torch_threads(threads))
         stack.enter_context(closing(board))
         interrupts = stack.enter_context(counted_interrupts(raising=True))
-        writer, reader = _stream(session, drops)
+        writer, reader = _stream(session, on_drop)
         stack.enter_context(closing(reader))
         stack.enter_context(closing(writer))
         try:
-            goal_reached = _run(session, view, interrupts=interrupts, board=board, writer=writer, reader=reader, drops=drops)
+            with closing(build_generation(session, board, writer, channel.receiver)) as generation:
+                goal_reached = _run(generation, reader, channel.sender, view, interrupts)
             error = None if goal_reached else interruption(session)
         except PipelineRLError as raised:
             error = raised
@@ -76,23 +80,23 @@ def run_embedded(session: Session, view: View) -> Outcome:
     )
 
 
+def _stream(session: Session, on_drop: Callable[[Group], None]) -> tuple[StreamWriter[Group], StreamReader[Group]]:
+    config = session.config
+    if config.stream.kind == "memory":
+        return memory_stream(capacity=stream_capacity(config), when_full=config.stream.when_full, on_drop=on_drop)
+    store = session.streams()
+    return group_writer(store, config, on_drop), group_reader(store)
+
+
 def _run(
-    session: Session,
-    view: View,
-    *,
-    interrupts: Interrupts,
-    board: MemoryBoard,
-    writer: StreamWriter[Group],
-    reader: StreamReader[Group],
-    drops: DropRelay,
+    generation: Generation, reader: StreamReader[Group], sender: WeightSender, view: View, interrupts: Interrupts
 ) -> bool:
     """Alternate generation and training to the end. Returns whether the goal was reached."""
-    channel = MemoryChannel()
-    generation = build_generation(session, board, writer, drops, channel.receiver)
+    session, board = generation.session, generation.board
     policy = load_policy(session, board)
     with open_logs(session) as logs:
         prepared = preparing(session.config, reader, policy.lora)
-        trainer = build_trainer(session, board, policy, reader=prepared, sender=channel.sender, logs=logs)
+        trainer = build_trainer(session, board, policy, reader=prepared, sender=sender, logs=logs)
         with failures_on_board(trainer):
             trainer.start()
             after_iteration = _AfterIteration(trainer, board, view, session.config.launch.watchdog_s)
@@ -104,7 +108,7 @@ def _run(
 class _AfterIteration:
     """Called between two iterations of the actor: runs the trainer and, every `LOOK_EVERY_S`, the view and the watchdog."""
 
-    def __init__(self, trainer: Trainer, board: MemoryBoard, view: View, watchdog_s: float) -> None:
+    def __init__(self, trainer: Trainer, board: Board, view: View, watchdog_s: float) -> None:
         self._trainer = trainer
         self._board = board
         self._view = view
@@ -141,14 +145,6 @@ class _GuardedBoard(MemoryBoard):
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _stream(session: Session, drops: DropRelay) -> tuple[StreamWriter[Group], StreamReader[Group]]:
-    config = session.config
-    if config.stream.kind == "memory":
-        return memory_stream(capacity=stream_capacity(config), when_full=config.stream.when_full, on_drop=drops)
-    store = FileStore(session.run)
-    return group_writer(store, config, drops), group_reader(store)
 
 
 @contextmanager

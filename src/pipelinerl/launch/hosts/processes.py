@@ -13,47 +13,98 @@ the run makes progress, and turns Ctrl-C into a clean stop.
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from pipelinerl.child import stop_all
+import msgspec
+
+from pipelinerl import errors
+from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RunInterruptedError, StageDiedError, StalledError
-from pipelinerl.launch.hosts.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.hosts.resources import (
-    PREPROCESSING_THREADS,
-    generation_threads,
-    plan_threads,
-    thread_environment,
-    usable_cores,
-)
-from pipelinerl.launch.hosts.roles import (
+from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
+from pipelinerl.launch.roles import (
     PREPROCESSING,
+    PREPROCESSING_THREADS,
     TRAINING,
     generation_roles,
+    generation_threads,
+    plan_threads,
     server_roles,
+    thread_environment,
+    usable_cores,
     worker_roles,
     worker_stages,
 )
-from pipelinerl.launch.hosts.supervisor import Worker
-from pipelinerl.launch.outcome import Outcome, goal_reached, interruption, last_statuses
-from pipelinerl.launch.run import Broker
 from pipelinerl.launch.run_directory import RunLock
-from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import rollouts_in_streams
+from pipelinerl.launch.session import ErrorReport, Session, WorkerResult
+from pipelinerl.launch.stages.streams import Broker, rollouts_in_streams
 from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
-from pipelinerl.status.board import MmapBoard
+from pipelinerl.launch.summary import Outcome, interruption
+from pipelinerl.status.board import MmapBoard, last_statuses
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.types import TRAINER, StageStatus
+from pipelinerl.types import TRAINER, StageStatus, goal_reached
 
 LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
 """Time for a clean stop: a decode step, an optimizer step and a checkpoint."""
 SERVER_PATIENCE_S = 20.0
 """Time for an engine server to stop. It is idle by then."""
+
+
+class Worker(ChildProcess):
+    """One process of the run, as the launcher sees it."""
+
+    def __init__(self, session: Session, role: str, threads: int, weights_fd: int, fds: Sequence[int]) -> None:
+        """Start the process, which inherits `fds`. Its error report and result of an earlier session are removed; its log
+        is appended to.
+        """
+        run = session.run
+        self.role = role
+        self._error_report, self._result = run.error_report(role), run.result(role)
+        for stale in (self._error_report, self._result):
+            stale.unlink(missing_ok=True)
+        arguments = [role, str(run.root), str(weights_fd), str(session.records_from_s)]
+        super().__init__(
+            [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
+            log=run.log(role),
+            environment={**thread_environment(threads), "PYTHONUNBUFFERED": "1"},
+            fds=fds,
+            watches_parent=True,
+        )
+
+    def dump_stacks(self) -> None:
+        """Have the worker write the stacks of all its threads to its log (see faulthandler)."""
+        self.send_signal(signal.SIGUSR1)
+
+    def peak_memory_bytes(self) -> int | None:
+        try:
+            return msgspec.json.decode(self._result.read_bytes(), type=WorkerResult).peak_memory_bytes
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def failure(self) -> PipelineRLError | None:
+        """The error that the worker ended with. None if it still runs, ended with status 0, or was stopped on request."""
+        status = self.status
+        if not status or (self.asked_to_stop and status == -signal.SIGTERM):
+            return None
+        try:
+            report = msgspec.json.decode(self._error_report.read_bytes(), type=ErrorReport)
+        except (OSError, msgspec.DecodeError):
+            return StageDiedError(f"the {self.role} process (pid {self.pid}) {self.how_it_ended()}{self.log_excerpt()}")
+        kind = getattr(errors, report.kind, StageDiedError)
+        error: PipelineRLError = kind(report.message)
+        error.add_note(report.traceback)
+        return error
+
+    def premature_exit(self) -> PipelineRLError:
+        """The error for a worker that ended with status 0 before the run was over."""
+        return StageDiedError(f"the {self.role} process (pid {self.pid}) ended before the run did (was it told to stop?)")
 
 
 @dataclass
@@ -74,7 +125,7 @@ class Processes:
         return next(filter(None, (worker.failure() for worker in self.workers)), None)
 
 
-def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | None = None) -> Outcome:
+def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | None) -> Outcome:
     """Run the session to its end. Errors of the run are in the outcome, not raised. `broker` is already running.
 
     All processes inherit `lock`: if the launcher is killed, the run directory stays locked until they have ended.
@@ -121,17 +172,13 @@ def _start(session: Session, processes: Processes, channel_fd: int, lock_fd: int
     config, cores = session.config, usable_cores()
     threads = plan_threads(config, session.schedule, cores)
     for role in server_roles(config):
-        processes.servers.append(_worker(session, role, threads.generation, -1, [lock_fd]))
+        processes.servers.append(Worker(session, role, threads.generation, -1, [lock_fd]))
     # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
     fds = [lock_fd, channel_fd, *(server.parent_fd for server in processes.servers)]
     counts = {TRAINING: threads.training, PREPROCESSING: PREPROCESSING_THREADS}
     for role in worker_roles(config):
         count = counts.get(role, generation_threads(config, session.schedule, cores))
-        processes.workers.append(_worker(session, role, count, channel_fd, fds))
-
-
-def _worker(session: Session, role: str, threads: int, channel_fd: int, fds: Sequence[int]) -> Worker:
-    return Worker(session.run, role, [str(channel_fd), str(session.records_from_s)], thread_environment(threads), fds)
+        processes.workers.append(Worker(session, role, count, channel_fd, fds))
 
 
 def _watch(

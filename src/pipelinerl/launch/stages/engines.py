@@ -13,7 +13,7 @@ import msgspec
 from pipelinerl.config.schema import EngineConfig, RunConfig
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.interfaces import Engine, Tokenizer
-from pipelinerl.launch.hosts.roles import server_roles
+from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.weights import SenderAddress

@@ -10,6 +10,8 @@ is set. The others wait for its first evaluation, because admission opens only t
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import closing
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
@@ -30,32 +33,21 @@ from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Board, Engine, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
-from pipelinerl.launch.hosts.roles import starting
+from pipelinerl.interfaces import Board, Engine, StreamStats, StreamWriter, WeightReceiver
+from pipelinerl.launch.interrupts import stop_on_sigterm
+from pipelinerl.launch.roles import generation_threads, usable_cores, yield_to_the_trainer
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
-from pipelinerl.launch.stages.weights import SenderAddress
+from pipelinerl.launch.stages.streams import group_writer
+from pipelinerl.launch.stages.weights import SenderAddress, make_receiver, sender_address
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import EvaluationRecord, read_records
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.status.reporter import GenerationStages, generation_stages
+from pipelinerl.status.board import MmapBoard
+from pipelinerl.status.reporter import ALONE, GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
-
-
-class DropRelay:
-    """A stream's `on_drop` callback, made before the actor that it notifies.
-
-    The actor's `listener` is set before the first group is written.
-    """
-
-    def __init__(self) -> None:
-        self.listener: Callable[[Group], None] | None = None
-
-    def __call__(self, group: Group) -> None:
-        if self.listener is not None:
-            self.listener(group)
 
 
 class RolloutWriter:
@@ -104,6 +96,34 @@ class RolloutWriter:
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.1
+YOUNG_OBJECTS = 50_000
+"""Garbage collection threshold: more objects than the rollouts in progress have, but traversed in milliseconds."""
+
+
+def run_generation(session: Session, index: int, weights_fd: int) -> None:
+    """Generation process number `index`, to its end. SIGTERM asks it to stop."""
+    config = session.config
+    torch.set_num_threads(generation_threads(config, session.schedule, usable_cores()))
+    if config.engine.kind == "local":
+        yield_to_the_trainer(config, session.schedule)
+    stage = generation_stages(config.engine.processes)[index].engine
+    board, sender = MmapBoard(session.run.control), sender_address(session, weights_fd)
+
+    def on_drop(group: Group) -> None:  # generation is made after the stream
+        generation.stream_dropped(group)
+
+    with (
+        closing(group_writer(session.streams(), config, on_drop)) as writer,
+        closing(make_receiver(session, weights_fd, index, stage)) as receiver,
+        closing(build_generation(session, board, writer, receiver, index=index, sender=sender)) as generation,
+    ):
+        # The objects of the model and the libraries live until the end: keep the collector from traversing them every time.
+        gc.collect()
+        gc.freeze()
+        # Reference counts free finished rollouts. With the default threshold of 700, rollouts alone would trigger 10
+        # collections a second.
+        gc.set_threshold(YOUNG_OBJECTS)
+        asyncio.run(generate(generation, stop=stop_on_sigterm(threading.Event())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +135,10 @@ class Generation:
     stages: GenerationStages
     board: Board
     writer: StreamWriter[Group]
-    drops: DropRelay
     receiver: WeightReceiver
-    environment: Environment
-    tokenizer: Tokenizer
     handle: EngineHandle
+    groups: GroupRunner
+    admission: Admission
 
     @property
     def engine(self) -> Engine:
@@ -135,7 +154,14 @@ class Generation:
         """What the trainer published last."""
         return trainer_progress(self.board.read(TRAINER)) or TrainerProgress()
 
+    def stream_dropped(self, group: Group) -> None:
+        """Count a group that the stream replaced by a newer one: `on_drop` of the stream."""
+        rollouts = self.session.plan.rollouts_left({group.index: len(group.rollouts)})
+        self.admission.stream_dropped(rollouts)
+        self.groups.stream_dropped(rollouts)
+
     def close(self) -> None:
+        self.admission.close()
         self.handle.close()
 
 
@@ -143,7 +169,6 @@ def build_generation(
     session: Session,
     board: Board,
     writer: StreamWriter[Group],
-    drops: DropRelay,
     receiver: WeightReceiver,
     *,
     index: int = 0,
@@ -151,8 +176,7 @@ def build_generation(
 ) -> Generation:
     """Make the environment, then the engine: errors in the environment are found before the slow loading of the model.
 
-    `drops` is the writer's `on_drop`. `sender` is the broadcast that engine servers receive weights from; None if they
-    receive them through this process.
+    `sender` is the broadcast that engine servers receive weights from; None if they receive them through this process.
     """
     config = session.config
     stages = generation_stages(config.engine.processes)[index]
@@ -163,17 +187,31 @@ def build_generation(
         raise no_held_out(config.environment.kind, config.evaluation.problems)
     starting(board, stages, waits_for(config.engine))
     handle = make_engine(session, stages.engine, tokenizer, sender)
+    context = RolloutContext.of(
+        config.actor,
+        environment,
+        handle.engine,
+        tokenizer,
+        seed=config.seed,
+        slots=handle.slots,
+        stop_token_ids=handle.stop_token_ids,
+    )
     return Generation(
         session=session,
         index=index,
         stages=stages,
         board=board,
         writer=writer,
-        drops=drops,
         receiver=receiver,
-        environment=environment,
-        tokenizer=tokenizer,
         handle=handle,
+        groups=GroupRunner(context, config.actor),
+        admission=Admission(
+            session.run.admission,
+            session.schedule,
+            board,
+            taken=GroupLedger.from_record(session.plan.taken),
+            processes=config.engine.processes,
+        ),
     )
 
 
@@ -188,19 +226,15 @@ async def generate(
         return
     session = generation.session
     with (
-        closing(_admission(generation)) as admission,
         closing(RolloutWriter(generation.writer, session.run.rollouts / "rollouts.jsonl")) as rollout_writer,
         closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
-        closing(_make_actor(generation, admission, rollout_writer, timeline)) as actor,
+        closing(_actor_of(generation, rollout_writer, timeline)) as actor,
     ):
-        generation.drops.listener = lambda group: actor.stream_dropped(
-            session.plan.rollouts_left({group.index: len(group.rollouts)})
-        )
         try:
             if generation.evaluation.problems and session.plan.version == 0:
                 await _unless_stopped(actor.evaluate("before"), stop, between)
             if generation.index == 0:
-                admission.open()  # the other processes have waited for the evaluation
+                generation.admission.open()  # the other processes have waited for the evaluation
             while not stop() and not generation.trainer.goal_reached:
                 await actor.iterate()
                 between()
@@ -212,45 +246,46 @@ async def generate(
                 await _unless_stopped(actor.evaluate("after"), stop, between)
 
 
-def _admission(generation: Generation) -> Admission:
+def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
     session = generation.session
-    return Admission(
-        session.run.admission,
-        session.schedule,
-        generation.board,
-        taken=GroupLedger.from_record(session.plan.taken),
-        processes=session.config.engine.processes,
-    )
-
-
-def _make_actor(
-    generation: Generation, admission: Admission, rollout_writer: RolloutWriter, timeline: TimelineWriter
-) -> Actor:
-    session, config, board, stages = generation.session, generation.session.config, generation.board, generation.stages
-    context = RolloutContext.of(
-        config.actor,
-        generation.environment,
-        generation.engine,
-        generation.tokenizer,
-        seed=config.seed,
-        slots=generation.handle.slots,
-        stop_token_ids=generation.handle.stop_token_ids,
-    )
-    groups = GroupRunner(context, config.actor)
     evaluated = read_records(session.run.evaluations, EvaluationRecord)
     evaluations = Evaluations(
-        context,
+        generation.groups.context,
         generation.evaluation,
         on_done=lambda evaluation: _record(session, evaluation),
-        until=config.trainer.steps,
+        until=session.config.trainer.steps,
         reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
     )
-    probe = WeightProbe(context.client, board, stages.engine)
+    return make_actor(
+        generation.groups,
+        evaluations,
+        board=generation.board,
+        admission=generation.admission,
+        writer=writer,
+        receiver=generation.receiver,
+        stages=generation.stages,
+        timeline=timeline,
+    )
+
+
+def make_actor(
+    groups: GroupRunner,
+    evaluations: Evaluations,
+    *,
+    board: Board,
+    admission: Admission,
+    writer: RolloutWriter,
+    receiver: WeightReceiver,
+    stages: GenerationStages = ALONE,
+    timeline: TimelineWriter | None = None,
+) -> Actor:
+    """An actor of these parts, with a probe of its engine and its statuses."""
+    probe = WeightProbe(groups.context.client, board, stages.engine)
     return Actor(
         groups=groups,
         admission=admission,
-        writer=rollout_writer,
-        receiver=generation.receiver,
+        writer=writer,
+        receiver=receiver,
         probe=probe,
         evaluations=evaluations,
         status=GenerationStatus(board, groups, evaluations, probe, stages=stages, timeline=timeline),

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.interfaces import Board, StreamReader, StreamWriter
-from pipelinerl.launch.hosts.roles import starting
+from pipelinerl.interfaces import StreamReader
+from pipelinerl.launch.interrupts import stop_on_sigterm
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import group_reader, prepared_reader
-from pipelinerl.preprocess import Prepared, PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
-from pipelinerl.types import PREPROCESSOR, Group
+from pipelinerl.launch.stages.streams import group_reader, prepared_reader, prepared_writer
+from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
+from pipelinerl.status.board import MmapBoard
+from pipelinerl.status.reporter import starting
+from pipelinerl.types import PREPROCESSOR, TRAINER, Group, Prepared, goal_reached
 
 if TYPE_CHECKING:
     from pipelinerl.models.lora import LoraModel
+
+
+def run_preprocessing(session: Session) -> None:
+    """The preprocessing process, between two streams, until the trainer has reached its goal or SIGTERM asks it to stop."""
+    board, store = MmapBoard(session.run.control), session.streams()
+    with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
+        starting(board, [PREPROCESSOR], "loads the reference model, if there is one")
+        stage = PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR)
+        stop = stop_on_sigterm(threading.Event())
+        stage.run(lambda: stop() or goal_reached(board.read(TRAINER)))
 
 
 def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
@@ -33,14 +47,6 @@ def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Pr
     if session.config.launch.preprocessor == "process":
         return prepared_reader(store)
     return preparing(session.config, group_reader(store), lora)
-
-
-def build_preprocessor(
-    session: Session, board: Board, reader: StreamReader[Group], writer: StreamWriter[Prepared]
-) -> PreprocessorStage:
-    """The preprocessor as a separate stage between two streams."""
-    starting(board, [PREPROCESSOR], "loads the reference model, if there is one")
-    return PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR)
 
 
 def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | None:

@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.hosts.resources import plan_threads, usable_cores
+from pipelinerl.launch.roles import plan_threads, usable_cores, yield_to_the_trainer
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import ReadyFile
 from pipelinerl.ports import free_port
@@ -28,7 +28,15 @@ DRAIN_S = 5.0
 """Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
 
 
-def serve_engine(session: Session, role: str) -> None:
+def run_server(session: Session, role: str, parent_pipe: int) -> None:
+    """The server process, to its end. vLLM replaces it."""
+    yield_to_the_trainer(session.config, session.schedule)
+    if session.config.engine.kind == "vllm":
+        _become_vllm(session, role, parent_pipe)
+    _serve_engine(session, role)
+
+
+def _serve_engine(session: Session, role: str) -> None:
     """Run our own server until it is told to stop. Raises MissingDependencyError and the errors of loading the model."""
     from pipelinerl.serving.server.options import SHARED_MEMORY, Address, ServeOptions  # noqa: PLC0415 - only servers need it
 
@@ -53,7 +61,7 @@ def serve_engine(session: Session, role: str) -> None:
     )
 
 
-def become_vllm(session: Session, role: str, parent_pipe: int) -> None:
+def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
     """Replace this process with vLLM and its guard process. Does not return. Raises ModelLoadError."""
     from pipelinerl.serving.vllm.start import command_line, environment  # noqa: PLC0415 - as above
 

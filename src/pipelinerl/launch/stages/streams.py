@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Literal, Protocol, TypeVar
 
 from pipelinerl.config.schema import RunConfig
@@ -17,10 +17,9 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import StreamReader, StreamWriter
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.preprocess.preprocessor import Prepared
 from pipelinerl.schedule import stream_capacity
-from pipelinerl.stream import FileStreamReader, FileStreamWriter, rewind, waiting_items
-from pipelinerl.types import Group
+from pipelinerl.stream.files import FileStore
+from pipelinerl.types import Group, Prepared
 
 T = TypeVar("T")
 WhenFull = Literal["block", "drop_oldest"]
@@ -54,92 +53,47 @@ class StreamStore(Protocol):
         ...
 
     def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        """Rewind the stream to a checkpoint, before a writer or reader is opened; see `stream.rewind`."""
+        """Rewind the stream to a checkpoint, before a writer or reader is opened; see `stream.files.rewind`."""
         ...
-
-
-class FileStore:
-    """Streams in databases of the run directory."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._streams = run.streams
-
-    def writer(
-        self,
-        name: str,
-        item_type: type[T],
-        *,
-        capacity: int | None,
-        when_full: WhenFull,
-        on_drop: Callable[[T], None] | None,
-    ) -> StreamWriter[T]:
-        return FileStreamWriter(self._streams / name, item_type, capacity=capacity, when_full=when_full, on_drop=on_drop)
-
-    def reader(self, name: str, item_type: type[T]) -> StreamReader[T]:
-        return FileStreamReader(self._streams / name, item_type)
-
-    def waiting(self, name: str, item_type: type[T]) -> list[T]:
-        return waiting_items(self._streams / name, item_type)
-
-    def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        return rewind(self._streams / name, item_type, from_offset, keep)
-
-
-class RedisStore:
-    """Streams in Redis, under a prefix that is unique to the run."""
-
-    def __init__(self, url: str, prefix: str, patience_s: float) -> None:
-        """`patience_s`: how long a lost connection is retried."""
-        self._url = url
-        self._prefix = prefix
-        self._patience_s = patience_s
-
-    def writer(
-        self,
-        name: str,
-        item_type: type[T],
-        *,
-        capacity: int | None,
-        when_full: WhenFull,
-        on_drop: Callable[[T], None] | None,
-    ) -> StreamWriter[T]:
-        from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - needs the extra `redis`
-
-        return RedisStreamWriter(
-            self._url,
-            self._prefix + name,
-            item_type,
-            capacity=capacity,
-            when_full=when_full,
-            on_drop=on_drop,
-            patience_s=self._patience_s,
-        )
-
-    def reader(self, name: str, item_type: type[T]) -> StreamReader[T]:
-        from pipelinerl.stream.redis import RedisStreamReader  # noqa: PLC0415 - as above
-
-        return RedisStreamReader(self._url, self._prefix + name, item_type, patience_s=self._patience_s)
-
-    def waiting(self, name: str, item_type: type[T]) -> list[T]:
-        from pipelinerl.stream.redis import waiting_in_redis  # noqa: PLC0415 - as above
-
-        return waiting_in_redis(self._url, self._prefix + name, item_type)
-
-    def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        from pipelinerl.stream.redis import rewind_stream  # noqa: PLC0415 - as above
-
-        return rewind_stream(self._url, self._prefix + name, item_type, from_offset, keep)
 
 
 def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StreamStore:
     """The store of the run's streams. `redis_url` is the address of the run's own Redis server, if it started one."""
-    if config.stream.kind == "redis":
-        if config.stream.url is not None:
-            return RedisStore(config.stream.url, _prefix(run), REDIS_PATIENCE_S)
-        if redis_url is None:
-            raise RunDirectoryError(f"{run.root}: the run's Redis server was not started")
-        return RedisStore(redis_url, _prefix(run), OWN_REDIS_PATIENCE_S)
-    return FileStore(run)
+    if config.stream.kind != "redis":
+        return FileStore(run.streams)
+    from pipelinerl.stream.redis import RedisStore  # noqa: PLC0415 - needs the extra `redis`
+
+    if config.stream.url is not None:
+        return RedisStore(config.stream.url, _prefix(run), REDIS_PATIENCE_S)
+    if redis_url is None:
+        raise RunDirectoryError(f"{run.root}: the run's Redis server was not started")
+    return RedisStore(redis_url, _prefix(run), OWN_REDIS_PATIENCE_S)
+
+
+class Broker(Protocol):
+    """The run's own Redis server, which holds its streams. It ends when the run ends or crashes."""
+
+    @property
+    def url(self) -> str: ...
+
+    def failure(self) -> str | None:
+        """Why the server has ended, in one line; None while it runs."""
+        ...
+
+
+@contextmanager
+def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[Broker | None]:
+    """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
+
+    Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
+    """
+    if config.stream.kind != "redis" or config.stream.url is not None:
+        yield None
+        return
+    from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - as above
+
+    with start_server(run.streams / "redis", durable=True) as server:
+        yield server
 
 
 def _prefix(run: RunDirectory) -> str:

@@ -1,26 +1,50 @@
-"""The training side of a run: loads the policy and builds the trainer, which reads prepared groups."""
+"""The training process: the policy, and the trainer, which reads prepared groups."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipelinerl.checkpoint import Checkpoint, load_checkpoint
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
-from pipelinerl.launch.hosts.roles import starting
+from pipelinerl.launch.interrupts import stop_on_sigterm
+from pipelinerl.launch.roles import plan_threads, usable_cores
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.preprocessing import prepared_groups
+from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
-from pipelinerl.preprocess import Prepared, pack
-from pipelinerl.status.reporter import generation_stages
+from pipelinerl.preprocess.packing import pack
+from pipelinerl.status.board import MmapBoard
+from pipelinerl.status.reporter import generation_stages, starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
 from pipelinerl.trainer.records import TRAINED_FILE
-from pipelinerl.types import TRAINER
+from pipelinerl.types import TRAINER, Prepared
+
+
+def run_training(session: Session, weights_fd: int) -> None:
+    """The training process, to its end. SIGTERM asks it to stop with a checkpoint."""
+    torch.set_num_threads(plan_threads(session.config, session.schedule, usable_cores()).training)
+    stopping = threading.Event()
+    board = MmapBoard(session.run.control)
+    policy = load_policy(session, board)
+    with (
+        closing(prepared_groups(session, policy.lora)) as reader,
+        closing(make_sender(session, weights_fd, stopping.is_set)) as sender,
+        open_logs(session) as logs,
+    ):
+        trainer = build_trainer(session, board, policy, reader=reader, sender=sender, logs=logs)
+        stop = stop_on_sigterm(stopping)
+        with failures_on_board(trainer):
+            trainer.run(stop)
 
 
 @dataclass(frozen=True)

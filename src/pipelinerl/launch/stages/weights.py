@@ -20,8 +20,6 @@ from pipelinerl.errors import UserError
 from pipelinerl.interfaces import WeightReceiver, WeightSender
 from pipelinerl.launch.session import Session
 from pipelinerl.types import MAX_RECEIVERS
-from pipelinerl.weights.broadcast.control import listen
-from pipelinerl.weights.shared_file import create_shared_file
 
 LOOPBACK = "127.0.0.1"
 
@@ -40,7 +38,11 @@ def make_channel(config: RunConfig) -> int:
     Does not import torch. Raises UserError if there are too many engine servers, or one has no route to it.
     """
     if config.weights.kind == "shared":
+        from pipelinerl.weights.shared_file import create_shared_file  # noqa: PLC0415 - each kind imports its own transport
+
         return create_shared_file()
+    from pipelinerl.weights.broadcast.control import listen  # noqa: PLC0415 - as above
+
     if (count := _receivers(config)) > MAX_RECEIVERS:
         raise UserError(
             f"weights.kind: {count} engine servers, but weights are broadcast to at most {MAX_RECEIVERS}; set it to shared"
@@ -52,7 +54,7 @@ def make_sender(session: Session, fd: int, give_up: Callable[[], bool]) -> Weigh
     """The trainer's end. The caller still closes `fd`."""
     config = session.config
     if config.weights.kind == "shared":
-        from pipelinerl.weights.shared import SharedWeightSender  # noqa: PLC0415 - with torch
+        from pipelinerl.weights.shared import SharedWeightSender  # noqa: PLC0415 - as above, with torch
 
         return SharedWeightSender(fd, config.engine.processes, give_up=give_up)
     import torch  # noqa: PLC0415 - as above
@@ -74,7 +76,7 @@ def make_receiver(session: Session, fd: int, index: int, engine: str) -> WeightR
     """The receiving end, for generation process number `index`. The caller still closes `fd`."""
     config = session.config
     if config.weights.kind == "shared":
-        from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - with torch
+        from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - as above, with torch
 
         return SharedWeightReceiver(fd, index)
     import torch  # noqa: PLC0415 - as above

@@ -22,9 +22,9 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from pipelinerl.child import when_closed
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
+from pipelinerl.parent_pipe import when_closed
 from pipelinerl.serving.server.app import make_apps
 from pipelinerl.serving.server.options import Address, ServeOptions
 from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load, make_service

@@ -17,7 +17,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.hosts.resources import side_by_side
+from pipelinerl.launch.roles import side_by_side
 from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.report.series import RecordedGroup, RecordedRollout, read_groups, read_summary

@@ -1,20 +1,22 @@
-"""How a session of a run ended, and its summary."""
+"""The end of a session: how it ended, `summary.json`, and what the terminal shows of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import msgspec
+from rich.console import Console
 
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, RunInterruptedError
-from pipelinerl.files import write_atomically
-from pipelinerl.interfaces import Board
+from pipelinerl.files import read_json_lines, write_atomically
+from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord, read_records
+from pipelinerl.metrics.records import EvaluatedProblem, EvaluationRecord, StepRecord, read_records
 from pipelinerl.metrics.summary import summarize
-from pipelinerl.types import ActorProgress, StageStatus, trainer_progress
+from pipelinerl.types import ActorProgress, StageStatus
 
 FINISHED = "finished"
 
@@ -36,17 +38,6 @@ class Outcome:
         if isinstance(self.error, RunInterruptedError):
             return "interrupted"
         return f"failed: {self.error}"
-
-
-def last_statuses(board: Board) -> dict[str, StageStatus]:
-    found = {stage: board.read(stage) for stage in board.stages()}
-    return {stage: status for stage, status in found.items() if status is not None}
-
-
-def goal_reached(trainer: StageStatus | None) -> bool:
-    """Whether this is the status of a trainer that has taken all its steps."""
-    progress = trainer_progress(trainer)
-    return progress is not None and progress.goal_reached
 
 
 def interruption(session: Session) -> RunInterruptedError:
@@ -94,3 +85,46 @@ def _with_earlier_sessions(statuses: Mapping[str, StageStatus], plan: StartPlan)
             changed[stage] = msgspec.structs.replace(status, progress=progress)
             break
     return changed
+
+
+def finished_summary(run: RunDirectory) -> dict[str, Any] | None:
+    """The summary of the run's last session, if it reached its goal."""
+    try:
+        summary = msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return None
+    return summary if summary.get("status") == FINISHED else None
+
+
+def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> None:
+    """Draw the curves and, unless the view is `none`, print the table, a sample of two evaluations, and the results' paths.
+
+    After a failure nothing is printed, so that the error stays visible; the results are in the run directory. Raises
+    RunDirectoryError if the records are damaged.
+    """
+    run, metrics = session.run, session.config.metrics
+    if metrics.plot:
+        from pipelinerl.report.figures import draw_curves  # noqa: PLC0415 - matplotlib takes a second
+
+        draw_curves(run.root, run.curves)
+    if metrics.view == "none" or summary["status"].startswith("failed"):
+        return
+    from pipelinerl.report.terminal import Attempt, final_table, largest_gain, sample_before_after  # noqa: PLC0415
+
+    console = Console(file=stream)
+    console.print(final_table(summary))
+    sample = largest_gain(_evaluated(run.evaluation("before")), _evaluated(run.evaluation("after")))
+    if sample is not None:
+        first, last = sample
+        attempts = (Attempt(first.completion, first.reward), Attempt(last.completion, last.reward))
+        console.print(sample_before_after(first.prompt or last.prompt, *attempts))
+    for path in (run.curves, run.summary, run.metrics, run.rollouts, run.checkpoints):
+        if path.exists():
+            console.print(f"  {path.relative_to(run.root)}", style="dim", highlight=False)
+    console.print(f"in {run.root}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _evaluated(path: Path) -> dict[str, EvaluatedProblem]:
+    if not path.is_file():
+        return {}
+    return {problem.problem_id: problem for problem in read_json_lines(path, EvaluatedProblem)}

@@ -1,4 +1,4 @@
-"""`train --dry-run`: checks that devices and model exist, that the run fits into memory, and that the environment works.
+"""The checks before a run, and `train --dry-run`: devices and model exist, the run fits into memory, the environment works.
 
 User code runs in a separate process (`tryout`), which has a time limit and is killed with all processes that it started.
 """
@@ -16,10 +16,10 @@ from pipelinerl import errors
 from pipelinerl.child import ChildProcess
 from pipelinerl.config import config_to_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.registry import check_statically
+from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
-from pipelinerl.launch.hosts.resources import check_devices
 from pipelinerl.launch.memory import Judgement, check_memory
+from pipelinerl.launch.roles import check_devices
 
 SHOWN_CHARACTERS = 80
 OUTPUT_LINES = 5

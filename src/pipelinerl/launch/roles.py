@@ -1,4 +1,6 @@
-"""The machine's resources: CPU threads of each process, devices, and memory used."""
+"""The processes of a run: their names (roles), used in messages, log names and command lines, the stages of each, and its
+share of the machine.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,46 @@ from typing import NamedTuple
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
+from pipelinerl.status.reporter import generation_stages
+from pipelinerl.types import PREPROCESSOR, TRAINER
+
+TRAINING = "training"
+PREPROCESSING = "preprocessing"
 
 GENERATION_NICENESS = 10
 """For generation processes that share cores with the trainer: a faster engine only fills the stream with older data."""
 PREPROCESSING_THREADS = 1
 """For a preprocessing process. Without a reference model it computes almost nothing."""
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+
+
+def generation_roles(config: RunConfig) -> list[str]:
+    """The generation processes, numbered only if there are several."""
+    processes = config.engine.processes
+    return ["generation"] if processes == 1 else [f"generation-{index}" for index in range(processes)]
+
+
+def server_roles(config: RunConfig) -> list[str]:
+    """The engine servers that the run starts itself."""
+    if config.engine.kind == "local" or config.engine.urls:
+        return []
+    return [f"server-{index}" for index in range(config.engine.servers)]
+
+
+def worker_roles(config: RunConfig) -> list[str]:
+    """The processes that run stages and publish their statuses."""
+    preprocessing = [PREPROCESSING] if config.launch.preprocessor == "process" else []
+    return [*generation_roles(config), *preprocessing, TRAINING]
+
+
+def worker_stages(config: RunConfig) -> list[str]:
+    """The names on the status board of the stages of these processes."""
+    preprocessor = [PREPROCESSOR] if config.launch.preprocessor == "process" else []
+    generation = [stage for stages in generation_stages(config.engine.processes) for stage in stages]
+    return [*generation, *preprocessor, TRAINER]
+
+
+# ---- the share of the machine that each gets
 
 
 class Threads(NamedTuple):
@@ -68,6 +104,12 @@ def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int
 def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int) -> bool:
     """Whether generation yields to the trainer, because both compute at the same time on the same cores."""
     return config.engine.device == "cpu" and not schedule.takes_turns() and engines_here(config) + 1 > cores
+
+
+def yield_to_the_trainer(config: RunConfig, schedule: Schedule) -> None:
+    """Lower the priority of this process if `trainer_goes_first`."""
+    if trainer_goes_first(config, schedule, usable_cores()):
+        os.nice(GENERATION_NICENESS)
 
 
 def check_devices(config: RunConfig) -> None:

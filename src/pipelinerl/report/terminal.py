@@ -1,0 +1,180 @@
+"""The result of a run on the terminal: its summary as a table, and one answer before and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pipelinerl.metrics.records import REWARD, EvaluatedProblem
+from pipelinerl.report import new_table, number
+from pipelinerl.status.screen import duration, pause, short
+
+Row = tuple[str, str]
+_STYLES = {"held-out reward": "bold", "NOT ACCOUNTED FOR": "bold red", "NOTHING LEARNED": "bold red"}
+
+
+class Attempt(NamedTuple):
+    """One completion of a held-out problem, and its reward."""
+
+    completion: str
+    reward: float
+
+
+def final_table(summary: Mapping[str, Any]) -> Table:
+    """The contents of `summary.json` as a table for the terminal."""
+    title = f"{summary['environment']}, {summary['schedule']}, seed {summary['seed']}: {summary['status']}"
+    table = new_table(title)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for rows in summary_sections(summary):
+        for line, (name, value) in enumerate(rows, start=1):
+            style = _STYLES.get(name, "")
+            table.add_row(Text(name, style), Text(value, style), end_section=line == len(rows))
+    return table
+
+
+def sample_before_after(prompt: str, before: Attempt | None, after: Attempt | None) -> RenderableType:
+    """One held-out problem with the completions before and after training, if there are any."""
+    parts: list[RenderableType] = [Panel(Text(prompt), title="one held-out problem", title_align="left", border_style="dim")]
+    for name, attempt, style in (("before", before, "yellow"), ("after", after, "green")):
+        if attempt is not None:
+            title = f"{name} training, reward {attempt.reward:.3g}"
+            text = Text(attempt.completion or "(empty)", "" if attempt.completion else "dim")
+            parts.append(Panel(text, title=title, title_align="left", border_style=style))
+    return Group(*parts)
+
+
+def largest_gain(
+    before: dict[str, EvaluatedProblem], after: dict[str, EvaluatedProblem]
+) -> tuple[EvaluatedProblem, EvaluatedProblem] | None:
+    """The problem whose reward rose most, of those answered both times; among equals, the one of median length after."""
+    both = [(before[key], after[key]) for key in before.keys() & after.keys()]
+    if not both:
+        return None
+    most = max(last.reward - first.reward for first, last in both)
+    best = sorted(
+        (pair for pair in both if pair[1].reward - pair[0].reward == most),
+        key=lambda pair: (pair[1].length, pair[1].problem_id),
+    )
+    return best[len(best) // 2]
+
+
+def summary_sections(summary: Mapping[str, Any]) -> tuple[list[Row], ...]:
+    """The contents of `summary.json` as rows of text, by section. A missing number is shown as `-`."""
+    return _learning(summary), _throughput(summary), _on_policyness(summary), _resources(summary), _rollouts(summary)
+
+
+def _learning(summary: Mapping[str, Any]) -> list[Row]:
+    nothing = summary.get("nothing_learned")
+    before, after = (_lengths(summary[f"eval_{when}_lengths"]) for when in ("before", "after"))
+    return [
+        *([("NOTHING LEARNED", nothing)] if nothing else []),
+        ("held-out reward", f"{_evaluated(summary, 'before')} -> {_evaluated(summary, 'after')}"),
+        *_rewards_by_environment(summary),
+        *_online(summary),
+        ("held-out length", f"{before} -> {after}"),
+        ("training reward", f"{_reward(summary['reward_first'])} -> {_reward(summary['reward_last'])}"),
+    ]
+
+
+def _rewards_by_environment(summary: Mapping[str, Any]) -> list[Row]:
+    """Held-out reward of each environment of a mixture; empty for summaries of older versions."""
+    before, after = (summary.get(f"eval_{when}_metrics", {}) for when in ("before", "after"))
+    names = sorted(name for name in {*before, *after} if name.endswith(REWARD))
+    rows = [
+        (f"  {name.removesuffix(REWARD)}", f"{_reward(before.get(name))} -> {_reward(after.get(name))}") for name in names
+    ]
+    return rows if len(rows) > 1 else []
+
+
+def _online(summary: Mapping[str, Any]) -> list[Row]:
+    evaluations, skipped = summary.get("eval_online", []), summary.get("eval_skipped", 0)
+    if not evaluations and not skipped:
+        return []
+    last = f", the last {_reward(evaluations[-1]['reward'])} (version {evaluations[-1]['version']})" if evaluations else ""
+    return [("  during training", f"evaluations: {len(evaluations)}{last}" + (f"; {skipped} skipped" if skipped else ""))]
+
+
+def _throughput(summary: Mapping[str, Any]) -> list[Row]:
+    steps = f"{summary['optimizer_steps']} optimizer steps, {summary['samples_trained']} rollouts"
+    samples, tokens = _short(summary["samples_per_s"]), _short(summary["tokens_per_s"])
+    generated, trained = _short(summary["tokens_generated"]), _short(summary["tokens_trained"])
+    return [
+        ("trained", f"{steps} in {duration(summary['wall_s'])}"),
+        ("throughput", f"{samples} samples/s, {tokens} tokens/s generated"),
+        ("tokens", f"{generated} generated, {trained} trained on"),
+    ]
+
+
+def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
+    trained, sampled = number(summary["trained_length_mean"], ".1f"), number(summary["sampled_length_mean"], ".1f")
+    # Summaries of older versions lack the numbers that are read with `get`.
+    cut, started = summary.get("cut_fraction"), summary.get("started_length_mean")
+    by_start = "" if started is None else f"; {started:.1f} of the latest groups in order of start"
+    share = "" if cut is None else f", {cut:.1%} cut at their limit"
+    rows = [
+        ("ESS", f"mean {_reward(summary['ess_mean'])}, min {_reward(summary['ess_min'])}"),
+        ("lag", f"mean {number(summary['lag_mean'], '.2f')}, max {number(summary['lag_max'], '.0f')} optimizer steps"),
+        ("completion length", f"{trained} tokens trained on, {sampled} sampled{by_start}{share}"),
+    ]
+    lag, limited = summary.get("longest_lag_mean"), summary.get("longest_limited_fraction")
+    if lag is not None and limited is not None:
+        together = f"correlation of length and lag {number(summary['length_lag_correlation'], '.2f')}"
+        rows.append(("longest quarter", f"lag mean {lag:.2f}, {limited:.2%} of weights limited; {together}"))
+    return rows
+
+
+def _resources(summary: Mapping[str, Any]) -> list[Row]:
+    p50_s, p99_s = summary["update_pause_s_p50"], summary["update_pause_s_p99"]
+    pauses = f", pause p50 {pause(p50_s)}, p99 {pause(p99_s)}" if p50_s is not None and p99_s is not None else ""
+    engine, trainer = (number(summary[f"{phase}_busy_fraction"], ".0%") for phase in ("engine", "trainer"))
+    memory: Mapping[str, int] = summary["peak_memory_bytes"]
+    parts = ", ".join(f"{process} {_bytes(size)}" for process, size in memory.items())
+    return [
+        ("weight updates", f"{_short(summary['weight_updates'])}{pauses}"),
+        ("busy", f"engine {engine}, trainer {trainer}"),
+        ("peak memory", f"{_bytes(sum(memory.values()))} ({parts})" if memory else "-"),
+    ]
+
+
+def _rollouts(summary: Mapping[str, Any]) -> list[Row]:
+    dropped: Mapping[str, int] = summary["rollouts_dropped"]
+    reasons = f" ({', '.join(f'{reason} {rollouts}' for reason, rollouts in dropped.items())})" if dropped else ""
+    account = (
+        f"{number(summary['rollouts_started'], 'd')} started = {summary['rollouts_trained']} trained "
+        f"+ {sum(dropped.values())} dropped{reasons} + {summary['rollouts_queued']} queued "
+        f"+ {number(summary['rollouts_in_progress'], 'd')} in progress"
+    )
+    rows = [("rollouts", account)]
+    if lengths := summary.get("actor_dropped_length_mean"):
+        rows.append(("dropped by actor", ", ".join(f"{why}: {mean:.1f} tokens each" for why, mean in lengths.items())))
+    if "conservation_error" in summary:
+        rows.append(("NOT ACCOUNTED FOR", f"{summary['conservation_error']['missing']} rollouts: see summary.json"))
+    return rows
+
+
+def _evaluated(summary: Mapping[str, Any], when: str) -> str:
+    error = summary[f"eval_reward_{when}_standard_error"]
+    return _reward(summary[f"eval_reward_{when}"]) + (f" ± {error:.3f}" if error is not None else "")
+
+
+def _lengths(lengths: Mapping[str, float | None] | None) -> str:
+    patterns = {"mean": ".1f", "p50": ".0f", "p99": ".0f"}
+    return ", ".join(f"{name} {number(lengths[name], pattern)}" for name, pattern in patterns.items()) if lengths else "-"
+
+
+def _reward(value: float | None) -> str:
+    return number(value, ".3f")
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else short(value)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

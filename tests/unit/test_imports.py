@@ -1,0 +1,73 @@
+"""Each process of a run imports what it needs, and no more: start-up time and memory, and who may depend on whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pipelinerl.cli.main import MODULES
+from pipelinerl.cli.parser import Commands
+
+LAUNCHER = "launch.run launch.checks launch.memory launch.summary launch.hosts.processes status.view report cli experiments"
+
+PROCESSES = {
+    "launcher": (
+        "cli.train launch.run",
+        "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared weights.broadcast "
+        "launch.tryout launch.resume launch.stages.generation launch.stages.training report experiments torch",
+    ),
+    "worker": (
+        "launch.hosts.worker",
+        f"actor engine environments models preprocess serving trainer weights launch.stages.generation torch {LAUNCHER}",
+    ),
+    "generation": (
+        "launch.hosts.worker launch.stages.generation weights.shared engine",
+        "checkpoint environments.chat environments.static_check models.lora models.packed preprocess serving trainer "
+        f"weights.broadcast launch.stages.training launch.stages.preprocessing {LAUNCHER}",
+    ),
+    "generation with engine servers": (
+        "launch.hosts.worker launch.stages.generation",
+        f"engine checkpoint environments.chat preprocess serving trainer {LAUNCHER}",
+    ),
+    "preprocessing": (
+        "launch.hosts.worker launch.stages.preprocessing",
+        f"actor engine environments models serving trainer weights torch {LAUNCHER}",
+    ),
+    "training": (
+        "launch.hosts.worker launch.stages.training weights.shared",
+        f"actor engine environments serving weights.broadcast launch.stages.generation launch.stages.engines {LAUNCHER}",
+    ),
+    "server": (
+        "launch.hosts.worker launch.stages.servers",
+        f"actor environments preprocess trainer launch.stages.generation torch {LAUNCHER}",
+    ),
+}
+"""For each process, the modules that it starts with, and modules and packages that it must not import with them."""
+
+
+def imported(code: str) -> set[str]:
+    """The modules of a new process that runs `code`."""
+    code += "\nimport sys\nprint(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_process_imports_nothing_that_it_has_no_use_for(process: str) -> None:
+    entries, useless = map(str.split, PROCESSES[process])
+    found = imported("\n".join(f"import pipelinerl.{entry}" for entry in entries))
+    assert {f"pipelinerl.{entry}" for entry in entries} <= found
+    for name in useless:
+        module = name if name == "torch" else f"pipelinerl.{name}"
+        assert not [one for one in found if one == module or one.startswith(f"{module}.")], f"{process} imports {module}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
+    code = f"from pipelinerl.cli import main\nassert main(['{MODULES[module][0]}', '--help']) == 0"
+    cli = {name for name in imported(code) if name.startswith("pipelinerl.cli.")}
+    assert cli == {f"pipelinerl.cli.{name}" for name in ("main", "parser", module)}
+    commands = Commands()
+    __import__(f"pipelinerl.cli.{module}", fromlist=["add_to"]).add_to(commands)
+    assert tuple(commands._parsers) == MODULES[module]
