@@ -187,7 +187,7 @@ def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["environment raises", "model without weights", "malformed JSONL"])
+@pytest.mark.parametrize("name", ["environment raises", "model without weights"])
 def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -> None:
     make, said = USER_ERRORS[name]
     run_dir = tmp_path / "r"
