@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def small_files(limit_bytes: int) -> Iterator[None]:
-    """Within it, this process can't write files beyond this size: writing more is an OSError, as on a full disk."""
+    """Within it, this process and those it starts write no file beyond this size: more is an OSError, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:
