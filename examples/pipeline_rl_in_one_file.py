@@ -60,7 +60,7 @@ def problem_pools(held_out: bool) -> Pools:
 
 
 def draw_problem(pools: Pools, rng: random.Random) -> Problem:
-    """Most problems need few subtractions and some need many, so that lengths are long-tailed."""
+    """Most problems need few subtractions and some need many, so lengths are long-tailed."""
     steps = min(36, 1 + int(rng.expovariate(1 / 5)))
     by_divisor = pools[max(known for known in pools if known <= steps)]
     return rng.choice(by_divisor[rng.choice(sorted(by_divisor))])
@@ -86,9 +86,9 @@ class Rollout:
 
 
 class Engine:
-    """Generates with H slots. A step feeds one token to every sequence: a token of its prompt, or the one it sampled last.
+    """Generates with H slots. A step feeds one token of each sequence to the model: of its prompt, or the last one sampled.
 
-    The cache has one column per step. A sequence may begin at any step and attends to the columns from there on.
+    The cache has one column per step. A sequence may begin at any step, and attends only to columns from that step on.
     """
 
     def __init__(self, model: Any, slots: int, eos_id: int, max_tokens: int, seed: int) -> None:

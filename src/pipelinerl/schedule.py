@@ -12,7 +12,7 @@ from pipelinerl.types import ACTOR, TRAINER
 
 ALLOWED = Verdict(True)
 LATENCY_MARGIN = 1.5
-"""More rollouts are in progress than Little's law asks for, because latencies vary."""
+"""Factor on the number of rollouts in progress that Little's law gives, because latencies vary."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class PipelineSchedule:
     while the trainer has less than a batch (N < B). If B is not a multiple of K, this can exceed the bound by one step;
     such rollouts are dropped when batches are formed.
 
-    `stock` limits what waits for the trainer, as it would only get older. Where groups take `latency` steps, the trainer
-    consumes B * latency rollouts before a new group is finished (Little's law), so no group is admitted while
-    stock + 1.5 * B * latency rollouts are outstanding. How many of them are finished does not matter: where many more
-    than B are in progress, they finish in bursts, and engines that waited for the trainer to use up a burst would idle.
-    Until the latency is known, the highest number in progress so far stands for B * latency. If generation is the slower
-    side, the limit is not reached.
+    `stock` limits the rollouts that wait for the trainer, because they only get older. If a group takes `latency` steps,
+    the trainer consumes B * latency rollouts while it is generated (Little's law), so no group is admitted while
+    stock + 1.5 * B * latency rollouts are outstanding. The limit counts finished and unfinished rollouts: if many more
+    than B are in progress, they finish in bursts, and a limit on finished rollouts would idle the engines after each
+    burst. Until the latency is known, the highest number in progress so far replaces B * latency. If generation is
+    slower than training, the limit is not reached.
     """
 
     batch_size: int

@@ -49,7 +49,8 @@ async def rollout(self, problem, client):
             return Rollout(turns=(), reward=1.0)
     return rollout
 """
-TIMEOUTS = {"actor__rollout_timeout_s": 1.0, "actor__code_timeout_s": 0.1}
+# On a busy machine, rollouts that do nothing wrong exceed the short timeout too.
+TIMEOUTS = {"actor__rollout_timeout_s": 1.0, "actor__code_timeout_s": 0.1, "actor__max_failure_fraction": 1.0}
 
 
 def check(run_dir: Path, counts: dict[str, Any]) -> None:

@@ -124,10 +124,10 @@ def test_what_the_environment_does_is_shown_without_the_models_weights(folder: P
     settings = function() | {"model__path": folder / "model", "evaluation__problems": 2}
     assert main(["train", "--dry-run", *flags(folder / "r", **settings)]) == 0
     said = capsys.readouterr().out
-    assert "environment: function is built in " in said
+    assert "environment: function was built in " in said
     assert "the first prompt has 7 tokens, 7 to 7 in the first 16 problems: " in said
-    assert "an empty answer to it has reward 0.25" in said
-    assert "2 held-out problems, 2 asked for" in said
+    assert "an empty answer to it gets reward 0.25" in said
+    assert "2 held-out problems (evaluation.problems: 2)" in said
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The names that users import stay where the documentation says they are."""
+"""The names that users import, and the files that newcomers read, are where the documentation says."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def test_everything_that_documentation_imports_exists() -> None:
     assert ("pipelinerl.environments", "SingleTurn") in found
     for module, name in sorted(found):
         assert hasattr(importlib.import_module(module), name), f"from {module} import {name}"
+
+
+def test_the_reading_path_is_short_and_its_sizes_are_right() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| \[`.*?`\]\((.*?)\).*? \| (?:(\d+) of )?(\d+) \|", readme, re.MULTILINE)
+    assert rows[0][0] == "examples/pipeline_rl_in_one_file.py"
+    assert len(rows) <= 12
+    assert sum(int(part or whole) for _, part, whole in rows) <= 2000
+    for path, _, whole in rows:
+        lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        assert abs(lines - int(whole)) <= 20, f"README.md says {whole} lines, {path} has {lines}"

@@ -54,7 +54,7 @@ class Admission:
         taken: GroupLedger | None = None,
         processes: int = 1,
     ) -> None:
-        """`taken` are groups that must not be started again. Raises OSError if `path` can't be opened."""
+        """`taken`: the groups that must not be started again. Raises OSError if `path` can't be opened."""
         self._schedule = schedule
         self._board = board
         self._taken = taken or GroupLedger()
@@ -133,7 +133,7 @@ class Admission:
         self._write(state)
 
     def may_take(self, version: int) -> Verdict:
-        """May an engine apply the weights of `version` now? If allowed, it must: the record then counts them as applied."""
+        """Whether an engine may apply the weights of `version` now. If so, it must: the record counts them as applied."""
         with self._locked():
             state = self.read()
             verdict = self._schedule.may_take_weights(state.in_progress_before(version))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pipelinerl.experiments.browse.tokens import TokenText
 
 _EPILOG = (
-    'QUERY: words or "some text", and reward>0.5, version=12, lag>=3, length<20, trained, untrained, dropped, '
-    "dropped=REASON; all must hold for one rollout. Keys are shown at the bottom of the screen."
+    'QUERY: words, "some text", reward>0.5, version=12, lag>=3, length<20, trained, untrained, dropped, '
+    "dropped=REASON. All terms must match the same rollout. Keys are shown at the bottom of the screen."
 )
 
 
@@ -28,12 +28,12 @@ def add_to(commands: Commands) -> None:
     parser = commands.add("browse", text, epilog=_EPILOG)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument(
-        "--find", metavar="QUERY", help="start at the first matching rollout; others are not listed or exported"
+        "--find", metavar="QUERY", help="start at the first matching rollout; tables and exports have only matching rollouts"
     )
     parser.add_argument(
         "--evaluations",
         action="store_true",
-        help="browse answers to held-out problems instead, all evaluations side by side",
+        help="browse the answers to held-out problems instead, all evaluations side by side",
     )
     parser.add_argument("--plain", action="store_true", help="print a table (the default without a terminal)")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write one row per rollout to a .jsonl or .parquet file")

@@ -14,10 +14,10 @@ from pipelinerl.config import load_config
 from pipelinerl.errors import UserError
 
 _STUDY = (
-    "kv-cache: KL to the on-policy policy of sequences whose weights changed while they were being generated, with stale "
-    "and with recomputed KV, against conventional lags. Needs a run that saved consecutive checkpoints: pipelinerl train "
-    "--trainer.checkpoint_every 1 --trainer.keep_checkpoints N, where N is the number of steps. Keys of the run file are "
-    "also flags here (--engine.device cpu)."
+    "kv-cache: measure the KL divergence of sampling with weights that change during generation from on-policy sampling, "
+    "with stale and with recomputed KV entries, and compare it with that of conventional lags. The run must have saved "
+    "consecutive checkpoints: pipelinerl train --trainer.checkpoint_every 1 --trainer.keep_checkpoints N, where N is the "
+    "number of steps. Keys of the run file are also flags (--engine.device cpu)."
 )
 
 
@@ -27,15 +27,15 @@ def add_to(commands: Commands) -> None:
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     flag("--schedules", metavar="LIST", help="e.g. pipeline,conventional:1,conventional:4,async:2 (G after the colon)")
     flag("--seeds", type=int, metavar="K", help="repetitions, each with a different seed (default: 2; with --quick 1)")
-    flag("--quick", action="store_true", help="fewer schedules, seeds, steps and settings: takes some minutes")
+    flag("--quick", action="store_true", help="fewer schedules, seeds, steps and settings; takes a few minutes")
     flag("--no-tune", action="store_true", help="use only the run file's settings, without tuning")
     flag("--target", "--target-reward", type=float, metavar="R", help="the reward to reach (default: chosen from the runs)")
     text = (
-        "held-out problems that decide when a run reached the target, answered later by copies of its weights "
-        "(default: 512; with --quick 256); 0: training rewards decide, which depend on each schedule's lag"
+        "number of held-out problems that copies of a run's weights answer after it, to find when it reached the target "
+        "(default: 512; with --quick 256); 0: use training rewards, which depend on each schedule's lag"
     )
     flag("--held-out", type=int, metavar="N", help=text)
-    text = "optimizer steps between these copies (default: a sixteenth of all steps)"
+    text = "optimizer steps between copies of the weights (default: a sixteenth of all steps)"
     flag("--evaluate-every", type=int, metavar="E", help=text)
     text = "value of environment.args for held-out problems only, e.g. to remove a delay; may be repeated"
     flag("--held-out-arg", action="append", default=[], metavar="KEY=VALUE", help=text)
@@ -53,7 +53,7 @@ def add_to(commands: Commands) -> None:
     text = "longest completion, in tokens (default: the 90th percentile of the run's)"
     flag("--max-tokens", type=at_least(1), metavar="L", help=text)
     flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
-    flag("--out", type=Path, metavar="DIR", help="where results go (default: RUN_DIR/study)")
+    flag("--out", type=Path, metavar="DIR", help="output folder (default: RUN_DIR/study)")
 
 
 def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -79,7 +79,7 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
         held_out_args=keyed_values("--held-out-arg", options.held_out_arg),
     )
     check_held_out(request)
-    print(f"results and runs: {out} (if stopped, the same command with --out {out} continues)", flush=True)
+    print(f"results and runs: {out} (to continue after an interruption: the same command with --out {out})", flush=True)
     contents = compare(
         request, out, train=train, evaluate=answer_held_out, target=target, say=lambda text: print(text, flush=True)
     )

@@ -29,9 +29,9 @@ KEYS = (
 
 _EPILOG = (
     "MODEL: a folder, a hub id, `demo`, or a run directory: RUN_DIR is its last checkpoint, RUN_DIR@7 that of version 7, "
-    "RUN_DIR@0 the model it started from, RUN_DIR@all every checkpoint. Everything else is set by keys of the run file, as "
-    "in --environment.kind gcd --engine.slots 64 --evaluation.temperature 0.6; their defaults are those of the run, if the "
-    f"first MODEL is of one. The keys are {', '.join(KEYS)}. Servers of MODEL instead of a local engine: --engine.kind http "
+    "RUN_DIR@0 the model it started from, RUN_DIR@all every checkpoint. Keys of the run file are also flags "
+    "(--environment.kind gcd --engine.slots 64). If the first MODEL is a run directory, their defaults are those of that "
+    f"run. The keys are {', '.join(KEYS)}. To use servers of MODEL instead of a local engine: --engine.kind http "
     "--engine.urls [http://HOST:8000]."
 )
 
@@ -39,14 +39,14 @@ _EPILOG = (
 def add_to(commands: Commands) -> None:
     text = "Measure models on held-out problems: mean@K, pass@k with intervals, a record of every attempt."
     flag = commands.add("eval", text, _EPILOG, run).add_argument
-    text = "several models become rows of one table and are compared with the first"
+    text = "a model to measure; each is a row of the table, compared with the first"
     flag("models", nargs="+", metavar="MODEL", help=text)
     flag("--problems", type=at_least(1), default=100, metavar="N", help="largest number of problems (default: 100)")
     flag("--training", action="store_true", help="use training problems instead of held-out ones, to get their pass rates")
     flag("--attempts", type=at_least(1), default=4, metavar="K", help="attempts per problem (default: 4)")
     flag("--pass-at", type=float, default=1.0, metavar="R", help="lowest reward that counts as a pass (default: 1)")
     flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
-    flag("--out", type=Path, metavar="DIR", help="where results go (default: evaluations/DATE-ENVIRONMENT)")
+    flag("--out", type=Path, metavar="DIR", help="output folder (default: evaluations/DATE-ENVIRONMENT)")
     flag("--overwrite", action="store_true", help="replace the evaluation that is in DIR")
 
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         summary = evaluate(plan, lambda: interrupts.count > 0, say)
     status = write(f"{evaluation_table(summary)}\n{plan.out / 'summary.json'}\n")
     if summary.status == "interrupted":
-        raise RunInterruptedError(f"stopped before the evaluation was complete; the results so far are in {plan.out}")
+        raise RunInterruptedError(f"interrupted before the evaluation was complete; the results so far are in {plan.out}")
     return status
 
 

@@ -15,7 +15,8 @@ from pipelinerl.config import RunConfig, yaml_text
 from pipelinerl.errors import RunDirectoryError, UserError
 
 SETTINGS_HELP = (
-    "every key of the run file is also a flag, e.g. --trainer.steps 20; `pipelinerl config` prints all keys with their docs"
+    "Every key of the run file is also a flag (--trainer.steps 20). `pipelinerl config` prints all keys with their "
+    "documentation."
 )
 """Epilog of the subcommands that take a run file."""
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from pipelinerl.experiments.planner.simulation import Workload
 
 CALIBRATION = Path("calibration.json")
-_LENGTHS = "uniform:L, a JSON file of length -> count, or a run directory"
+_LENGTHS = "lengths of completions: uniform:L, a JSON file of length -> count, or a run directory"
 
 
 def add_to(commands: Commands) -> None:
     text = (
-        "Find the fastest split of accelerators and number of slots, and compare it with conventional RL at equal lag. "
-        "Without arguments: the paper's case study."
+        "Find the number of generating accelerators and slots with the highest throughput, and compare it with conventional "
+        "RL at equal lag. Without arguments: the paper's case study."
     )
     flag = commands.add("plan", text, SETTINGS_HELP, run_plan).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="plan for this run file")
@@ -35,7 +35,7 @@ def add_to(commands: Commands) -> None:
     flag("--conventional", metavar="FILE", help="calibration with schedule.kind conventional: the baseline's own costs")
     text = "the model's parameters, e.g. 7.6e9 or 7B (h100, h200)"
     flag("--model-params", "--model-size", type=_amount, metavar="P", help=text)
-    text = "bytes of KV cache per token, to count it exactly in U(h) (h100, h200)"
+    text = "bytes of KV cache per token, to compute its share of U(h) exactly (h100, h200)"
     flag("--kv-bytes-per-token", type=float, metavar="BYTES", help=text)
     flag("--batch", type=int, metavar="B", help="rollouts per optimizer step")
     flag("--lengths", metavar="WHAT", help=_LENGTHS)

@@ -25,7 +25,9 @@ KEYS = (
 )
 """The keys of the run file that a server uses."""
 SLOTS = 32
-_EPILOG = f"Keys of the run file are flags, too: {', '.join(f'--{key}' for key in KEYS)} (engine.slots is {SLOTS} here)."
+_EPILOG = (
+    f"These keys of the run file are also flags: {', '.join(f'--{key}' for key in KEYS)} (engine.slots is {SLOTS} here)."
+)
 _NEEDED = ("uvicorn", "starlette", "prometheus_client")
 _WITHOUT = {
     "http": frozenset[str](),
@@ -39,18 +41,18 @@ def add_to(commands: Commands) -> None:
     flag = commands.add("serve", text, _EPILOG, run_serve).add_argument
     flag("model", metavar="MODEL", help="folder or hub id of a Hugging Face causal LM, or `demo`")
     flag("--served-name", metavar="NAME", help="the model's name for clients (default: MODEL)")
-    flag("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    flag("--port", type=int, default=8000, help="port to listen on, 0: any free port (default: 8000)")
-    flag("--update-host", help="address for weight updates, with --update-port (default: --host)")
-    flag("--update-port", type=int, help="accept weight updates only on this port, 0: any free port")
+    flag("--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    flag("--port", type=int, metavar="PORT", default=8000, help="port to listen on, 0: any free port (default: 8000)")
+    flag("--update-host", metavar="HOST", help="address for weight updates, with --update-port (default: --host)")
+    flag("--update-port", type=int, metavar="PORT", help="accept weight updates only on this port, 0: any free port")
     flag("--api-key-env", metavar="NAME", help="environment variable with the API key that clients must send")
     text = f"directory that weight updates may be read from; may be repeated (default: {SHARED_MEMORY})"
     flag("--weights-dir", type=Path, action="append", metavar="DIR", help=text)
-    flag("--max-queue", type=at_least(0), default=256, help="requests that may wait for a slot (default: 256)")
-    flag("--ready-file", type=Path, metavar="FILE", help='written once the server listens: {"url": ..., "pid": ...}')
+    flag("--max-queue", type=at_least(0), default=256, metavar="N", help="requests that may wait for a slot (default: 256)")
+    flag("--ready-file", type=Path, metavar="FILE", help='file to write once the server listens: {"url": ..., "pid": ...}')
     flag("--lifeline-fd", type=int, metavar="FD", help="parent-death pipe: the server ends when the other end closes")
-    text = "time for open requests to finish when the server is stopped (default: 30)"
-    flag("--drain-s", type=at_least(0, float), default=30.0, help=text)
+    text = "seconds that open requests have to finish when the server is stopped (default: 30)"
+    flag("--drain-s", type=at_least(0, float), default=30.0, metavar="S", help=text)
 
     text = "Check that an engine server meets the contract: exact tokens, log-probs and versions, limits, retries, updates."
     flag = commands.add("check-engine", text, run=run_check_engine).add_argument
@@ -58,7 +60,7 @@ def add_to(commands: Commands) -> None:
     flag("--kind", choices=sorted(_WITHOUT), default="http", help="the server's protocol (default: http, our own)")
     flag("--api-key-env", metavar="NAME", help="environment variable with the server's API key")
     flag("--update-url", metavar="URL", help="the server's address for weight updates, if different")
-    text = "the model that it serves: also check log-probs and weight updates (the server must be idle)"
+    text = "the served model; with it, log-probs and weight updates are checked too (the server must be idle)"
     flag("--model", metavar="DIR", help=text)
     text = f"folder for weight files (default: {SHARED_MEMORY})"
     flag("--update-dir", type=Path, default=SHARED_MEMORY, metavar="DIR", help=text)

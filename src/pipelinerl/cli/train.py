@@ -29,7 +29,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check settings, memory, and the environment (with an empty answer) without training",
+        help="check the settings, the memory, and the environment (with an empty answer), without training",
     )
     parser.set_defaults(run=run_train)
 

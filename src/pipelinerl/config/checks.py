@@ -35,38 +35,35 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         )
     if kind == "pipeline" and max_lag == 0 and samples % group:
         yield (
-            f"trainer.batch_size: with schedule.max_lag 0 the rest of a group is too old for the next step and dropped, "
-            f"and {samples} rollouts are not a whole number of groups of actor.group_size {group}; make it a multiple of "
-            f"{group}, or set schedule.max_lag to 1 or more"
+            f"trainer.batch_size: {samples} rollouts are not a whole number of groups of actor.group_size {group}, and with "
+            f"schedule.max_lag 0 the rest of a group would be too old for the next step; make it a multiple of {group}, or "
+            "set schedule.max_lag to 1 or more"
         )
     threshold = config.trainer.ess_threshold
     if kind != "pipeline" and steps > 1 and threshold > 0:
         yield (
-            f"trainer.ess_threshold: within a round of `{kind}` no fresher data can come, so the trainer would wait "
-            "forever; set it to 0, or schedule.steps_per_round to 1"
+            f"trainer.ess_threshold: within a round of `{kind}` no newer data arrive, so the trainer would wait forever; "
+            "set it to 0, or schedule.steps_per_round to 1"
         )
 
 
 def _stream(config: RunConfig) -> Iterator[str]:
     kind, stream, needed = config.schedule.kind, config.stream, groups_needed(config)
     if stream.kind == "memory" and config.launch.kind == "processes":
-        yield "stream.kind: a `memory` stream can't cross processes; set it to files, or launch.kind to embedded"
+        yield "stream.kind: a `memory` stream works within one process only; set it to files, or launch.kind to embedded"
     if stream.capacity is not None and stream.capacity < needed:
         unit = "a step" if kind == "pipeline" else "a round"
         yield (
-            f"stream.capacity: {unit} takes {needed} groups, but the stream holds only {stream.capacity}, so that the "
+            f"stream.capacity: {unit} takes {needed} groups, but the stream holds only {stream.capacity}, so the "
             f"trainer and the actor would wait for each other forever; set it to {needed} or more, or to null"
         )
     if stream.when_full == "drop_oldest" and kind != "pipeline":
-        yield (
-            f"stream.when_full: `drop_oldest` would drop groups of a round of `{kind}`, which needs all of its groups; "
-            "set it to block"
-        )
+        yield (f"stream.when_full: `drop_oldest` would drop groups that a round of `{kind}` needs; set it to block")
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
     actor, longest = config.actor, config.engine.max_length
-    why = "truncates the distribution that rollouts are sampled from, but the trainer's ratio is over the whole distribution"
+    why = "truncates the distribution that rollouts are sampled from, but the trainer's ratio uses the whole distribution"
     if actor.top_p < 1:
         yield f"actor.top_p: {actor.top_p} {why}; set it to 1 for training"
     if actor.top_k > 0:
@@ -87,7 +84,7 @@ def _trainer(config: RunConfig) -> Iterator[str]:
     if config.trainer.kl_coefficient > 0 and config.preprocess.zero_advantage == "skip":
         yield (
             "preprocess.zero_advantage: with trainer.kl_coefficient above 0, samples of zero advantage have a gradient too, "
-            "which `skip` would lose; set it to keep (or to drop, to leave such samples out)"
+            "which `skip` would ignore; set it to keep (or to drop, to leave such samples out)"
         )
     if config.evaluation.every and not config.evaluation.problems:
         yield "evaluation.every: there are no problems to evaluate with; set evaluation.problems, or evaluation.every to 0"

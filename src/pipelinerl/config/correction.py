@@ -112,7 +112,7 @@ def mistakes(config: RunConfig) -> Iterator[str]:
     if correction.drift > 0 and config.preprocess.zero_advantage == "skip":
         yield (
             "preprocess.zero_advantage: with correction.drift above 0, samples of zero advantage have a gradient too, "
-            "which `skip` would lose; set it to keep (or to drop, to leave such samples out)"
+            "which `skip` would ignore; set it to keep (or to drop, to leave such samples out)"
         )
 
 

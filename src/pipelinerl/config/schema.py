@@ -207,7 +207,7 @@ class EngineConfig(Section, frozen=True):
 
 class StreamConfig(Section, frozen=True):
     kind: Literal["files", "memory", "redis"] = "files"
-    """`files`: append-only files in the run directory. `memory`: within one process only. `redis`: a Redis server (extra
+    """`files`: an SQLite database in the run directory. `memory`: within one process only. `redis`: a Redis server (extra
     `redis`).
     """
     url: str | None = None

@@ -161,7 +161,7 @@ class LocalEngine:
     # ---- one step
 
     def step(self) -> StepOutput:
-        """Process cancellations and admissions, then sample one token for every sequence whose prompt is complete.
+        """Handle cancellations, admit requests, and sample one token for every sequence whose prompt is complete.
 
         Raises LogitsError if the model's logits are not finite, before any token sampled from them is returned.
         """

@@ -143,10 +143,10 @@ def _report_lines(report: TryoutReport, config: RunConfig) -> list[str]:
     shown = report.prompt if len(report.prompt) <= SHOWN_CHARACTERS else f"{report.prompt[:SHOWN_CHARACTERS]}..."
     metrics = "".join(f", {name} {value:g}" for name, value in report.metrics.items())
     lines = [
-        f"environment: {config.environment.kind} is built in {report.built_s:.1f} s",
+        f"environment: {config.environment.kind} was built in {report.built_s:.1f} s",
         f"  the first prompt has {tokens[0]} tokens{longest}: {shown!r}",
-        f"  an empty answer to it has reward {report.reward:g}{metrics}",
+        f"  an empty answer to it gets reward {report.reward:g}{metrics}",
     ]
     if config.evaluation.problems:
-        lines.append(f"  {report.held_out} held-out problems, {config.evaluation.problems} asked for")
+        lines.append(f"  {report.held_out} held-out problems (evaluation.problems: {config.evaluation.problems})")
     return lines

@@ -87,7 +87,7 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
     held_out = len(held_out_problems(environment, wanted)) if wanted else 0
     if wanted and not held_out:
         raise no_held_out(kind, wanted)
-    send(Step("plays the first problem with an empty answer"))
+    send(Step("tries the first problem with an empty answer"))
     end_id = tokenizer.eos_token_id
     client = EmptyAnswers(0 if end_id is None else int(end_id))
     limits = TimeLimits(config.actor.rollout_timeout_s, CodeAlarm(config.actor.code_timeout_s))

@@ -127,7 +127,7 @@ class Trainer:
         self.finish()
 
     def start(self) -> None:
-        """Publish the current weights. Engines can't generate before."""
+        """Publish the current weights, which engines need before they can generate."""
         self._status.report("working", f"publishing the weights of version {self._version}", now=True)
         self._publish()
 
@@ -162,14 +162,16 @@ class Trainer:
         self._version += 1
         self._tokens_trained += result.tokens_trained
         self._drop_stale()
-        if self._schedule.publishes(self._version) or self.goal_reached:  # the evaluation after training uses the last ones
+        if (
+            self._schedule.publishes(self._version) or self.goal_reached
+        ):  # the evaluation after training needs the last weights
             self._publish()
         self._status.record(samples, result, self._queue, version=self._version, ess_guard_trips=self._ess_guard_trips)
         self._save()
         self._status.report("working", f"step {self._version} is done", now=True)
 
     def _read_groups(self) -> tuple[bool, Verdict]:
-        """Read groups until the schedule allows a step or none are left. Returns whether any was read, and its verdict."""
+        """Read groups until the schedule allows a step or none are left. Returns whether any was read, and the verdict."""
         read = False
         verdict = self._schedule.may_train(self._version, self._queue.queued)
         while not verdict.allowed and self._queue.pull():
@@ -208,7 +210,7 @@ class Trainer:
     # ---- checkpoints and the end of the run
 
     def _save(self) -> None:
-        """Write a copy of the weights or a checkpoint if one is due."""
+        """Write a copy of the weights, a checkpoint, or both, if they are due."""
         copy, checkpoint = (
             every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
         )

@@ -15,7 +15,7 @@ from pipelinerl.weights.layout import complaint, copied
 
 
 class MemoryChannel:
-    """Connects one sender and one receiver. The receiver gets the newest update; an older one not yet taken is replaced."""
+    """Connects one sender and one receiver. A new update replaces one that the receiver has not taken yet."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         """`dtype`: the type to which floating-point tensors are converted on sending; None: they are not converted."""

@@ -1,8 +1,8 @@
 """The whole run in one process and one thread of control: deterministic, for debugging, teaching and tests.
 
-It uses the same objects as separate processes do, with a stream, a status board and a weight channel in memory. The trainer
-runs after each of the actor's iterations (one engine step). An optimizer step therefore never overlaps with generation, and
-the order of all events is a function of the run file.
+The objects are those of a run in several processes, with the stream, the status board and the weight channel in memory. The
+trainer runs after each iteration of the actor (one engine step). An optimizer step therefore never overlaps with generation,
+and the order of all events is a function of the run file.
 """
 
 from __future__ import annotations
