@@ -17,18 +17,21 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tensorboard,gguf]'
 	touch $@
 
+# Most tests compute on one core; each worker takes about 1 GB.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+
 demo: install
 	$(BIN)/pipelinerl train
 
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # Property tests with other examples than the fixed ones, and more of them.
 test-wild: install
-	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=wild tests/unit
+	$(PYTEST) -m "not slow" --hypothesis-profile=wild tests/unit
 
 # The real vLLM, for CPU, in an environment of its own: 3.5 GB and some minutes the first time.
 test-vllm: install $(VLLM)/.installed

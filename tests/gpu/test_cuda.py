@@ -46,11 +46,12 @@ def test_log_probabilities_are_those_of_a_full_forward_on_the_cpu(family: str) -
 
 def test_an_update_from_cpu_tensors_is_whole_and_takes_effect_at_once() -> None:
     models = {version: make_model("llama", seed=version) for version in range(2)}
-    engine = LocalEngine(make_model("llama").cuda(), slots=6, max_length=128, kv_on_update="recompute")
+    served = make_model("llama").cuda()
+    engine = LocalEngine(served, slots=6, max_length=128, kv_on_update="recompute")
     tensors = named_weights(models[1])
     wanted = [GenerationRequest(id="x", prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=20, seed=1))]
     done = run_with_updates(engine, wanted, {8: WeightUpdate(1, checksum(tensors), tensors)})["x"]
-    assert checksum(named_weights(engine._runner.model)) == checksum(tensors)
+    assert checksum(named_weights(served)) == checksum(tensors)
     for version, part in ((0, slice(0, 8)), (1, slice(8, 20))):
         rows = full_forward_logprobs(models[version], (5, 6, 7), done.token_ids)[2:-1]
         expected = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]

@@ -19,7 +19,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_comparison_is_made_and_made_only_once(tmp_path: Path) -> None:
+def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     arguments = [
         *("compare", "--schedules", "pipeline,conventional:2", "--seeds", "1", "--no-tune", "--out", str(out), *SMALL),
@@ -46,12 +46,13 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path) -> None:
     assert "Where PipelineRL does not help" in (out / "report.html").read_text()
 
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("metrics.jsonl")}
-    assert command(*arguments, "--target-reward", "0.1").status == 0
+    assert main([*arguments, "--target-reward", "0.1"]) == 0
     assert {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("metrics.jsonl")} == before
-    changed = command(*arguments, "--trainer.learning_rate", "0.5")
-    assert changed.status == 2
-    assert "config.trainer.learning_rate was 0.0003, now 0.5" in changed.error
-    assert len(changed.error.strip().splitlines()) == 1
+    capsys.readouterr()
+    assert main([*arguments, "--trainer.learning_rate", "0.5"]) == 2
+    error = capsys.readouterr().err
+    assert "config.trainer.learning_rate was 0.0003, now 0.5" in error
+    assert len(error.strip().splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -82,21 +83,19 @@ def test_the_example_of_equal_lengths_has_equal_lengths(tmp_path: Path) -> None:
 def test_a_report_of_runs(tmp_path: Path) -> None:
     run(tmp_path / "one")
     run(tmp_path / "two", schedule__kind="conventional", schedule__steps_per_round=5)
-    ended = command("report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "page.html"))
-    assert ended.status == 0, ended.error
+    assert main(["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "<th>one</th><th>two</th>" in page
     assert "conventional:5" in page
-    assert command("report", str(tmp_path / "one")).status == 0
+    assert main(["report", str(tmp_path / "one")]) == 0
     assert (tmp_path / "one" / "report.html").is_file()
 
 
-def test_a_report_of_nothing(tmp_path: Path) -> None:
-    ended = command("report", str(tmp_path))
-    assert ended.status == 2
-    assert ended.error == f"error: {tmp_path} is not a run directory: it has no config.yaml\n"
-    assert command("report").status == 2
-    assert command("report", str(tmp_path), "--seed", "1").status == 2
+def test_a_report_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} is not a run directory: it has no config.yaml\n"
+    assert main(["report"]) == 2
+    assert main(["report", str(tmp_path), "--seed", "1"]) == 2
 
 
 def test_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

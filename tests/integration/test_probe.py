@@ -63,7 +63,8 @@ def test_a_stale_engine_is_told_from_a_true_one() -> None:
     use_packed_attention(model)
     check = ProbeCheck(model)
     check.expect(0)
-    engine = LocalEngine(load_model(ModelConfig(), "cpu"), slots=1, max_length=32)
+    served = load_model(ModelConfig(), "cpu")
+    engine = LocalEngine(served, slots=1, max_length=32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.02)
@@ -80,6 +81,6 @@ def test_a_stale_engine_is_told_from_a_true_one() -> None:
     with pytest.raises(WeightUpdateError, match="version 0 would compute this value"):
         check.check([reading(1)])
     weights = named_weights(model)
-    load_weights(engine._runner.model, weights)
-    assert checksum(engine._weights) == checksum(weights)
+    load_weights(served, weights)
+    assert checksum(named_weights(served)) == checksum(weights)
     check.check([msgspec.structs.replace(reading(1), engine="another")])

@@ -23,6 +23,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipelinerl.cli import main
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
@@ -487,15 +488,14 @@ ANYWHERE = "0.0.0.0"  # noqa: S104 - with a key, or refused
         (["/no/such/model", "--port", "0"], "does not exist"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], words: str) -> None:
-    ended = wait(launch(*arguments))
-    assert ended.status == 2, ended
-    assert words in ended.error
-    assert len(ended.error.strip().splitlines()) == 1
+def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.strip().splitlines()) == 1
 
 
-def test_a_port_that_is_taken_is_said_at_once() -> None:
+def test_a_port_that_is_taken_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ended = wait(launch("demo", "--port", str(taken.getsockname()[1])))
-    assert ended.status == 2
-    assert "Address already in use; choose another port" in ended.error
+        assert main(["serve", "demo", "--port", str(taken.getsockname()[1])]) == 2
+    assert "Address already in use; choose another port" in capsys.readouterr().err

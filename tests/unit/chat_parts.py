@@ -98,7 +98,7 @@ class SamplingClient:
         self.sampling = SamplingParams(max_tokens=200, stop_token_ids=(tokenizer.eos_token_id,))
         self.prompts: list[tuple[int, ...]] = []
         self.completions: list[Completion] = []
-        self._script = script
+        self.script = script
 
     @classmethod
     def saying(cls, tokenizer: Any, *texts: str) -> SamplingClient:
@@ -108,7 +108,7 @@ class SamplingClient:
 
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
         await asyncio.sleep(0)
-        ids = tuple(self._script(prompt_ids))[: max_tokens or self.sampling.max_tokens]
+        ids = tuple(self.script(prompt_ids))[: max_tokens or self.sampling.max_tokens]
         self.prompts.append(tuple(prompt_ids))
         completion = Completion(
             request_id=f"t{len(self.completions)}",

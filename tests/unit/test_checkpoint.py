@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from pipelinerl.errors import CheckpointError
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import Segment, TrainingSample
+from tests.limits import small_files
 
 
 def make_model(hidden_size: int = 16) -> PreTrainedModel:
@@ -180,7 +180,6 @@ def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-# The following run in a process of their own, which is killed or may only write small files.
 SAVE_IN_A_LOOP = """
 import sys, itertools, signal
 from pathlib import Path
@@ -193,35 +192,11 @@ for version in itertools.count(1):
     t.save(directory, version, learner, keep=3)
 """
 
-SAVE_ON_A_SMALL_DISK = """
-import sys, resource
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import test_checkpoint as t
-from pipelinerl.errors import CheckpointError
-directory, limit = Path(sys.argv[2]), int(sys.argv[3])
-learner = t.make_learner(t.make_model(hidden_size=64))
-learner.step(t.SAMPLES, version=0)
-t.save(directory, 1, learner)
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-try:
-    t.save(directory, 2, learner)
-except CheckpointError as error:
-    print(error)
-else:
-    print("no error")
-"""
-
-
-def run_script(script: str, *arguments: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, str(Path(__file__).parent), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
 
 @pytest.mark.slow
 def test_killed_at_any_moment_only_whole_checkpoints_remain(tmp_path: Path) -> None:
-    process = run_script(SAVE_IN_A_LOOP, str(tmp_path))
+    command = [sys.executable, "-c", SAVE_IN_A_LOOP, str(Path(__file__).parent), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "ready\n"
@@ -241,11 +216,18 @@ def test_killed_at_any_moment_only_whole_checkpoints_remain(tmp_path: Path) -> N
     assert not list(tmp_path.glob(".*")), "the next checkpoint cleans up"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [2_000, 60_000, 150_000], ids=["config", "model", "optimizer"])
-def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path, limit: int) -> None:
-    output, errors = run_script(SAVE_ON_A_SMALL_DISK, str(tmp_path), str(limit)).communicate(timeout=120)
-    assert output.startswith(f"can't write checkpoint {tmp_path / 'step_00000002'}:"), output + errors
+@pytest.mark.parametrize(
+    ("limit", "written"), [(600, set()), (60_000, {"config.json"}), (150_000, {"config.json", "model.safetensors"})]
+)
+def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path, limit: int, written: set[str]) -> None:
+    learner = make_learner(make_model(hidden_size=64))
+    learner.step(SAMPLES, version=0)
+    first = save(tmp_path, 1, learner)
+    sizes = {name: (first / name).stat().st_size for name in ("config.json", "model.safetensors", "optimizer.safetensors")}
+    assert {name for name, size in sizes.items() if size <= limit} == written
+    with small_files(limit), pytest.raises(CheckpointError) as caught:
+        save(tmp_path, 2, learner)
+    assert str(caught.value).startswith(f"can't write checkpoint {tmp_path / 'step_00000002'}:")
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     load_checkpoint(tmp_path / "step_00000001")
 

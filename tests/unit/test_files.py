@@ -15,23 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.files import AppendFile, JsonLines, SharedRecord, map_file, read_json_lines, reserve, write_atomically
+from tests.limits import small_files
 
 
 class Point(msgspec.Struct, frozen=True):
     x: int
     note: str = ""
-
-
-def python(code: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False, timeout=60
-    )
-
-
-def with_largest_file(size: int, code: str) -> str:
-    """The code, run where a file can't be larger than `size` bytes: what a full disk looks like."""
-    limit = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({size}, r.getrlimit(r.RLIMIT_FSIZE)[1]))\n"
-    return limit + code
 
 
 def test_replacing_a_file_leaves_nothing_else(tmp_path: Path) -> None:
@@ -45,14 +34,8 @@ def test_replacing_a_file_leaves_nothing_else(tmp_path: Path) -> None:
 def test_a_failed_replacement_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "state"
     write_atomically(path, b"old")
-    code = with_largest_file(
-        100,
-        "import sys, pathlib\nfrom pipelinerl.files import write_atomically\n"
-        "try: write_atomically(pathlib.Path(sys.argv[1]), b'new' * 1000)\n"
-        "except OSError as error: print('OSError', error.errno)",
-    )
-    result = python(code, path)
-    assert result.stdout.startswith("OSError"), result.stderr
+    with small_files(100), pytest.raises(OSError, match="too large"):
+        write_atomically(path, b"new" * 1000)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["state"]
 
@@ -98,14 +81,11 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
 
 def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    code = with_largest_file(
-        1000,
-        "import sys, pathlib\nfrom pipelinerl.files import JsonLines\n"
-        "lines = JsonLines(pathlib.Path(sys.argv[1]))\nlines.write('a' * 700)\n"
-        "try: lines.write('b' * 700)\nexcept OSError: print('full')\nlines.write('c' * 200)",
-    )
-    result = python(code, path)
-    assert result.stdout == "full\n", result.stderr
+    with JsonLines(path) as lines, small_files(1000):
+        lines.write("a" * 700)
+        with pytest.raises(OSError, match="too large"):
+            lines.write("b" * 700)
+        lines.write("c" * 200)
     assert [json.loads(line)[0] for line in path.read_text().splitlines()] == ["a", "c"]
 
 
@@ -126,14 +106,10 @@ def test_append_file_knows_its_size(tmp_path: Path) -> None:
 def test_reserving_what_is_not_there_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "big"
     path.write_bytes(b"abc")
-    code = with_largest_file(
-        100000,
-        "import sys, os\nfrom pipelinerl.files import reserve\n"
-        "try: reserve(os.open(sys.argv[1], os.O_RDWR), 1 << 20)\nexcept OSError: print('no room')",
-    )
-    assert python(code, path).stdout == "no room\n"
-    assert path.read_bytes() == b"abc"
     fd = os.open(path, os.O_RDWR)
+    with small_files(100_000), pytest.raises(OSError, match="too large"):
+        reserve(fd, 1 << 20)
+    assert path.read_bytes() == b"abc"
     reserve(fd, 5000)
     os.close(fd)
     assert path.read_bytes() == b"abc".ljust(5000, b"\0")

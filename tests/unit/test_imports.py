@@ -47,6 +47,18 @@ PROCESSES = {
 """For each process, the modules that it starts with, and modules and packages that it must not import with them."""
 
 
+HEAVY = {"torch", "transformers"}
+CHECK_STATICALLY = """
+from pipelinerl.environments.registry import BUILT_IN
+from pipelinerl.environments.static_check import check_statically
+for kind in BUILT_IN:
+    try:
+        check_statically(kind, {})
+    except Exception:
+        pass
+"""
+
+
 def imported(code: str) -> set[str]:
     """The modules of a new process that runs `code`."""
     code += "\nimport sys\nprint(*sys.modules)"
@@ -71,3 +83,23 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
     commands = Commands()
     __import__(f"pipelinerl.cli.{module}", fromlist=["add_to"]).add_to(commands)
     assert tuple(commands._parsers) == MODULES[module]
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import pipelinerl.preprocess", HEAVY),
+        (
+            "from pipelinerl.metrics import sinks, summary; from pipelinerl.status import view, watchdog",
+            HEAVY | {"tensorboard"},
+        ),
+        ("import pipelinerl.metrics.tensorboard", HEAVY),
+        ("import pipelinerl.config as c; c.render(c.load_config(None))", HEAVY | {"numpy"}),
+        (CHECK_STATICALLY, HEAVY),
+        ("from pipelinerl.weights.shared_file import create_shared_file; create_shared_file()", {"torch"}),
+        ("from pipelinerl.weights.broadcast.control import listen; listen().close()", {"torch"}),
+        ("import pipelinerl.environments.adapters.verifiers", {"verifiers"}),
+    ],
+)
+def test_code_imports_none_of_these(code: str, absent: set[str]) -> None:
+    assert not absent & {name.partition(".")[0] for name in imported(code)}

@@ -87,7 +87,9 @@ def test_mistakes_are_one_line_and_status_2(
 
 def test_resume_needs_a_run_directory_and_no_run_file(capsys: Capture, tmp_path: Path) -> None:
     assert main(["train", "--resume", str(tmp_path)]) == 2
-    assert "is not a run directory" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "is not a run directory" in error
     (tmp_path / "config.yaml").write_text(config_to_yaml(load_config(None)))
     assert main(["train", run_file(tmp_path), "--resume", str(tmp_path)]) == 2
     assert "leave out" in capsys.readouterr().err

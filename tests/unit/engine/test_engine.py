@@ -182,19 +182,21 @@ def test_an_update_neither_drops_nor_delays_a_sequence() -> None:
 
 
 def test_an_update_that_does_not_fit_changes_nothing() -> None:
-    served = engine()
-    before = checksum(named_weights(served._runner.model))
-    good = update_of(1, version=1)
+    model = make_model("llama")
+    served = LocalEngine(model, slots=4, max_length=96, flatten=False, version=5)
+    before = checksum(named_weights(model))
+    good = update_of(1, version=6)
     missing = dict(list(good.tensors.items())[1:])
     with pytest.raises(WeightUpdateError):
-        served.update_weights(WeightUpdate(1, good.checksum, missing))
+        served.update_weights(WeightUpdate(6, good.checksum, missing))
     misshapen = {name: tensor[..., :-1] for name, tensor in good.tensors.items()}
     with pytest.raises(WeightUpdateError):
-        served.update_weights(WeightUpdate(1, good.checksum, misshapen))
-    served._version = 5
+        served.update_weights(WeightUpdate(6, good.checksum, misshapen))
     with pytest.raises(WeightUpdateError, match="older"):
-        served.update_weights(good)
-    assert checksum(named_weights(served._runner.model)) == before
+        served.update_weights(update_of(1, version=4))
+    assert checksum(named_weights(model)) == before
+    served.update_weights(good)
+    assert checksum(named_weights(model)) == good.checksum
 
 
 def too_large(version: int) -> WeightUpdate:
@@ -396,7 +398,6 @@ def test_a_model_that_can_not_be_flattened_runs_as_it_is(caplog: pytest.LogCaptu
     model = make_model("llama")
     model.model.layers[0] = Deciding(model.model.layers[0])
     served = LocalEngine(model, slots=2, max_length=64)
-    assert not served._runner.flat
     assert "can't be exported as a graph" in caplog.text
     wanted = [request("a"), request("b", (7, 8))]
     assert served.generate(wanted) == engine(slots=2).generate(wanted)

@@ -14,6 +14,7 @@ from pipelinerl.actor.rollouts import TimeLimits, attempt
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.maths.environment import Maths, answer_of, final_answer, length_penalty
 from pipelinerl.environments.maths.judge import Judge, Verdict, quick_verdict
+from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Rollout, SamplingParams
 from tests.unit.environments.env_client import TOKENIZER, SayingClient, rollout
@@ -275,30 +276,30 @@ def test_an_answer_that_would_never_end_is_wrong_and_generation_goes_on(tmp_path
     assert turns > 50
 
 
+@needs_math_verify
 @pytest.mark.parametrize("error", [TimeoutError, MemoryError, ChildProcessError])
-def test_a_judge_that_fails_costs_one_answer_and_is_not_asked_again(error):
-    class Failing:
-        calls = 0
+def test_a_judge_that_fails_costs_one_answer_and_is_not_asked_again(error, monkeypatch):
+    calls = []
 
-        async def call(self, *arguments):
-            self.calls += 1
-            raise error("no")
+    async def call(pool, *arguments):
+        calls.append(arguments)
+        raise error("no")
 
-    judge = Judge("numbers", timeout_s=1, processes=1)
-    judge._pool = pool = Failing()
+    monkeypatch.setattr(FunctionPool, "call", call)
+    judge = Judge("math-verify", timeout_s=1, processes=1)
     assert asyncio.run(judge.verdict("x", "y")) == Verdict(right=False, failed=True)
     assert asyncio.run(judge.verdict("x", "y")).failed
     assert asyncio.run(judge.verdict("3", "3")) == Verdict(right=True)
-    assert pool.calls == 1
+    assert len(calls) == 1
 
 
+@needs_math_verify
 @pytest.mark.parametrize("error", [RuntimeError, EnvironmentSetupError])
-def test_a_judge_that_is_broken_gives_no_verdict(error):
-    class Broken:
-        async def call(self, *arguments):
-            raise error("can't import it")
+def test_a_judge_that_is_broken_gives_no_verdict(error, monkeypatch):
+    async def call(pool, *arguments):
+        raise error("can't import it")
 
-    judge = Judge("numbers", timeout_s=1, processes=1)
-    judge._pool = Broken()
+    monkeypatch.setattr(FunctionPool, "call", call)
+    judge = Judge("math-verify", timeout_s=1, processes=1)
     with pytest.raises(error):
         asyncio.run(judge.verdict("x", "y"))

@@ -6,6 +6,7 @@ import pytest
 
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.adapters.reasoning_gym import make_tasks, marked_answer, runs_answers, score
+from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.single_turn import is_held_out
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from tests.unit.environments.env_client import TOKENIZER, rollout
@@ -72,10 +73,10 @@ def test_a_task_with_fewer_entries_than_a_chunk_can_be_used():
 
 
 def test_an_answer_that_takes_too_long_scores_nothing(monkeypatch, sums):
-    async def slow(name, *arguments):
+    async def slow(pool, name, *arguments):
         raise TimeoutError(f"{name}: it took longer than 5 s; its process was ended")
 
-    monkeypatch.setattr(sums._pool, "call", slow)
+    monkeypatch.setattr(FunctionPool, "call", slow)
     outcome = rollout(sums, sums.problem(0), "<answer>1</answer>")
     assert outcome.reward == 0.1  # for its marks
     assert outcome.metrics["score_failed"] == 1

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamStats
 from pipelinerl.stream.files import FileStreamReader, FileStreamWriter, rewind, waiting_items
+from tests.limits import small_files
 from tests.unit.stream.streams import ROOT, Item, items, write
 
 
@@ -78,33 +79,16 @@ def test_items_of_another_type_are_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path: Path) -> None:
-    code = """
-import pathlib, resource, sys
-from tests.unit.stream.streams import Item
-from pipelinerl.errors import StreamError
-from pipelinerl.stream.files import FileStreamWriter
-writer = FileStreamWriter(pathlib.Path(sys.argv[1]), Item, capacity=100, when_full="drop_oldest")
-hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
-for n in range(3):
-    try:
-        writer.try_write(Item(n, "x" * 120_000))
-    except StreamError as error:
-        print(n, error)
-print(writer.stats())
-resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-writer.try_write(Item(4, "x" * 120_000))
-print(writer.stats())
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
-    )
-    assert not result.stderr
-    complaint, counts, later = result.stdout.splitlines()
-    assert complaint.startswith(f"2 {tmp_path / 'stream.sqlite'}: ")
-    assert "Make room" in complaint
-    assert counts == "StreamStats(written=2, taken=0, dropped=0)"
-    assert later == "StreamStats(written=3, taken=0, dropped=0)"
+    writer = FileStreamWriter(tmp_path, Item, capacity=100, when_full="drop_oldest")
+    large = [Item(n, "x" * 120_000) for n in (0, 1, 2, 4)]
+    with small_files(300_000):
+        for item in large[:2]:
+            writer.try_write(item)
+        with pytest.raises(StreamError, match=f"^{tmp_path / 'stream.sqlite'}: .*Make room"):
+            writer.try_write(large[2])
+        assert writer.stats() == StreamStats(written=2, taken=0, dropped=0)
+    writer.try_write(large[3])
+    assert writer.stats() == StreamStats(written=3, taken=0, dropped=0)
     assert [item.n for _, item in FileStreamReader(tmp_path, Item).read(9)] == [0, 1, 4]
 
 

@@ -6,8 +6,6 @@ import os
 import re
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,7 +180,7 @@ def taken(receiver: CollectiveWeightReceiver) -> WeightUpdate:
 
 
 def problem(receiver: CollectiveWeightReceiver) -> str:
-    """What `offered` raises, when it does."""
+    """What `offered` raises, when it does; before that, no update may have arrived."""
     deadline_s = time.monotonic() + BOUND_S
     while time.monotonic() < deadline_s:
         try:
@@ -295,14 +293,6 @@ def test_engines_may_leave_when_the_run_ends(rig: Rig) -> None:
     ending.set()
     assert sender.send(0, named_weights(Tied())) == ""
     assert list(sender.receipts()) == []
-
-
-def test_the_socket_can_be_made_without_torch() -> None:
-    code = (
-        "import sys; from pipelinerl.weights.broadcast.control import listen; listen().close(); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_an_engine_that_never_comes_is_named_to_all(rig: Rig) -> None:
@@ -431,7 +421,7 @@ def test_an_update_that_one_receiver_does_not_get_is_applied_by_nobody(rig: Rig,
     assert expected in problem(receivers[0])  # and none is offered before, or `problem` would not come up
     with pytest.raises(WeightUpdateError, match=re.escape(expected)):
         sender.send(1, named_weights(Tied()))
-    assert receivers[1]._arrived is None
+    assert problem(receivers[1])
 
 
 def test_a_receiver_that_dies_before_the_group_is_formed_is_named(rig: Rig) -> None:
@@ -579,7 +569,6 @@ def test_a_message_out_of_order_is_an_error(rig: Rig, monkeypatch: pytest.Monkey
     receiver.wait_joined(BOUND_S)
     sender._members.send(control.Go("apply", 1))
     assert "the weight sender sent Go out of order" in problem(receiver)
-    assert receiver._arrived is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import openai
 import pytest
@@ -21,7 +22,6 @@ from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.serving.agents.environment import Agent
 from pipelinerl.serving.agents.gateway import Gateway
-from pipelinerl.serving.agents.running import AgentThreads
 from pipelinerl.serving.agents.session import Session
 from pipelinerl.types import GenerationRequest, Problem, Rollout, SamplingParams
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
@@ -62,9 +62,10 @@ def agent_of(function: Callable[..., Any], tmp_path: Path, **args: Any) -> Agent
     """The environment whose agent is this function."""
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"number": number}) for number in range(10)))
-    made = make_environment("agent", {"run": "math:floor", "data": str(data), **args}, TOKENIZER, 0)
+    run = f"{__file__}:{function.__name__}"
+    with mock.patch("pipelinerl.serving.agents.environment.find_function", return_value=function):
+        made = make_environment("agent", {"run": run, "data": str(data), "threads": 8, **args}, TOKENIZER, 0)
     assert isinstance(made, Agent)
-    made._agent = AgentThreads(function, f"{__file__}:{function.__name__}", args.get("threads", 8))
     return made
 
 

@@ -188,18 +188,18 @@ class HostedServer:
 
     def __init__(self, url: str, service: Service, loop: asyncio.AbstractEventLoop) -> None:
         self.url = url
-        self._service, self._loop = service, loop
+        self.service, self._loop = service, loop
 
     async def _there(self, work: Any) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def info(self) -> ServerInfo:
-        return self._service.info()
+        return self.service.info()
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
         async def work() -> Completion:
-            generation = await self._service.once.generation(request)
-            with self._service.exchange.following(generation, 1.0):
+            generation = await self.service.once.generation(request)
+            with self.service.exchange.following(generation, 1.0):
                 return await generation.completion()
 
         return await self._there(work())
@@ -207,11 +207,11 @@ class HostedServer:
     async def cancel(self, request_id: str) -> None: ...
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
-        await self._there(self._service.updates.join(group))
+        await self._there(self.service.updates.join(group))
 
     async def update_weights(self, update: WeightSource) -> UpdateReceipt:
         request = WeightUpdateRequest(version=update.version, checksum=update.checksum)
-        return await self._there(self._service.updates.take(request))
+        return await self._there(self.service.updates.take(request))
 
     async def close(self) -> None: ...
 
@@ -258,7 +258,7 @@ def test_servers_receive_for_themselves_and_the_engine_only_says_when(
             update = coordinator.poll()
             assert update is not None
             coordinator.acknowledge(engine.update_weights(update))
-            assert [server._service.engine.holding for server in servers] == [(version, digest)] * 2
+            assert [server.service.engine.holding for server in servers] == [(version, digest)] * 2
             eventually(lambda: not sender.unanswered())
             assert {one.checksum for one in sender.receipts()} == {digest}
         done: list[Completion] = []

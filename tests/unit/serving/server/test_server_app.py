@@ -466,9 +466,17 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
     ],
 )
 def test_without_a_key_web_pages_of_others_are_not_answered(origin: bytes | None, allowed: bool) -> None:
-    headers = [] if origin is None else [(b"origin", origin)]
-    guard = Guard(lambda *_: None, None)  # type: ignore[arg-type, return-value]
-    assert (guard._refusal_reason({"headers": headers}) is None) == allowed
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send("answered")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/generate", "headers": [] if origin is None else [(b"origin", origin)]}
+    asyncio.run(Guard(app, None)(scope, None, send))  # type: ignore[arg-type]
+    assert sent[0] == "answered" if allowed else sent[0]["status"] == 401
 
 
 def test_log_probabilities_are_numbers_json_can_say(shared: Shared) -> None:

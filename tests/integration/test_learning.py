@@ -1,0 +1,40 @@
+"""Training all weights learns a toy task in a few steps, with every loss under every schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from safetensors.torch import load_file
+
+from pipelinerl.config.schema import ScheduleConfig, TrainerConfig
+from pipelinerl.models.loading import load_model
+from pipelinerl.models.state import named_weights
+from tests.integration.runs import run, small_run, write_environment
+
+ONES = """
+def reward(self, problem, text):
+    return text.count("1") / 6
+"""
+
+
+@pytest.mark.parametrize("loss", get_args(TrainerConfig.model_fields["loss"].annotation))
+@pytest.mark.parametrize("schedule", get_args(ScheduleConfig.model_fields["kind"].annotation))
+def test_it_learns_to_answer_with_ones(loss: str, schedule: str, tmp_path: Path) -> None:
+    counts = run(
+        tmp_path / "r",
+        environment__kind=write_environment(tmp_path, ONES),
+        schedule__kind=schedule,
+        schedule__steps_per_round=1 if schedule == "pipeline" else 2,
+        trainer__loss=loss,
+        trainer__learning_rate=3e-3,
+        trainer__batch_size=32,
+        trainer__steps=20,
+        actor__max_tokens=6,
+        evaluation__problems=32,
+    )
+    assert counts["eval_reward_after"] > counts["eval_reward_before"] + 0.3
+    before = named_weights(load_model(small_run(tmp_path / "r").model))
+    after = load_file(tmp_path / "r" / "checkpoints" / "step_00000020" / "model.safetensors")
+    assert [name for name, weight in after.items() if weight.equal(before[name])] == []
