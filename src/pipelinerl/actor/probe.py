@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from pipelinerl.actor.client import EngineClient
 from pipelinerl.errors import RequestError
-from pipelinerl.interfaces import Board
+from pipelinerl.interfaces import AsyncEngine, Board
 from pipelinerl.types import TRAINER, GenerationRequest, ProbeReading, SamplingParams, trainer_progress
 
 READINGS_KEPT = 16
@@ -20,17 +19,16 @@ TIMEOUT_S = 60.0
 
 
 class WeightProbe:
-    """Probes the weights of the engine of `client`, with the prompt that the trainer publishes on `board`.
+    """Probes the weights of `engine`, with the prompt that the trainer publishes on `board`.
 
     `stage` is the engine's name there. `readings` are the latest results, oldest first. `unreported` is true if there are
     new ones; the reader resets it.
     """
 
-    def __init__(self, client: EngineClient, board: Board, stage: str) -> None:
+    def __init__(self, engine: AsyncEngine, board: Board, stage: str) -> None:
         self.readings: deque[ProbeReading] = deque(maxlen=READINGS_KEPT)
         self.unreported = False
-        self._client = client
-        self._engine = client.engine
+        self._engine = engine
         self._board = board
         self._stage = stage
         self._prompt_ids: tuple[int, ...] = ()
@@ -65,7 +63,8 @@ class WeightProbe:
 
     async def _read(self, request: GenerationRequest, copy: int) -> None:
         try:
-            completion = await asyncio.wait_for(self._client.generate(request), TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                completion = await self._engine.generate(request)
         except (RequestError, TimeoutError):
             return
         versions = {span.version for span in (*completion.prompt_versions, *completion.weight_versions)}

@@ -18,6 +18,7 @@ import numpy as np
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.probe import WeightProbe
@@ -157,14 +158,14 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
         context = RolloutContext.of(
             config.actor,
             generator.environment,
-            generator.engine,
+            EngineClient(generator.engine),
             generator.tokenizer,
             seed=config.seed,
             slots=config.engine.slots,
             stop_token_ids=generator.stop_token_ids,
         )
         groups, evaluations = GroupRunner(context, config.actor), Evaluations(context, EvaluationConfig())
-        probe = WeightProbe(context.client, board, ENGINE)
+        probe = WeightProbe(context.engine, board, ENGINE)
         actor = Actor(
             groups=groups,
             admission=admission,

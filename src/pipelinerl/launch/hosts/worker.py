@@ -98,18 +98,16 @@ def _generation(session: Session, weights_fd: int, index: int) -> None:
     with (
         closing(group_writer(session.streams(), config, drops)) as writer,
         closing(make_receiver(session, weights_fd, index, stage)) as receiver,
-        closing(
-            build_generation(
-                session,
-                MmapBoard(session.run.control),
-                writer,
-                drops,
-                receiver,
-                index=index,
-                sender=sender_address(session, weights_fd),
-            )
-        ) as generation,
     ):
+        generation = build_generation(
+            session,
+            MmapBoard(session.run.control),
+            writer,
+            drops,
+            receiver,
+            index=index,
+            sender=sender_address(session, weights_fd),
+        )
         # The objects of the model and the libraries live until the end: keep the collector from traversing them every time.
         gc.collect()
         gc.freeze()

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Board, Engine, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
+from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
 from pipelinerl.launch.hosts.roles import starting
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
@@ -104,11 +105,12 @@ class RolloutWriter:
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.1
+POLL_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What generation process number `index` works with. Made by `build_generation`; call `close` at the end."""
+    """What generation process number `index` works with. Made by `build_generation`."""
 
     session: Session
     index: int
@@ -119,11 +121,7 @@ class Generation:
     receiver: WeightReceiver
     environment: Environment
     tokenizer: Tokenizer
-    handle: EngineHandle
-
-    @property
-    def engine(self) -> Engine:
-        return self.handle.engine
+    engine: AbstractAsyncContextManager[EngineHandle]
 
     @property
     def evaluation(self) -> EvaluationConfig:
@@ -134,9 +132,6 @@ class Generation:
     def trainer(self) -> TrainerProgress:
         """What the trainer published last."""
         return trainer_progress(self.board.read(TRAINER)) or TrainerProgress()
-
-    def close(self) -> None:
-        self.handle.close()
 
 
 def build_generation(
@@ -162,7 +157,7 @@ def build_generation(
     if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
         raise no_held_out(config.environment.kind, config.evaluation.problems)
     starting(board, stages, waits_for(config.engine))
-    handle = make_engine(session, stages.engine, tokenizer, sender)
+    engine = make_engine(session, stages.engine, tokenizer, sender)
     return Generation(
         session=session,
         index=index,
@@ -173,7 +168,7 @@ def build_generation(
         receiver=receiver,
         environment=environment,
         tokenizer=tokenizer,
-        handle=handle,
+        engine=engine,
     )
 
 
@@ -184,14 +179,25 @@ async def generate(
 
     The actor's final counts are published on the status board however this ends.
     """
-    if not await _wait_for_weights(generation, stop):
+    async with AsyncExitStack() as stack:
+        handle = await _unless_stopped(stack.enter_async_context(generation.engine), stop)
+        if handle is not None:
+            await _generate(generation, handle, stop, between)
+
+
+async def _generate(
+    generation: Generation, handle: EngineHandle, stop: Callable[[], bool], between: Callable[[], object]
+) -> None:
+    session, engine = generation.session, handle.engine
+    starting(generation.board, generation.stages, "waits for the trainer's first weights")
+    await _take_weights(generation, engine, stop, until=lambda: engine.progress().weight_updates > 0)
+    if stop():
         return
-    session = generation.session
     with (
         closing(_admission(generation)) as admission,
         closing(RolloutWriter(generation.writer, session.run.rollouts / "rollouts.jsonl")) as rollout_writer,
         closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
-        closing(_make_actor(generation, admission, rollout_writer, timeline)) as actor,
+        closing(_make_actor(generation, handle, admission, rollout_writer, timeline)) as actor,
     ):
         generation.drops.listener = lambda group: actor.stream_dropped(
             session.plan.rollouts_left({group.index: len(group.rollouts)})
@@ -207,7 +213,13 @@ async def generate(
         finally:
             await actor.stop()
         if not stop():
-            await _take_last_weights(generation, stop)
+            await _take_weights(
+                generation,
+                engine,
+                stop,
+                until=lambda: engine.version == generation.trainer.version,
+                timeout_s=session.config.launch.watchdog_s,
+            )
             if generation.evaluation.problems:
                 await _unless_stopped(actor.evaluate("after"), stop, between)
 
@@ -224,17 +236,21 @@ def _admission(generation: Generation) -> Admission:
 
 
 def _make_actor(
-    generation: Generation, admission: Admission, rollout_writer: RolloutWriter, timeline: TimelineWriter
+    generation: Generation,
+    handle: EngineHandle,
+    admission: Admission,
+    rollout_writer: RolloutWriter,
+    timeline: TimelineWriter,
 ) -> Actor:
     session, config, board, stages = generation.session, generation.session.config, generation.board, generation.stages
     context = RolloutContext.of(
         config.actor,
         generation.environment,
-        generation.engine,
+        handle.engine,
         generation.tokenizer,
         seed=config.seed,
-        slots=generation.handle.slots,
-        stop_token_ids=generation.handle.stop_token_ids,
+        slots=handle.slots,
+        stop_token_ids=handle.stop_token_ids,
     )
     groups = GroupRunner(context, config.actor)
     evaluated = read_records(session.run.evaluations, EvaluationRecord)
@@ -245,7 +261,7 @@ def _make_actor(
         until=config.trainer.steps,
         reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
     )
-    probe = WeightProbe(context.client, board, stages.engine)
+    probe = WeightProbe(context.engine, board, stages.engine)
     return Actor(
         groups=groups,
         admission=admission,
@@ -280,36 +296,36 @@ def _record(session: Session, evaluation: Evaluation) -> None:
         sink.write(record)
 
 
-async def _wait_for_weights(generation: Generation, stop: Callable[[], bool]) -> bool:
-    """Apply the trainer's first weights: those of the checkpoint in a resumed run, else the model's own.
+async def _take_weights(
+    generation: Generation,
+    engine: AsyncEngine,
+    stop: Callable[[], bool],
+    *,
+    until: Callable[[], bool],
+    timeout_s: float = inf,
+) -> None:
+    """Apply the trainer's weights as they arrive, outside training, until `until()` or `stop()`.
 
-    Returns False if the run was stopped first.
+    The first weights are those of the checkpoint in a resumed run, else the model's own. Raises StalledError if nothing
+    arrives within `timeout_s`.
     """
-    starting(generation.board, generation.stages, "waits for the trainer's first weights")
-    while not stop():
+    deadline_s = time.monotonic() + timeout_s
+    while not until() and not stop():
         update = generation.receiver.poll()
         if update is not None:
-            generation.receiver.acknowledge(generation.engine.update_weights(update))
-            return True
-        await asyncio.sleep(0.01)
-    return False
-
-
-async def _take_last_weights(generation: Generation, stop: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + generation.session.config.launch.watchdog_s
-    while generation.engine.version != generation.trainer.version and not stop():
-        update = generation.receiver.poll()
-        if update is not None:
-            generation.receiver.acknowledge(generation.engine.update_weights(update))
+            generation.receiver.acknowledge(await engine.update_weights(update))
         elif time.monotonic() > deadline_s:
             raise StalledError(
                 f"the trainer reached version {generation.trainer.version} but its weights have not arrived; the engine "
-                f"has version {generation.engine.version}"
+                f"has version {engine.version}"
             )
-        await asyncio.sleep(0.002)
+        else:
+            await asyncio.sleep(POLL_S)
 
 
-async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool], between: Callable[[], object]) -> T | None:
+async def _unless_stopped(
+    work: Coroutine[Any, Any, T], stop: Callable[[], bool], between: Callable[[], object] = lambda: None
+) -> T | None:
     """The result of `work`. If `stop` returns True first, cancel it and return None."""
     task = asyncio.create_task(work)
     try:
