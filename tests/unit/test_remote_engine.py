@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -490,22 +489,6 @@ async def test_decode_steps_are_those_since_the_engine_was_made() -> None:
         server.restart()
         server.steps = 5
         await wait_until(lambda: engine.progress().decode_steps == 12)
-
-
-@in_event_loop
-async def test_code_that_blocks_the_event_loop_makes_no_server_gone() -> None:
-    server = FakeServer("a")
-    server.held = True
-    async with engine_over(server) as engine:
-        asked = ask(engine, requests(1))
-        await wait_until(lambda: server.running == 1)
-        for _ in range(3):
-            time.sleep(2 * FAST.silent_s)
-            await asyncio.sleep(2 * FAST.health_every_s)
-        assert engine.slots == server.slots
-        server.held = False
-        await collect(engine, asked)
-    assert len(server.calls) == 1
 
 
 @in_event_loop
