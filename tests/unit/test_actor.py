@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pipelinerl.actor import deadline
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission, make_record
-from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
+from pipelinerl.actor.client import MOST_PASSES, Awake, EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
@@ -207,6 +207,41 @@ def test_request_ids_seeds_and_limits():
         first.close()
         with pytest.raises(RolloutError, match=r"g1\.a0 is over"):
             await first.generate([1])
+
+    asyncio.run(main())
+
+
+def test_rollouts_that_got_tokens_run_until_they_ask_for_more_or_end():
+    async def main():
+        awake, engine = Awake(), EngineClient(ScriptedEngine(lambda r: say("")))
+
+        async def code(client, passes):
+            for _ in range(2):
+                await client.generate([1])
+                for _ in range(passes):
+                    await asyncio.sleep(0)
+            client.close()
+
+        def start(passes):
+            client = RolloutClient(engine, TOKENIZER, SAMPLING, name=f"r{passes}", seed=1, awake=awake)
+            return asyncio.create_task(code(client, passes))
+
+        async def advance():
+            await awake.settle()
+            in_progress = engine.open_requests
+            await engine.advance()
+            await awake.settle()
+            return in_progress
+
+        fast = [start(0), start(MOST_PASSES - 2)]
+        assert [await advance(), await advance()] == [2, 2], "each asks again before the next step"
+        assert all(task.done() for task in fast)
+        slow = start(3 * MOST_PASSES)
+        assert [await advance(), await advance()] == [1, 0], "the engine does not wait for it"
+        while not slow.done():
+            await awake.settle()
+            await engine.advance()
+            await asyncio.sleep(0)
 
     asyncio.run(main())
 

@@ -171,7 +171,7 @@ class Actor:
         self._stopping = True
         self._groups.cancel()
         self._evaluations.end()
-        self._probe.cancel()
+        await self._probe.cancel()
         await asyncio.sleep(0)  # they wake up
         await self._awake.settle()  # and cancel their requests
         await self._engine.advance()  # the engine ends these requests

@@ -52,9 +52,10 @@ class WeightProbe:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def cancel(self) -> None:
-        for task in tuple(self._tasks):
+    async def cancel(self) -> None:
+        for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _find_prompt(self) -> bool:
         if not self._prompt_ids and (trainer := trainer_progress(self._board.read(TRAINER))):
@@ -63,8 +64,7 @@ class WeightProbe:
 
     async def _read(self, request: GenerationRequest, copy: int) -> None:
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                completion = await self._engine.generate(request)
+            completion = await asyncio.wait_for(self._engine.generate(request), TIMEOUT_S)
         except (RequestError, TimeoutError):
             return
         versions = {span.version for span in (*completion.prompt_versions, *completion.weight_versions)}
