@@ -12,14 +12,13 @@ request to the last completion.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +35,37 @@ from pipelinerl.serving.client.server_client import PipelineServer
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes
 from pipelinerl.serving.vllm.start import VllmSettings, running_vllm
+from pipelinerl.types import GenerationRequest
 
 
 class Served:
-    """An engine server through `RemoteEngine`, with at most H requests at a time."""
+    """An engine server through `RemoteEngine`, with at most H requests at a time. `runner` has the engine's event loop."""
 
-    def __init__(self, engine: RemoteEngine, slots: int) -> None:
-        self._engine, self._slots = engine, slots
+    def __init__(self, runner: asyncio.Runner, engine: RemoteEngine, slots: int) -> None:
+        self._runner, self._engine, self._slots = runner, engine, slots
 
     def run(self, jobs: Sequence[Job]) -> list[int]:
-        waiting = deque(requests(jobs))
-        produced: dict[str, int] = {}
-        open_requests = 0
-        while len(produced) < len(jobs):
-            while waiting and open_requests < self._slots:
-                self._engine.submit(waiting.popleft())
-                open_requests += 1
-            for completion in self._engine.step().finished:
-                produced[completion.request_id] = len(completion.token_ids)
-                open_requests -= 1
-        return [produced[str(number)] for number in range(len(jobs))]
+        return self._runner.run(self._serve(jobs))
+
+    async def _serve(self, jobs: Sequence[Job]) -> list[int]:
+        free = asyncio.Semaphore(self._slots)
+
+        async def one(request: GenerationRequest) -> int:
+            async with free:
+                return len((await self._engine.generate(request)).token_ids)
+
+        answers = asyncio.gather(*map(one, requests(jobs)))
+        while not answers.done():
+            await asyncio.sleep(0)
+            await self._engine.advance()
+        return await answers
 
     def close(self) -> None:
         """Keeps the server, which is used by all scenarios."""
 
 
-@contextmanager
-def own_server(options: argparse.Namespace, room: int, directory: Path) -> Iterator[RemoteEngine]:
+@asynccontextmanager
+async def own_server(options: argparse.Namespace, room: int, directory: Path) -> AsyncIterator[RemoteEngine]:
     """A context in which `pipelinerl serve` runs."""
     ready = directory / "ready.json"
     command = [sys.executable, "-c", "import sys; from pipelinerl.cli import main; sys.exit(main())", "serve", options.model]
@@ -74,17 +77,17 @@ def own_server(options: argparse.Namespace, room: int, directory: Path) -> Itera
             while not ready.exists():
                 if process.poll() is not None:
                     raise RuntimeError((directory / "serve.log").read_text())
-                time.sleep(0.1)
-            engine = RemoteEngine([PipelineServer(msgspec.json.decode(ready.read_bytes())["url"])])
-            yield engine
-            engine.close()
+                await asyncio.sleep(0.1)
+            url = msgspec.json.decode(ready.read_bytes())["url"]
+            async with RemoteEngine.connect([PipelineServer(url)]) as engine:
+                yield engine
         finally:
             process.terminate()
             process.wait(60)
 
 
-@contextmanager
-def vllm_server(options: argparse.Namespace, room: int, directory: Path) -> Iterator[RemoteEngine]:
+@asynccontextmanager
+async def vllm_server(options: argparse.Namespace, room: int, directory: Path) -> AsyncIterator[RemoteEngine]:
     folder = resolve_path(options.model)
     slots = max(options.slots)
     settings = VllmSettings(
@@ -95,13 +98,12 @@ def vllm_server(options: argparse.Namespace, room: int, directory: Path) -> Iter
         kv_cache_bytes=kv_cache_bytes(folder, slots=slots, max_length=room, item_bytes=4),
     )
     with running_vllm(settings, [directory / "vllm.log"], timeout_s=300) as (server,):
-        engine = RemoteEngine([VllmServer(server.url)])
-        yield engine
-        engine.close()
+        async with RemoteEngine.connect([VllmServer(server.url)]) as engine:
+            yield engine
 
 
 def compare(
-    options: argparse.Namespace, served: dict[str, RemoteEngine], slots: int, lengths: str, room: int
+    options: argparse.Namespace, served: Callable[[int], dict[str, System]], slots: int, lengths: str, room: int
 ) -> list[Record]:
     count = max(options.fewest, slots * options.waves)
     if lengths == "long_tailed":
@@ -111,7 +113,7 @@ def compare(
     models: dict[str, Any] = {name: common.fresh_model(options.model) for name in options.local}
     jobs = make_jobs(wanted, options.prompt_tokens, next(iter(models.values())).config.vocab_size)
     systems: dict[str, System] = {name: SYSTEMS[name](model, slots, room) for name, model in models.items()}
-    systems |= {name: Served(engine, slots) for name, engine in served.items()}
+    systems |= served(slots)
     try:
         calls = {name: (lambda system=system: timed(system, jobs)) for name, system in systems.items()}
         scenario = {"model": common.model_label(options.model), "slots": slots, "lengths": lengths}
@@ -142,15 +144,24 @@ def main() -> None:
     machine_before = common.machine()
     room = options.prompt_tokens + options.longest
     records: list[Record] = []
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        served = {"pipelinerl_http": stack.enter_context(own_server(options, room, directory))}
-        if options.vllm_python:
-            served["vllm"] = stack.enter_context(vllm_server(options, room, directory))
-        for slots in options.slots:
-            for lengths in options.lengths:
-                records += compare(options, served, slots, lengths, room)
-                print(common.markdown(table_of(records)[-1:]), flush=True)
+    with asyncio.Runner() as runner, tempfile.TemporaryDirectory() as folder:
+        stack = AsyncExitStack()
+        servers = {"pipelinerl_http": own_server} | ({"vllm": vllm_server} if options.vllm_python else {})
+        try:
+            engines = {
+                name: runner.run(stack.enter_async_context(server(options, room, Path(folder))))
+                for name, server in servers.items()
+            }
+
+            def served(slots: int) -> dict[str, System]:
+                return {name: Served(runner, engine, slots) for name, engine in engines.items()}
+
+            for slots in options.slots:
+                for lengths in options.lengths:
+                    records += compare(options, served, slots, lengths, room)
+                    print(common.markdown(table_of(records)[-1:]), flush=True)
+        finally:
+            runner.run(stack.aclose())
     settings = common.settings_of(options)
     del settings["vllm_python"]
     common.write_results(

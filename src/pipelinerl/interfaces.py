@@ -5,10 +5,9 @@ Torch is imported for annotations only, never at run time.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from pipelinerl.errors import PipelineRLError
 from pipelinerl.types import (
     Completion,
     EngineProgress,
@@ -87,18 +86,14 @@ class Environment(Protocol):
 
 
 class StepOutput(NamedTuple):
-    """What one engine step produced: new tokens of streaming requests, and the requests that finished.
-
-    `failed`: request ids, each with the reason, that `submit` accepted but that can't be served.
-    """
+    """What one engine step produced: new tokens of streaming requests, and the requests that finished."""
 
     tokens: Sequence[TokenEvent]
     finished: Sequence[Completion]
-    failed: Sequence[tuple[str, PipelineRLError]] = ()
 
 
-class Engine(Protocol):
-    """Keeps up to H sequences in progress and advances each by one token per step."""
+class EngineState(Protocol):
+    """What every engine says about itself."""
 
     @property
     def version(self) -> int: ...
@@ -118,6 +113,10 @@ class Engine(Protocol):
         """Counts since the engine was made."""
         ...
 
+
+class Engine(EngineState, Protocol):
+    """Keeps up to H sequences in progress and advances each by one token per step."""
+
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises RequestError if it can never be served; other requests are not affected."""
         ...
@@ -132,6 +131,37 @@ class Engine(Protocol):
 
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Apply new weights between two decode steps: all of them, or none (then the receipt has an error)."""
+        ...
+
+
+class AsyncEngine(EngineState, Protocol):
+    """The engine as the actor sees it, embedded or behind HTTP: every request is a coroutine of the actor's event loop.
+
+    Cancelling the coroutine, or closing the stream early, cancels the request. The owner of the engine calls `advance` until
+    all requests are answered.
+    """
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One completion. Raises RequestError, at once or later, if the request can never be served."""
+        ...
+
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
+        """Every token as it arrives, then the completion."""
+        ...
+
+    def take_cancelled(self) -> Sequence[Completion]:
+        """The completions of cancelled requests that have ended since the last call."""
+        ...
+
+    async def advance(self) -> bool:
+        """One decode step, or a short wait for servers. The coroutines that got a token or an answer then run.
+
+        Returns False at once if no request is in progress or queued. Raises the errors that end the engine.
+        """
+        ...
+
+    async def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
+        """Apply new weights in flight: all of them, or none (then the receipt has an error). Requests may go on."""
         ...
 
 

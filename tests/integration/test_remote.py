@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,11 @@ class Server:
         self.process.communicate()
 
 
-@contextmanager
-def engine_over(servers: Sequence[Server], weights: Path) -> Iterator[RemoteEngine]:
+@asynccontextmanager
+async def engine_over(servers: Sequence[Server], weights: Path) -> AsyncIterator[RemoteEngine]:
     clients = [PipelineServer(server.url) for server in servers]
-    engine = RemoteEngine(clients, weight_dirs=[weights], bounds=BOUNDS)
-    try:
+    async with RemoteEngine.connect(clients, weight_dirs=[weights], bounds=BOUNDS) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.fixture
@@ -87,37 +84,35 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Ser
             server.kill()
 
 
-def requests(count: int, max_tokens: int, *, stream: bool = False) -> list[GenerationRequest]:
+def requests(count: int, max_tokens: int) -> list[GenerationRequest]:
     """Groups of four, of many lengths."""
     return [
         GenerationRequest(
             id=f"r{number}",
             prompt_ids=(1 + number // 4 % 9, 3, 5),
             sampling=SamplingParams(max_tokens=max_tokens - number % 13 * max_tokens // 20, seed=number),
-            stream=stream,
         )
         for number in range(count)
     ]
 
 
-def collect(engine: RemoteEngine, count: int, between: Callable[[int], None] = lambda done: None) -> dict[str, Completion]:
-    """Step until `count` requests are answered, each once; `between` sees how many are."""
-    done: dict[str, Completion] = {}
-    until_s = time.monotonic() + PATIENCE_S
-    while len(done) < count:
-        assert time.monotonic() < until_s, f"only {sorted(done)} were answered"
-        for completion in engine.step().finished:
-            assert completion.request_id not in done
-            done[completion.request_id] = completion
-        between(len(done))
+async def nothing(done: int) -> None: ...
+
+
+async def serve(
+    engine: RemoteEngine,
+    wanted: Sequence[GenerationRequest],
+    between: Callable[[int], Awaitable[None]] = nothing,
+) -> dict[str, Completion]:
+    """The answers; `between` sees how many there are."""
+    asked = {request.id: asyncio.create_task(engine.generate(request)) for request in wanted}
+    async with asyncio.timeout(PATIENCE_S):
+        while (done := sum(task.done() for task in asked.values())) < len(asked):
+            await asyncio.sleep(0)
+            await engine.advance()
+            await between(done)
     assert engine.in_progress == engine.queued == 0
-    return done
-
-
-def serve(engine: RemoteEngine, wanted: Sequence[GenerationRequest]) -> dict[str, Completion]:
-    for request in wanted:
-        engine.submit(request)
-    return collect(engine, len(wanted))
+    return {request_id: task.result() for request_id, task in asked.items()}
 
 
 def demo() -> Any:
@@ -141,24 +136,27 @@ def update_of(model: Any, version: int) -> WeightUpdate:
 def test_updates_in_flight_on_two_servers_are_exact(servers: list[Server], tmp_path: Path) -> None:
     models = {0: demo(), 1: changed(1), 2: changed(2)}
     wanted = requests(4 * SLOTS, 200)
-    with engine_over(servers, tmp_path) as engine:
-        for request in wanted:
-            engine.submit(request)
+    probes = [
+        GenerationRequest(id=f"p{copy}", prompt_ids=(4,), sampling=SamplingParams(max_tokens=5), copy=copy)
+        for copy in range(len(servers))
+    ]
 
-        def update(done: int) -> None:
-            if done >= (SLOTS, 2 * SLOTS, 10**9)[engine.version]:
-                version = engine.version + 1
-                receipt = engine.update_weights(update_of(models[version], version))
-                assert receipt.error is None
-                assert receipt.version == engine.version == version
+    async def main() -> dict[str, Completion]:
+        async with engine_over(servers, tmp_path) as engine:
 
-        done = collect(engine, len(wanted), update)
-        assert engine.version == 2
-        probes = [
-            GenerationRequest(id=f"p{copy}", prompt_ids=(4,), sampling=SamplingParams(max_tokens=5), copy=copy)
-            for copy in range(engine.copies)
-        ]
-        done |= serve(engine, probes)
+            async def update(done: int) -> None:
+                if done >= (SLOTS, 2 * SLOTS, 10**9)[engine.version]:
+                    version = engine.version + 1
+                    receipt = await engine.update_weights(update_of(models[version], version))
+                    assert receipt.error is None
+                    assert receipt.version == engine.version == version
+
+            done = await serve(engine, wanted, update)
+            assert engine.version == 2
+            assert engine.copies == len(probes)
+            return done | await serve(engine, probes)
+
+    done = asyncio.run(main())
     switched = 0
     for request in (*wanted, *probes):
         completion = done[request.id]
@@ -177,36 +175,39 @@ def test_a_killed_server_loses_nothing_and_has_the_weights_before_it_has_request
     servers: list[Server], tmp_path: Path
 ) -> None:
     wanted = requests(6 * SLOTS, 100)
-    with engine_over(servers, tmp_path) as engine:
-        undisturbed = serve(engine, wanted)
-        for request in wanted:
-            engine.submit(request)
-        killed = []
+    killed = []
 
-        def kill(done: int) -> None:
-            if done >= SLOTS and not killed:
-                killed.append(done)
-                servers[0].kill()
+    async def kill(done: int) -> None:
+        if done >= SLOTS and not killed:
+            killed.append(done)
+            servers[0].kill()
 
-        done = collect(engine, len(wanted), kill)
-        assert engine.slots == SLOTS
-        # The same seeds and weights: the same tokens, whichever server made them.
-        assert all(done[key].token_ids == completion.token_ids for key, completion in undisturbed.items())
+    async def main() -> None:
+        async with engine_over(servers, tmp_path) as engine:
+            undisturbed = await serve(engine, wanted)
+            done = await serve(engine, wanted, kill)
+            assert engine.slots == SLOTS
+            # The same seeds and weights: the same tokens, whichever server made them.
+            assert all(done[key].token_ids == completion.token_ids for key, completion in undisturbed.items())
 
-        engine.update_weights(update_of(changed(1), 7))
-        assert {span.version for c in serve(engine, requests(4 * SLOTS, 20)).values() for span in c.weight_versions} == {7}
-        servers[0] = Server(tmp_path / "a", servers[0].port)
-        servers[0].wait()
-        until(lambda: engine.slots == 2 * SLOTS)
-        pinned = GenerationRequest(id="p", prompt_ids=(4,), sampling=SamplingParams(max_tokens=5), copy=0)
-        (completion,) = serve(engine, [pinned]).values()
-        assert {span.version for span in completion.weight_versions} == {7}
+            await engine.update_weights(update_of(changed(1), 7))
+            done = await serve(engine, requests(4 * SLOTS, 20))
+            assert {span.version for completion in done.values() for span in completion.weight_versions} == {7}
+            servers[0] = Server(tmp_path / "a", servers[0].port)
+            servers[0].wait()  # this blocks the event loop for seconds
+            async with asyncio.timeout(PATIENCE_S):
+                while engine.slots < 2 * SLOTS:
+                    await asyncio.sleep(0.01)
+            pinned = GenerationRequest(id="p", prompt_ids=(4,), sampling=SamplingParams(max_tokens=5), copy=0)
+            (completion,) = (await serve(engine, [pinned])).values()
+            assert {span.version for span in completion.weight_versions} == {7}
 
-        for server in servers:
-            server.kill()
-        engine.submit(requests(1, 5)[0])
-        with pytest.raises(EngineUnavailableError, match=f"{servers[0].url}.*{servers[1].url}"):
-            collect(engine, 1)
+            for server in servers:
+                server.kill()
+            with pytest.raises(EngineUnavailableError, match=f"{servers[0].url}.*{servers[1].url}"):
+                await serve(engine, requests(1, 5))
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("servers", [1], indirect=True)

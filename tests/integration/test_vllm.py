@@ -234,23 +234,20 @@ def test_a_tied_head_follows_the_embedding(vllm: VllmProcess, tmp_path: Path) ->
 
 
 def test_it_serves_behind_the_engine_protocol(vllm: VllmProcess) -> None:
-    """As the actor uses it: requests from a thread, weights as tensors."""
+    """As the actor uses it: requests as coroutines, weights as tensors."""
     newest = perturbed(load_model(ModelConfig()), 4)
     tensors = named_weights(newest)
     version = version_at(vllm) + 1
-    engine = RemoteEngine([VllmServer(vllm.url)])
-    try:
-        for i in range(4):
-            engine.submit(request(f"old-{i}", max_tokens=200))
-        receipt = engine.update_weights(WeightUpdate(version, checksum(tensors), tensors))
-        assert (receipt.error, receipt.version, receipt.checksum) == (None, version, checksum(tensors))
-        engine.submit(request("new"))
-        done: dict[str, Completion] = {}
-        deadline_s = time.monotonic() + 60
-        while len(done) < 5 and time.monotonic() < deadline_s:
-            done |= {completion.request_id: completion for completion in engine.step().finished}
-    finally:
-        engine.close()
+
+    async def main() -> dict[str, Completion]:
+        async with RemoteEngine.connect([VllmServer(vllm.url)]) as engine, asyncio.timeout(60):
+            asked = [asyncio.create_task(engine.generate(request(f"old-{i}", max_tokens=200))) for i in range(4)]
+            receipt = await engine.update_weights(WeightUpdate(version, checksum(tensors), tensors))
+            assert (receipt.error, receipt.version, receipt.checksum) == (None, version, checksum(tensors))
+            completions = await asyncio.gather(*asked, engine.generate(request("new")))
+            return {completion.request_id: completion for completion in completions}
+
+    done = asyncio.run(main())
     assert logprob_error(newest, (3, 4, 5), done["new"]) < TOLERANCE
     assert {span.version for span in done["new"].weight_versions} == {version}
     assert all(len(done[f"old-{i}"].token_ids) == 200 for i in range(4))
@@ -264,31 +261,37 @@ def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess,
         CollectiveWeightSender(listen(), "key", 1, timeout_s=60.0, bucket_bytes=1 << 18, coordinated=True)
     ) as sender:
         coordinator = CollectiveWeightReceiver(sender.host, sender.port, "key", None, receivers=1)
-        engine = RemoteEngine([VllmServer(vllm.url)], weight_dirs=[tmp_path])
-        done: dict[str, Completion] = {}
 
-        def step() -> dict[str, Completion]:
-            return {completion.request_id: completion for completion in engine.step().finished}
+        async def main() -> dict[str, Completion]:
+            asked: list[asyncio.Task[Completion]] = []
 
-        with closing(coordinator), closing(engine):
-            engine.join_broadcast(sender.host, sender.port, "key")
-            for version, model in enumerate(models, first):
-                weights = named_weights(model)
-                digest = sender.send(version, weights)
-                assert until(lambda version=version: coordinator.offered() == version)
-                for i in range(4):
-                    engine.submit(request(f"v{version}-{i}", max_tokens=200))
-                update = coordinator.poll()
-                assert update is not None
-                receipt = engine.update_weights(update)
-                assert (receipt.error, receipt.version, receipt.checksum) == (None, version, digest)
-                assert receipt.pause_s > 0
-                coordinator.acknowledge(receipt)
-                assert until(lambda: not sender.unanswered())
-                assert [one.checksum for one in sender.receipts()] == [digest]
-                engine.submit(request(f"new-{version}"))
-                assert until(lambda version=version: f"new-{version}" in (done.update(step()) or done))
-            assert until(lambda: len(done.update(step()) or done) == 10)
+            def ask(name: str, **options: Any) -> asyncio.Task[Completion]:
+                asked.append(asyncio.create_task(engine.generate(request(name, **options))))
+                return asked[-1]
+
+            async with RemoteEngine.connect([VllmServer(vllm.url)], weight_dirs=[tmp_path]) as engine, asyncio.timeout(60):
+                await engine.join_broadcast(sender.host, sender.port, "key")
+                for version, model in enumerate(models, first):
+                    weights = named_weights(model)
+                    digest = sender.send(version, weights)
+                    assert until(lambda version=version: coordinator.offered() == version)
+                    for i in range(4):
+                        ask(f"v{version}-{i}", max_tokens=200)
+                    await asyncio.sleep(0)
+                    update = coordinator.poll()
+                    assert update is not None
+                    receipt = await engine.update_weights(update)
+                    assert (receipt.error, receipt.version, receipt.checksum) == (None, version, digest)
+                    assert receipt.pause_s > 0
+                    coordinator.acknowledge(receipt)
+                    assert until(lambda: not sender.unanswered())
+                    assert [one.checksum for one in sender.receipts()] == [digest]
+                    await ask(f"new-{version}")
+                return {completion.request_id: completion for completion in await asyncio.gather(*asked)}
+
+        with closing(coordinator):
+            done = asyncio.run(main())
+    assert len(done) == 10
     for version, model in enumerate(models, first):
         new = done[f"new-{version}"]
         assert {span.version for span in new.weight_versions} == {version}

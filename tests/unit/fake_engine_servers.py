@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from pipelinerl.errors import RequestError, WeightUpdateError
 from pipelinerl.serving.client.adapter import BroadcastWeights, TokenListener, WeightSource
@@ -12,6 +14,26 @@ from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
 
 VOCABULARY = 50
+PATIENCE_S = 5.0
+
+
+def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run the test in an event loop of its own, within `PATIENCE_S`."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                await test(*arguments, **options)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0) -> Completion:

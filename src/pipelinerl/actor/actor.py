@@ -18,7 +18,6 @@ import logging
 from typing import Literal, Protocol
 
 from pipelinerl.actor.admission import Admission
-from pipelinerl.actor.client import let_rollouts_run
 from pipelinerl.actor.deadline import deadlines_work
 from pipelinerl.actor.evaluation import Evaluations, RecordSink, write_record
 from pipelinerl.actor.groups import GroupRunner
@@ -56,8 +55,8 @@ class Actor:
     ) -> None:
         """`admission` decides which groups to start and when."""
         self._groups = groups
-        self._client = groups.context.client
-        self._engine = groups.context.client.engine
+        self._engine = groups.context.engine
+        self._awake = groups.context.awake
         self._admission = admission
         self._writer = writer
         self._receiver = receiver
@@ -80,9 +79,10 @@ class Actor:
         Raises TooManyFailuresError when too many rollouts fail, and any error of the engine, stream or weight receiver.
         """
         self._hand_over()
-        self._take_weights()
+        await self._take_weights()
         verdict = await self._start_rollouts()
-        stepped = await self._client.step()
+        stepped = await self._engine.advance()
+        await self._awake.settle()
         self._groups.check()
         self._hand_over()
         self._status.report(verdict, stepped=stepped, ready=self._admission.opened)
@@ -96,23 +96,21 @@ class Actor:
             if not self._admission.hand_over(version, started=started, rollouts=rollouts, write=self._write_oldest):
                 return
 
-    def _take_weights(self) -> None:
+    async def _take_weights(self) -> None:
         """Apply new weights if there are any and the schedule allows it, and probe the engine once per version."""
         version = self._receiver.offered()
         if version is not None and self._admission.may_take(version).allowed:
             update = self._receiver.poll()
             if update is not None:
-                self._receiver.acknowledge(self._engine.update_weights(update))
+                self._receiver.acknowledge(await self._engine.update_weights(update))
         self._probe.ask()
 
     async def _start_rollouts(self) -> Verdict:
         """Start attempts of an evaluation that is due, then groups. Returns why no more groups were started."""
         if self._evaluations.advance(self._engine.version):
-            await let_rollouts_run(2)  # they submit their requests, which leave less room for groups
-        started = self._groups.groups_started
+            await self._awake.settle()  # they submit their requests, which leave less room for groups
         verdict = self._start_groups()
-        if self._groups.groups_started > started:
-            await let_rollouts_run(2)  # one pass to begin, one to submit
+        await self._awake.settle()
         return verdict
 
     def _start_groups(self) -> Verdict:
@@ -168,9 +166,10 @@ class Actor:
         self._stopping = True
         self._groups.cancel()
         self._evaluations.end()
-        self._probe.cancel()
-        await let_rollouts_run()  # they cancel their requests
-        await self._client.step()  # the engine ends these requests
+        await self._probe.cancel()
+        await asyncio.sleep(0)  # they wake up
+        await self._awake.settle()  # and cancel their requests
+        await self._engine.advance()  # the engine ends these requests
         self._hand_over()
         self._status.done()
 

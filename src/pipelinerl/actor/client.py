@@ -1,15 +1,15 @@
-"""Connects rollouts (coroutines that await tokens) with the engine, which runs one step at a time in the same thread.
+"""Connects rollouts (coroutines that await tokens) with an engine, in one event loop.
 
-A rollout submits a request through its `RolloutClient` and awaits the completion. After each engine step, `EngineClient`
-delivers the step's output, which wakes the rollouts that wait for it.
+rollout ─▶ RolloutClient ─▶ AsyncEngine: `EngineClient` over an engine in this process, or a client of engine servers
+                └ Awake: which rollouts run code of their own, instead of waiting for tokens
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -17,14 +17,21 @@ import msgspec
 
 from pipelinerl.actor.deadline import own_code
 from pipelinerl.errors import RequestError, RolloutError
-from pipelinerl.interfaces import Engine, StepOutput, Tokenizer
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
+from pipelinerl.interfaces import AsyncEngine, Engine, StepOutput, Tokenizer, WeightUpdate
+from pipelinerl.types import (
+    Completion,
+    EngineProgress,
+    GenerationRequest,
+    SamplingParams,
+    TokenEvent,
+    UpdateReceipt,
+    spans_from_versions,
+)
 
-PASSES_TO_REACT = 2
-"""Event-loop passes that a rollout needs from a finished completion to its end or its next request. If its code awaits more
-often, the result is seen one engine step later."""
 CANCELLED = 4096
 """Limit on the completions of cancelled requests kept for `take_cancelled`."""
+MOST_PASSES = 8
+"""Passes of the event loop after which a rollout that is still awake is taken to wait for something else than tokens."""
 
 
 class _Open(NamedTuple):
@@ -35,28 +42,56 @@ class _Open(NamedTuple):
 
 
 class EngineClient:
-    """Lets coroutines await completions of an `Engine`. The owner of the client calls `step`."""
+    """An engine in this process as an `AsyncEngine`: `advance` runs one step and wakes the coroutines that wait for it."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self._engine = engine
         self._open: dict[str, _Open] = {}
         self._cancelled: deque[Completion] = deque(maxlen=CANCELLED)
 
-    def take_cancelled(self) -> list[Completion]:
-        """Completions of cancelled requests that the engine has ended since the last call."""
-        taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED)
-        return taken
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def in_progress(self) -> int:
+        return self._engine.in_progress
+
+    @property
+    def queued(self) -> int:
+        return self._engine.queued
+
+    @property
+    def copies(self) -> int:
+        return self._engine.copies
+
+    def progress(self) -> EngineProgress:
+        return self._engine.progress()
 
     @property
     def open_requests(self) -> int:
         """Number of requests that are awaited."""
         return len(self._open)
 
-    def deliver(self, output: StepOutput) -> None:
-        """Pass one step's tokens and completions to the coroutines that await them.
+    def take_cancelled(self) -> list[Completion]:
+        taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED)
+        return taken
 
-        Raises RuntimeError for a completion of an unknown request, unless it was cancelled.
+    async def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
+        return self._engine.update_weights(update)
+
+    async def advance(self) -> bool:
+        """Run one step, deliver its output and give the event loop one pass.
+
+        Raises RuntimeError for a completion of an unknown request, unless it was cancelled, and any error of the engine.
         """
+        if self.in_progress + self.queued == 0:
+            return False
+        self._deliver(self._engine.step())
+        await asyncio.sleep(0)
+        return True
+
+    def _deliver(self, output: StepOutput) -> None:
         for event in output.tokens:
             request = self._open.get(event.request_id)
             if request is not None and request.tokens is not None:
@@ -72,55 +107,54 @@ class EngineClient:
                 request.completion.set_result(completion)
             if request.tokens is not None:
                 request.tokens.put_nowait(None)
-        for request_id, error in output.failed:
-            request = self._open.pop(request_id, None)
-            if request is not None and not request.completion.done():
-                request.completion.set_exception(error)
-            if request is not None and request.tokens is not None:
-                request.tokens.put_nowait(None)
-
-    async def step(self) -> bool:
-        """Run one engine step, deliver its output and let rollouts react. Returns False, without a step, if it is empty."""
-        if self.engine.in_progress + self.engine.queued == 0:
-            return False
-        output = self.engine.step()
-        self.deliver(output)
-        await let_rollouts_run(PASSES_TO_REACT if output.finished or output.failed else 1)
-        return True
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Submit and await. Raises RequestError, at once or later, if it can't be served. Cancelling cancels the request."""
-        opened = self._submit(request, None)
-        try:
+        """Submit at once and await. Raises RequestError at once if the request can't be served."""
+        with self._submitted(request) as opened:
             return await opened.completion
-        finally:
-            self._cancel(request.id)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
-        """Every token as it is sampled, then the completion. Closing the iterator early cancels the request."""
         tokens: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
-        opened = self._submit(msgspec.structs.replace(request, stream=True), tokens)
-        try:
+        with self._submitted(msgspec.structs.replace(request, stream=True), tokens) as opened:
             while (event := await tokens.get()) is not None:
                 yield event
             yield opened.completion.result()
-        finally:
-            self._cancel(request.id)
 
-    def _submit(self, request: GenerationRequest, tokens: asyncio.Queue[TokenEvent | None] | None) -> _Open:
+    @contextmanager
+    def _submitted(
+        self, request: GenerationRequest, tokens: asyncio.Queue[TokenEvent | None] | None = None
+    ) -> Iterator[_Open]:
+        """The request is in the engine while inside, unless it ends before."""
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request an id of its own")
-        with own_code():
-            self.engine.submit(request)
-            opened = _Open(asyncio.get_running_loop().create_future(), tokens)
-            self._open[request.id] = opened
-        return opened
+        self._engine.submit(request)
+        self._open[request.id] = opened = _Open(asyncio.get_running_loop().create_future(), tokens)
+        try:
+            yield opened
+        finally:
+            if self._open.pop(request.id, None) is not None:
+                self._engine.cancel(request.id)
 
-    def _cancel(self, request_id: str) -> None:
-        if request_id in self._open:
-            with own_code():
-                del self._open[request_id]
-                self.engine.cancel(request_id)
+
+class Awake:
+    """The rollouts that were started or got tokens, and have neither asked for more tokens nor ended since."""
+
+    def __init__(self) -> None:
+        self._rollouts: set[RolloutClient] = set()
+
+    def add(self, rollout: RolloutClient) -> None:
+        self._rollouts.add(rollout)
+
+    def discard(self, rollout: RolloutClient) -> None:
+        self._rollouts.discard(rollout)
+
+    async def settle(self) -> None:
+        """Let rollouts run until none is awake. Those that are awake after `MOST_PASSES` passes are not waited for again."""
+        for _ in range(MOST_PASSES):
+            if not self._rollouts:
+                return
+            await asyncio.sleep(0)
+        self._rollouts.clear()
 
 
 class Produced(NamedTuple):
@@ -135,13 +169,22 @@ class RolloutClient:
 
     `name` identifies the rollout in the run (`g12.a3`): its requests are `g12.a3.t0`, `g12.a3.t1`, ... `sampling` holds
     the run's parameters; its `max_tokens` is both the default and the upper limit. `seed` is the rollout's; each request
-    gets a seed derived from it.
+    gets a seed derived from it. The rollout is in `awake` whenever it does not wait for tokens, from now on until `close`.
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, sampling: SamplingParams, *, name: str, seed: int
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        seed: int,
+        awake: Awake | None = None,
     ) -> None:
-        self._client = client
+        self._engine = engine
+        self._awake = awake or Awake()
+        self._awake.add(self)
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._name = name
@@ -169,7 +212,8 @@ class RolloutClient:
         Raises PromptTooLongError or RequestError at once if the engine can't serve the request.
         """
         request = self._request(prompt_ids, max_tokens)
-        completion = await self._client.generate(request)
+        with self._waiting():
+            completion = await self._engine.generate(request)
         self._produced[request.id] = Produced(request.prompt_ids, completion)
         return completion
 
@@ -178,14 +222,31 @@ class RolloutClient:
         request = self._request(prompt_ids, max_tokens)
         seen: list[TokenEvent] = []
         self._streamed[request.id] = (request.prompt_ids, seen)
-        async with aclosing(self._client.stream(request)) as events:
-            async for event in events:
+        events = self._engine.stream(request)
+        try:
+            while True:
+                with self._waiting():
+                    event = await anext(events)
                 if isinstance(event, Completion):
-                    del self._streamed[request.id]
-                    self._produced[request.id] = Produced(request.prompt_ids, event)
-                else:
-                    seen.append(event)
-                    yield event
+                    break
+                seen.append(event)
+                yield event
+        finally:
+            with own_code():
+                await events.aclose()
+        del self._streamed[request.id]
+        self._produced[request.id] = Produced(request.prompt_ids, event)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The rollout waits for tokens inside. What runs there is code of the engine, not of the user."""
+        self._awake.discard(self)
+        try:
+            with own_code():
+                yield
+        finally:
+            if not self._closed:
+                self._awake.add(self)
 
     @property
     def completions(self) -> tuple[Completion, ...]:
@@ -203,6 +264,7 @@ class RolloutClient:
     def close(self) -> None:
         """End the rollout. Code of it that still runs gets a RolloutError from then on."""
         self._closed = True
+        self._awake.discard(self)
 
     def _request(self, prompt_ids: Sequence[int], max_tokens: int | None) -> GenerationRequest:
         if self._closed:
@@ -214,12 +276,6 @@ class RolloutClient:
             prompt_ids=tuple(map(int, prompt_ids)),
             sampling=msgspec.structs.replace(self._sampling, max_tokens=limit, seed=derive_seed(self._seed, turn)),
         )
-
-
-async def let_rollouts_run(passes: int = PASSES_TO_REACT) -> None:
-    """Let every ready coroutine run, for `passes` passes of the event loop."""
-    for _ in range(passes):
-        await asyncio.sleep(0)
 
 
 def rollout_of(request_id: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from pipelinerl.actor.client import RolloutClient, derive_seed, let_rollouts_run
+from pipelinerl.actor.client import derive_seed
 from pipelinerl.actor.rollouts import Failure, RolloutContext, attempt
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError
@@ -69,7 +69,7 @@ class Evaluation:
 
 
 class _Pass:
-    """The attempts of one evaluation. The caller steps the engine.
+    """The attempts of one evaluation. The caller advances the engine.
 
     Seeds depend only on a problem's position in `problems`, so that evaluations of different weights, or in different runs,
     differ only by the weights.
@@ -111,8 +111,7 @@ class _Pass:
         context, before = self._context, self.running
         while self._waiting and self.running < slots:
             number = self._waiting.popleft()
-            name, seed = f"evaluation-{self._name}.{number}", derive_seed("evaluation", number)
-            client = RolloutClient(context.client, context.tokenizer, context.sampling, name=name, seed=seed)
+            client = context.rollout_client(f"evaluation-{self._name}.{number}", derive_seed("evaluation", number))
             attempted = attempt(context.environment, self._problems[number], client, context.limits)
             self._running[asyncio.create_task(attempted)] = number
         return self.running > before
@@ -193,13 +192,13 @@ class Evaluations:
         """
         if not self._config.problems:
             return False
-        client = self._context.client
-        self._pass = running = _Pass(self._context, self._problems, when, client.engine.version)
+        context = self._context
+        self._pass = running = _Pass(context, self._problems, when, context.engine.version)
         try:
             while not running.complete:
-                running.start(self._context.slots)
-                await let_rollouts_run(2)
-                if not await client.step():
+                running.start(context.slots)
+                await context.awake.settle()
+                if not await context.engine.advance():
                     await asyncio.sleep(IDLE_S)
                 running.collect()
                 on_step()

@@ -138,13 +138,14 @@ class GroupRunner:
             if isinstance(made, Failure):
                 self._ended(group, number, made, 0)
                 continue
-            task = asyncio.create_task(self._attempt(group, number, made[0]))
+            client = self.context.rollout_client(group.rollout_name(number), derive_seed(self.context.seed, index, number))
+            task = asyncio.create_task(self._attempt(group, number, made[0], client))
             self._tasks.add(task)
             task.add_done_callback(self._on_task_done)
 
     def check(self) -> None:
         """Raises TooManyFailuresError when too many attempts failed, and errors that are not the environment's."""
-        for completion in self.context.client.take_cancelled():
+        for completion in self.context.engine.take_cancelled():
             self._failures.cancelled(rollout_of(completion.request_id), len(completion.token_ids))
         if self._crash is not None:
             raise self._crash
@@ -166,16 +167,8 @@ class GroupRunner:
         for task in tuple(self._tasks):
             task.cancel()
 
-    async def _attempt(self, group: OpenGroup, number: int, problem: Problem) -> None:
-        context = self.context
-        client = RolloutClient(
-            context.client,
-            context.tokenizer,
-            context.sampling,
-            name=group.rollout_name(number),
-            seed=derive_seed(context.seed, group.index, number),
-        )
-        outcome = await attempt(context.environment, problem, client, context.limits)
+    async def _attempt(self, group: OpenGroup, number: int, problem: Problem, client: RolloutClient) -> None:
+        outcome = await attempt(self.context.environment, problem, client, self.context.limits)
         self._ended(group, number, outcome, sum(len(one.token_ids) for one in client.completions))
 
     def _ended(self, group: OpenGroup, number: int, outcome: Rollout | Failure, length: int) -> None:

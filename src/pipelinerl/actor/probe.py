@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from pipelinerl.actor.client import EngineClient
 from pipelinerl.errors import RequestError
-from pipelinerl.interfaces import Board
+from pipelinerl.interfaces import AsyncEngine, Board
 from pipelinerl.types import TRAINER, GenerationRequest, ProbeReading, SamplingParams, trainer_progress
 
 READINGS_KEPT = 16
@@ -20,17 +19,16 @@ TIMEOUT_S = 60.0
 
 
 class WeightProbe:
-    """Probes the weights of the engine of `client`, with the prompt that the trainer publishes on `board`.
+    """Probes the weights of `engine`, with the prompt that the trainer publishes on `board`.
 
     `stage` is the engine's name there. `readings` are the latest results, oldest first. `unreported` is true if there are
     new ones; the reader resets it.
     """
 
-    def __init__(self, client: EngineClient, board: Board, stage: str) -> None:
+    def __init__(self, engine: AsyncEngine, board: Board, stage: str) -> None:
         self.readings: deque[ProbeReading] = deque(maxlen=READINGS_KEPT)
         self.unreported = False
-        self._client = client
-        self._engine = client.engine
+        self._engine = engine
         self._board = board
         self._stage = stage
         self._prompt_ids: tuple[int, ...] = ()
@@ -54,9 +52,10 @@ class WeightProbe:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def cancel(self) -> None:
-        for task in tuple(self._tasks):
+    async def cancel(self) -> None:
+        for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _find_prompt(self) -> bool:
         if not self._prompt_ids and (trainer := trainer_progress(self._board.read(TRAINER))):
@@ -65,7 +64,7 @@ class WeightProbe:
 
     async def _read(self, request: GenerationRequest, copy: int) -> None:
         try:
-            completion = await asyncio.wait_for(self._client.generate(request), TIMEOUT_S)
+            completion = await asyncio.wait_for(self._engine.generate(request), TIMEOUT_S)
         except (RequestError, TimeoutError):
             return
         versions = {span.version for span in (*completion.prompt_versions, *completion.weight_versions)}

@@ -9,6 +9,7 @@ propagated, so that a bad attempt costs only itself.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import numbers
@@ -22,11 +23,11 @@ from typing import Literal, NamedTuple, Self, cast
 
 import msgspec
 
-from pipelinerl.actor.client import EngineClient, Produced, RolloutClient
+from pipelinerl.actor.client import Awake, Produced, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, CodeGivenUpError
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import PromptTooLongError, RolloutError, TooManyFailuresError
-from pipelinerl.interfaces import Engine, Environment, Tokenizer
+from pipelinerl.interfaces import AsyncEngine, Environment, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 
 FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
@@ -54,19 +55,20 @@ class RolloutContext:
     """What training rollouts and evaluations of a generation process share. `slots` is the engine's H."""
 
     environment: Environment
-    client: EngineClient
+    engine: AsyncEngine
     tokenizer: Tokenizer
     sampling: SamplingParams
     limits: TimeLimits
     seed: int
     slots: int
+    awake: Awake = dataclasses.field(default_factory=Awake)
 
     @classmethod
     def of(
         cls,
         config: ActorConfig,
         environment: Environment,
-        engine: Engine,
+        engine: AsyncEngine,
         tokenizer: Tokenizer,
         *,
         seed: int,
@@ -76,7 +78,7 @@ class RolloutContext:
         """The context of a run: sampling parameters and limits of `config`."""
         return cls(
             environment=environment,
-            client=EngineClient(engine),
+            engine=engine,
             tokenizer=tokenizer,
             sampling=SamplingParams(
                 max_tokens=config.max_tokens,
@@ -91,6 +93,10 @@ class RolloutContext:
             seed=seed,
             slots=slots,
         )
+
+    def rollout_client(self, name: str, seed: int) -> RolloutClient:
+        """The client of a rollout that is about to start."""
+        return RolloutClient(self.engine, self.tokenizer, self.sampling, name=name, seed=seed, awake=self.awake)
 
 
 async def attempt(

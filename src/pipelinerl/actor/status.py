@@ -39,7 +39,7 @@ class GenerationStatus:
         self._evaluations = evaluations
         self._probe = probe
         self._slots = groups.context.slots
-        self._engine = groups.context.client.engine
+        self._engine = groups.context.engine
         self._stages = stages
         self._timeline = timeline
         self._clock = clock

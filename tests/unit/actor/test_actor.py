@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pipelinerl.actor import deadline
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
-from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
+from pipelinerl.actor.client import MOST_PASSES, Awake, EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
@@ -71,7 +71,7 @@ async def drive(client, *coroutines):
         if all(task.done() for task in tasks):
             break
         await asyncio.sleep(0)
-        await client.step()
+        await client.advance()
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -132,12 +132,12 @@ def test_cancelling_the_caller_cancels_the_request():
         client = EngineClient(engine)
         task = asyncio.create_task(client.generate(request("a")))
         await asyncio.sleep(0)
-        await client.step()
+        await client.advance()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert engine.cancelled == ["a"]
-        await client.step()  # the engine reports the cancelled completion, which nobody awaits any more
+        await client.advance()  # the engine reports the cancelled completion, which nobody awaits any more
         assert engine.in_progress == client.open_requests == 0
 
     asyncio.run(main())
@@ -147,7 +147,7 @@ def test_a_completion_that_nobody_asked_for_is_an_error():
     engine = ScriptedEngine(lambda r: say(""))
     engine.submit(request("stray"))
     with pytest.raises(RuntimeError, match="stray"):
-        EngineClient(engine).deliver(engine.step())
+        asyncio.run(EngineClient(engine).advance())
 
 
 def test_streaming():
@@ -181,7 +181,7 @@ def test_leaving_a_stream_early_cancels_and_records_what_was_seen():
 
         await drive(client, consume())
         await asyncio.sleep(0.01)
-        await client.step()
+        await client.advance()
         assert engine.cancelled == ["g0.a0.t0"]
         (completion,) = view.completions
         assert completion.token_ids == tuple(TOKENIZER.encode("a l"))
@@ -211,6 +211,41 @@ def test_request_ids_seeds_and_limits():
     asyncio.run(main())
 
 
+def test_rollouts_that_got_tokens_run_until_they_ask_for_more_or_end():
+    async def main():
+        awake, engine = Awake(), EngineClient(ScriptedEngine(lambda r: say("")))
+
+        async def code(client, passes):
+            for _ in range(2):
+                await client.generate([1])
+                for _ in range(passes):
+                    await asyncio.sleep(0)
+            client.close()
+
+        def start(passes):
+            client = RolloutClient(engine, TOKENIZER, SAMPLING, name=f"r{passes}", seed=1, awake=awake)
+            return asyncio.create_task(code(client, passes))
+
+        async def advance():
+            await awake.settle()
+            in_progress = engine.open_requests
+            await engine.advance()
+            await awake.settle()
+            return in_progress
+
+        fast = [start(0), start(MOST_PASSES - 2)]
+        assert [await advance(), await advance()] == [2, 2], "each asks again before the next step"
+        assert all(task.done() for task in fast)
+        slow = start(3 * MOST_PASSES)
+        assert [await advance(), await advance()] == [1, 0], "the engine does not wait for it"
+        while not slow.done():
+            await awake.settle()
+            await engine.advance()
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
 def test_seeds_are_the_same_on_every_machine_and_differ():
     assert derive_seed(0, 1, 2) == 603432347784401458
     seeds = {derive_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
@@ -230,7 +265,7 @@ def play(play_function, *, limits=LIMITS, engine=None):
         task = asyncio.create_task(attempt(Task(play_function), Problem(id="p", payload={}), view, limits))
         while not task.done():
             await asyncio.sleep(0)
-            if not await client.step():
+            if not await client.advance():
                 await asyncio.sleep(0.001)
         for _ in range(4):
             await asyncio.sleep(0)
@@ -539,14 +574,14 @@ class Harness:
         self.admission.open()
         config = ActorConfig(**{"group_size": k, "max_tokens": 20, **config})
         context = RolloutContext.of(
-            config, environment or Task(), self.engine, TOKENIZER, seed=5, slots=slots, stop_token_ids=[STOP]
+            config, environment or Task(), EngineClient(self.engine), TOKENIZER, seed=5, slots=slots, stop_token_ids=[STOP]
         )
         self.groups = GroupRunner(context, config)
         self.evaluated = []
         self.evaluations = Evaluations(
             context, evaluation or EvaluationConfig(), on_done=self.evaluated.append, until=until, reached=reached
         )
-        probe = WeightProbe(self.groups.context.client, self.board, "engine")
+        probe = WeightProbe(self.groups.context.engine, self.board, "engine")
         self.actor = Actor(
             groups=self.groups,
             admission=self.admission,

@@ -169,7 +169,7 @@ def test_one_that_ends_with_training_is_not_given_up():
         assert evaluations.advance(3)
         for _ in range(20):
             await asyncio.sleep(0)
-            await watched.harness.groups.context.client.step()
+            await watched.harness.groups.context.engine.advance()
         evaluations.end()
         assert [(evaluation.version, evaluation.skipped) for evaluation in watched.done] == [(3, 0)]
         assert (evaluations.answered, evaluations.running) == (6, 0)

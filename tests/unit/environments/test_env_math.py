@@ -265,7 +265,7 @@ def test_an_answer_that_would_never_end_is_wrong_and_generation_goes_on(tmp_path
         view = RolloutClient(client, TOKENIZER, SamplingParams(max_tokens=99, stop_token_ids=(STOP,)), name="a", seed=0)
         task = asyncio.create_task(attempt(environment, problem, view, TimeLimits(60, CodeAlarm(1.0))))
         while not task.done():
-            await client.step()
+            await client.advance()
             await asyncio.sleep(0.001)
             turns += 1
         return task.result()

@@ -542,7 +542,7 @@ def test_code_of_the_environment_that_never_yields_costs_the_rollout(load) -> No
         limits = TimeLimits(60.0, CodeAlarm(2.0))
         attempted = asyncio.create_task(attempt(environment, environment.problem(0), view, limits))
         while not attempted.done():
-            await client.step()
+            await client.advance()
             await asyncio.sleep(0)
         return attempted.result()
 

@@ -49,7 +49,7 @@ def play(environment, problem, answers, tokenizer=TOKENIZER):
         task = asyncio.create_task(environment.rollout(problem, view))
         while not task.done():
             await asyncio.sleep(0)
-            await client.step()
+            await client.advance()
         return check_rollout(task.result(), view.produced())
 
     return asyncio.run(main()), engine.requests

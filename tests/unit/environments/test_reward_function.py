@@ -74,7 +74,7 @@ def play(environment, problem, answers, tokenizer=TOKENIZER):
             view = RolloutClient(client, tokenizer, sampling, name=f"g0.a{number}", seed=0)
             attempted = asyncio.create_task(attempt(environment, problem, view, limits))
             while not attempted.done():
-                await client.step()
+                await client.advance()
                 await asyncio.sleep(0)
             outcomes.append(attempted.result())
         return outcomes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,9 @@ def test_servers_are_awaited_for_a_while_and_named(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.make_folders()
     run.ready_file("server-0").write_text('{"url": "http://127.0.0.1:7", "pid": 1}')
-    assert _wait_for_servers(run, ["server-0"], 0.0) == ["http://127.0.0.1:7"]
+    assert asyncio.run(_wait_for_servers(run, ["server-0"], 0.0)) == ["http://127.0.0.1:7"]
     with pytest.raises(StalledError, match=r"^server-1 not ready after 0 s; look at .*server-1\.log$"):
-        _wait_for_servers(run, ["server-0", "server-1"], 0.0)
+        asyncio.run(_wait_for_servers(run, ["server-0", "server-1"], 0.0))
 
 
 def test_a_key_that_is_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

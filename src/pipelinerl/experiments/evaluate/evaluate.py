@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed, let_rollouts_run
+from pipelinerl.actor.client import Awake, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import evaluated, held_out_problems
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
@@ -33,7 +34,7 @@ from pipelinerl.experiments.evaluate.results import (
     Tally,
 )
 from pipelinerl.experiments.statistics import Floats
-from pipelinerl.interfaces import Engine, Environment, Tokenizer
+from pipelinerl.interfaces import AsyncEngine, Environment, Tokenizer
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.types import Problem, Rollout, SamplingParams
 
@@ -88,7 +89,9 @@ class _Evaluation:
         folder.write_summary(self._summary("unfinished"))
         done = True
         for number, target in enumerate(self.plan.targets):
-            done = not self.stop() and self._evaluate(target, *(self._load_environment(target) if number else first), folder)
+            done = not self.stop() and asyncio.run(
+                self._evaluate(target, *(self._load_environment(target) if number else first), folder)
+            )
             if not done:
                 break
         summary = self._summary("finished" if done else "interrupted")
@@ -119,7 +122,9 @@ class _Evaluation:
         self.problems = problems
         return environment, tokenizer
 
-    def _evaluate(self, target: Target, environment: Environment, tokenizer: Tokenizer, folder: EvaluationFolder) -> bool:
+    async def _evaluate(
+        self, target: Target, environment: Environment, tokenizer: Tokenizer, folder: EvaluationFolder
+    ) -> bool:
         """Evaluate one model; False if it was stopped. Results so far are written even if it is stopped or fails."""
         plan, settings = self.plan, self.plan.settings
         tally = Tally(self.problems, settings)
@@ -129,10 +134,11 @@ class _Evaluation:
             mean = "" if tally.reward is None else f", mean reward {tally.reward:.3f}"
             self.say(f"{target.name}: {tally.attempts} of {len(self.problems) * settings.attempts} attempts{mean}")
 
-        with (
-            engine_for(target, plan.engine, tokenizer, settings.max_tokens, plan.api_key) as ready,
-            folder.attempts(target.folder) as write,
-        ):
+        async with AsyncExitStack() as stack:
+            ready = await stack.enter_async_context(
+                engine_for(target, plan.engine, tokenizer, settings.max_tokens, plan.api_key)
+            )
+            write = stack.enter_context(folder.attempts(target.folder))
 
             def on_attempt(record: AttemptRecord) -> None:
                 nonlocal reported_s
@@ -153,9 +159,7 @@ class _Evaluation:
                 environment, self.problems, settings.attempts, sampling, self.limits, settings.pass_at, settings.seed
             )
             try:
-                done = asyncio.run(
-                    answer(questions, ready.engine, tokenizer, ready.slots, stop=self.stop, on_attempt=on_attempt)
-                )
+                done = await answer(questions, ready.engine, tokenizer, ready.slots, stop=self.stop, on_attempt=on_attempt)
             finally:
                 report()
                 self.results.append(tally.result(target, ready.version, self.first_values))
@@ -204,7 +208,7 @@ class Questions(NamedTuple):
 
 async def answer(
     questions: Questions,
-    engine: Engine,
+    engine: AsyncEngine,
     tokenizer: Tokenizer,
     slots: int,
     *,
@@ -217,7 +221,7 @@ async def answer(
     `questions.seed`, the problem's position and the attempt, so different weights get the same random numbers.
     `on_attempt` is called for each attempt in order of completion, failed ones included. Raises what the engine raises.
     """
-    client = EngineClient(engine)
+    awake = Awake()
     waiting = ((number, k) for number in range(len(questions.problems)) for k in range(questions.attempts))
     running: dict[asyncio.Task[Rollout | Failure], tuple[int, int]] = {}
     upcoming = next(waiting, None)
@@ -226,12 +230,13 @@ async def answer(
             while upcoming is not None and len(running) < slots:
                 number, k = upcoming
                 seed = derive_seed("eval", questions.seed, number, k)
-                view = RolloutClient(client, tokenizer, questions.sampling, name=f"eval.{number}.{k}", seed=seed)
-                rollout = attempt(questions.environment, questions.problems[number], view, questions.limits)
+                name = f"eval.{number}.{k}"
+                client = RolloutClient(engine, tokenizer, questions.sampling, name=name, seed=seed, awake=awake)
+                rollout = attempt(questions.environment, questions.problems[number], client, questions.limits)
                 running[asyncio.create_task(rollout)] = upcoming
                 upcoming = next(waiting, None)
-            await let_rollouts_run()
-            if not await client.step():
+            await awake.settle()
+            if not await engine.advance():
                 await asyncio.sleep(IDLE_S)
             for task in [task for task in running if task.done()]:
                 on_attempt(_record(questions, *running.pop(task), task.result(), tokenizer))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from pipelinerl.actor.client import EngineClient
 from pipelinerl.checkpoint import load_checkpoint, saved_versions
 from pipelinerl.config.schema import LONGEST_SLOT, EngineConfig, ModelConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RunDirectoryError, UserError
-from pipelinerl.interfaces import Engine, Tokenizer
+from pipelinerl.interfaces import AsyncEngine, Tokenizer
 from pipelinerl.launch.stages.engines import server_clients
 from pipelinerl.models.loading import load_model, model_max_length, resolve_path, stop_token_ids
 from pipelinerl.report.series import read_config
@@ -110,26 +111,26 @@ STARTUP_S = 30.0
 class EvaluationEngine(NamedTuple):
     """An engine that is ready. `version` is None if the number of optimizer steps behind the weights is unknown."""
 
-    engine: Engine
+    engine: AsyncEngine
     slots: int
     stop_token_ids: tuple[int, ...]
     version: int | None
 
 
-@contextmanager
-def engine_for(
+@asynccontextmanager
+async def engine_for(
     target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int, api_key: str | None
-) -> Iterator[EvaluationEngine]:
+) -> AsyncIterator[EvaluationEngine]:
     """The engine that `config` describes; its memory is freed on exit.
 
-    Raises ModelLoadError, UnsupportedModelError or CheckpointError; for servers what `RemoteEngine` raises, and UserError
-    if they serve another model.
+    Raises ModelLoadError, UnsupportedModelError or CheckpointError; for servers what `RemoteEngine.connect` raises, and
+    UserError if they serve another model.
     """
     try:
         if config.kind == "local":
             yield _local(target, config, tokenizer, max_tokens)
         else:
-            with _remote(target, config, api_key) as ready:
+            async with _remote(target, config, api_key) as ready:
                 yield ready
     finally:
         gc.collect()
@@ -147,18 +148,18 @@ def _local(target: Target, config: EngineConfig, tokenizer: Tokenizer, max_token
         prefill_tokens=config.prefill_tokens,
         version=target.version or 0,
     )
-    return EvaluationEngine(engine, config.slots, stop_token_ids(model, tokenizer), target.version)
+    return EvaluationEngine(EngineClient(engine), config.slots, stop_token_ids(model, tokenizer), target.version)
 
 
-@contextmanager
-def _remote(target: Target, config: EngineConfig, api_key: str | None) -> Iterator[EvaluationEngine]:
+@asynccontextmanager
+async def _remote(target: Target, config: EngineConfig, api_key: str | None) -> AsyncIterator[EvaluationEngine]:
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - HTTP client, only needed here
     from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
 
     facts = model_facts(target.model.path)
     servers = server_clients(config.kind, config.urls, facts, api_key)
-    with closing(RemoteEngine(servers, bounds=Bounds(startup_s=STARTUP_S))) as engine:
+    async with RemoteEngine.connect(servers, bounds=Bounds(startup_s=STARTUP_S)) as engine:
         if engine.limits.vocabulary != facts.vocabulary:
             raise UserError(
                 f"{config.urls[0]} serves a model with a vocabulary of {engine.limits.vocabulary} tokens, but "

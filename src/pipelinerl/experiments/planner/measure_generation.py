@@ -18,6 +18,7 @@ import numpy as np
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import RolloutContext
@@ -155,7 +156,7 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
         context = RolloutContext.of(
             config.actor,
             generator.environment,
-            generator.engine,
+            EngineClient(generator.engine),
             generator.tokenizer,
             seed=config.seed,
             slots=config.engine.slots,

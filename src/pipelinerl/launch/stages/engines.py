@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from pipelinerl.actor.client import EngineClient
 from pipelinerl.config.schema import EngineConfig, RunConfig
 from pipelinerl.errors import StalledError, UserError
-from pipelinerl.interfaces import Engine, Tokenizer
+from pipelinerl.interfaces import AsyncEngine, Tokenizer
 from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
@@ -36,12 +39,11 @@ class ReadyFile(msgspec.Struct, frozen=True):
 
 
 class EngineHandle(NamedTuple):
-    """An engine that is ready. `slots` is its H, summed over all servers; `close` releases its resources."""
+    """An engine that is ready. `slots` is its H, summed over all servers."""
 
-    engine: Engine
+    engine: AsyncEngine
     slots: int
     stop_token_ids: Sequence[int]
-    close: Callable[[], None]
 
 
 def waits_for(config: EngineConfig) -> str:
@@ -51,14 +53,16 @@ def waits_for(config: EngineConfig) -> str:
     return f"waits for the engine servers {', '.join(config.urls)}".rstrip()
 
 
-def make_engine(session: Session, name: str, tokenizer: Tokenizer, sender: SenderAddress | None = None) -> EngineHandle:
-    """The engine that the run file configures. `sender` is the broadcast that its servers join, if weights are broadcast.
+def make_engine(
+    session: Session, name: str, tokenizer: Tokenizer, sender: SenderAddress | None = None
+) -> AbstractAsyncContextManager[EngineHandle]:
+    """The engine that the run file configures: loaded now, or over servers, which are connected with on entry.
 
-    Raises ModelLoadError and UnsupportedModelError; for servers also StalledError, UserError and the errors of
-    `RemoteEngine`.
+    `sender` is the broadcast that its servers join, if weights are broadcast. Raises ModelLoadError and
+    UnsupportedModelError; for servers also StalledError, UserError and the errors of `RemoteEngine.connect`.
     """
     if session.config.engine.kind == "local":
-        return _local(session.config, name, tokenizer)
+        return nullcontext(_local(session.config, name, tokenizer))
     return _remote(session, name, sender)
 
 
@@ -83,10 +87,11 @@ def _local(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
     from pipelinerl.models.loading import stop_token_ids  # noqa: PLC0415 - as above
 
     model, engine = load_local_engine(config, name)
-    return EngineHandle(engine, config.engine.slots, stop_token_ids(model, tokenizer), lambda: None)
+    return EngineHandle(EngineClient(engine), config.engine.slots, stop_token_ids(model, tokenizer))
 
 
-def _remote(session: Session, name: str, sender: SenderAddress | None) -> EngineHandle:
+@asynccontextmanager
+async def _remote(session: Session, name: str, sender: SenderAddress | None) -> AsyncIterator[EngineHandle]:
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.client.weights_file import SHARED_MEMORY  # noqa: PLC0415 - as above
@@ -96,21 +101,17 @@ def _remote(session: Session, name: str, sender: SenderAddress | None) -> Engine
     key = _api_key(config.engine)
     deadline_s = time.monotonic() + START_SHARE * config.launch.startup_timeout_s
     facts = model_facts(config.model.path)
-    urls = config.engine.urls or _wait_for_servers(session.run, server_roles(config), deadline_s - time.monotonic())
+    urls = config.engine.urls or await _wait_for_servers(session.run, server_roles(config), deadline_s - time.monotonic())
     shared = config.engine.weights_dir
     directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
     left_s = max(1.0, deadline_s - time.monotonic())
     bounds = Bounds(startup_s=left_s, join_s=left_s)
     servers = server_clients(config.engine.kind, urls, facts, key)
-    engine = RemoteEngine(servers, name=name, weight_dirs=directories, bounds=bounds)
-    try:
+    async with RemoteEngine.connect(servers, name=name, weight_dirs=directories, bounds=bounds) as engine:
         _refuse_newer(engine.newest_version, session.plan.version)
         if sender is not None:
-            engine.join_broadcast(*sender)
-    except BaseException:
-        engine.close()
-        raise
-    return EngineHandle(engine, engine.slots, facts.stop_token_ids, engine.close)
+            await engine.join_broadcast(*sender)
+        yield EngineHandle(engine, engine.slots, facts.stop_token_ids)
 
 
 def _refuse_newer(held: int, first: int) -> None:
@@ -132,13 +133,13 @@ def server_clients(kind: str, urls: Sequence[str], facts: ModelFacts, api_key: s
     return [VllmServer(url, facts=facts, api_key=api_key) for url in urls]
 
 
-def _wait_for_servers(run: RunDirectory, roles: Sequence[str], timeout_s: float) -> list[str]:
+async def _wait_for_servers(run: RunDirectory, roles: Sequence[str], timeout_s: float) -> list[str]:
     """The addresses of the servers that the launcher started, once all have written their ready files."""
     deadline_s = time.monotonic() + timeout_s
     while absent := [role for role in roles if not run.ready_file(role).exists()]:
         if time.monotonic() > deadline_s:
             raise StalledError(f"{' and '.join(absent)} not ready after {timeout_s:.0f} s; look at {run.log(absent[0])}")
-        time.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(LOOK_EVERY_S)
     return [msgspec.json.decode(run.ready_file(role).read_bytes(), type=ReadyFile).url for role in roles]
 
 

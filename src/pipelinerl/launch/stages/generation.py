@@ -14,8 +14,9 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Board, Engine, StreamStats, StreamWriter, WeightReceiver
+from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
 from pipelinerl.launch.interrupts import stop_on_sigterm
 from pipelinerl.launch.roles import generation_threads, usable_cores, yield_to_the_trainer
 from pipelinerl.launch.session import Session
@@ -96,6 +97,7 @@ class RolloutWriter:
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.1
+POLL_S = 0.002
 YOUNG_OBJECTS = 50_000
 """Garbage collection threshold: more objects than the rollouts in progress have, but traversed in milliseconds."""
 
@@ -126,9 +128,12 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
         asyncio.run(generate(generation, stop=stop_on_sigterm(threading.Event())))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Generation:
-    """What generation process number `index` works with. Made by `build_generation`; call `close` at the end."""
+    """What generation process number `index` works with. Made by `build_generation`; call `close` at the end.
+
+    `groups` is set once the engine is ready.
+    """
 
     session: Session
     index: int
@@ -136,13 +141,11 @@ class Generation:
     board: Board
     writer: StreamWriter[Group]
     receiver: WeightReceiver
-    handle: EngineHandle
-    groups: GroupRunner
+    environment: Environment
+    tokenizer: Tokenizer
+    engine: AbstractAsyncContextManager[EngineHandle]
     admission: Admission
-
-    @property
-    def engine(self) -> Engine:
-        return self.handle.engine
+    groups: GroupRunner = field(init=False)
 
     @property
     def evaluation(self) -> EvaluationConfig:
@@ -162,7 +165,6 @@ class Generation:
 
     def close(self) -> None:
         self.admission.close()
-        self.handle.close()
 
 
 def build_generation(
@@ -186,16 +188,7 @@ def build_generation(
     if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
         raise no_held_out(config.environment.kind, config.evaluation.problems)
     starting(board, stages, waits_for(config.engine))
-    handle = make_engine(session, stages.engine, tokenizer, sender)
-    context = RolloutContext.of(
-        config.actor,
-        environment,
-        handle.engine,
-        tokenizer,
-        seed=config.seed,
-        slots=handle.slots,
-        stop_token_ids=handle.stop_token_ids,
-    )
+    engine = make_engine(session, stages.engine, tokenizer, sender)
     return Generation(
         session=session,
         index=index,
@@ -203,8 +196,9 @@ def build_generation(
         board=board,
         writer=writer,
         receiver=receiver,
-        handle=handle,
-        groups=GroupRunner(context, config.actor),
+        environment=environment,
+        tokenizer=tokenizer,
+        engine=engine,
         admission=Admission(
             session.run.admission,
             session.schedule,
@@ -222,9 +216,21 @@ async def generate(
 
     The actor's final counts are published on the status board however this ends.
     """
-    if not await _wait_for_weights(generation, stop):
+    async with AsyncExitStack() as stack:
+        handle = await _unless_stopped(stack.enter_async_context(generation.engine), stop)
+        if handle is not None:
+            await _generate(generation, handle, stop, between)
+
+
+async def _generate(
+    generation: Generation, handle: EngineHandle, stop: Callable[[], bool], between: Callable[[], object]
+) -> None:
+    session, engine = generation.session, handle.engine
+    starting(generation.board, generation.stages, "waits for the trainer's first weights")
+    await _take_weights(generation, engine, stop, until=lambda: engine.progress().weight_updates > 0)
+    if stop():
         return
-    session = generation.session
+    generation.groups = _groups(generation, handle)
     with (
         closing(RolloutWriter(generation.writer, session.run.rollouts / "rollouts.jsonl")) as rollout_writer,
         closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
@@ -241,9 +247,29 @@ async def generate(
         finally:
             await actor.stop()
         if not stop():
-            await _take_last_weights(generation, stop)
+            await _take_weights(
+                generation,
+                engine,
+                stop,
+                until=lambda: engine.version == generation.trainer.version,
+                timeout_s=session.config.launch.watchdog_s,
+            )
             if generation.evaluation.problems:
                 await _unless_stopped(actor.evaluate("after"), stop, between)
+
+
+def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
+    config = generation.session.config
+    context = RolloutContext.of(
+        config.actor,
+        generation.environment,
+        handle.engine,
+        generation.tokenizer,
+        seed=config.seed,
+        slots=handle.slots,
+        stop_token_ids=handle.stop_token_ids,
+    )
+    return GroupRunner(context, config.actor)
 
 
 def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
@@ -280,7 +306,7 @@ def make_actor(
     timeline: TimelineWriter | None = None,
 ) -> Actor:
     """An actor of these parts, with a probe of its engine and its statuses."""
-    probe = WeightProbe(groups.context.client, board, stages.engine)
+    probe = WeightProbe(groups.context.engine, board, stages.engine)
     return Actor(
         groups=groups,
         admission=admission,
@@ -315,36 +341,36 @@ def _record(session: Session, evaluation: Evaluation) -> None:
         sink.write(record)
 
 
-async def _wait_for_weights(generation: Generation, stop: Callable[[], bool]) -> bool:
-    """Apply the trainer's first weights: those of the checkpoint in a resumed run, else the model's own.
+async def _take_weights(
+    generation: Generation,
+    engine: AsyncEngine,
+    stop: Callable[[], bool],
+    *,
+    until: Callable[[], bool],
+    timeout_s: float = inf,
+) -> None:
+    """Apply the trainer's weights as they arrive, outside training, until `until()` or `stop()`.
 
-    Returns False if the run was stopped first.
+    The first weights are those of the checkpoint in a resumed run, else the model's own. Raises StalledError if nothing
+    arrives within `timeout_s`.
     """
-    starting(generation.board, generation.stages, "waits for the trainer's first weights")
-    while not stop():
+    deadline_s = time.monotonic() + timeout_s
+    while not until() and not stop():
         update = generation.receiver.poll()
         if update is not None:
-            generation.receiver.acknowledge(generation.engine.update_weights(update))
-            return True
-        await asyncio.sleep(0.01)
-    return False
-
-
-async def _take_last_weights(generation: Generation, stop: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + generation.session.config.launch.watchdog_s
-    while generation.engine.version != generation.trainer.version and not stop():
-        update = generation.receiver.poll()
-        if update is not None:
-            generation.receiver.acknowledge(generation.engine.update_weights(update))
+            generation.receiver.acknowledge(await engine.update_weights(update))
         elif time.monotonic() > deadline_s:
             raise StalledError(
                 f"the trainer reached version {generation.trainer.version} but its weights have not arrived; the engine "
-                f"has version {generation.engine.version}"
+                f"has version {engine.version}"
             )
-        await asyncio.sleep(0.002)
+        else:
+            await asyncio.sleep(POLL_S)
 
 
-async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool], between: Callable[[], object]) -> T | None:
+async def _unless_stopped(
+    work: Coroutine[Any, Any, T], stop: Callable[[], bool], between: Callable[[], object] = lambda: None
+) -> T | None:
     """The result of `work`. If `stop` returns True first, cancel it and return None."""
     task = asyncio.create_task(work)
     try:

@@ -1,6 +1,6 @@
 """Serves requests on the replicas. Each request has one task, which waits for a slot and ends with exactly one completion.
 
-    waiting for a slot ─▶ sent ─▶ completion ─▶ checked ─▶ mailbox
+    waiting for a slot ─▶ sent ─▶ completion ─▶ checked ─▶ answer
           ▲                │ connection broke: send it to the same server again, under the same id
           ├── busy ◀───────┤ the server did not accept it: wait, then send it to any server
           ├── refused ◀────┤ this server can never serve it: try another one; if all refuse it, the request fails
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.errors import PipelineRLError, RequestError
-from pipelinerl.interfaces import StepOutput
+from pipelinerl.errors import RequestError
+from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.checks import find_fault
 from pipelinerl.serving.client.errors import (
     Bounds,
@@ -36,56 +36,6 @@ from pipelinerl.serving.client.fleet import LostError, Replica, ReplicaPool
 from pipelinerl.serving.client.routing import Router
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, spans_from_versions, versions_from_spans
 
-# ---- results, passed from the event loop's thread to the thread that steps the engine
-
-
-class Mailbox:
-    """A thread-safe queue of tokens, completions and failed requests. After `fail`, every `take` raises that error."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._tokens: list[TokenEvent] = []
-        self._finished: list[Completion] = []
-        self._failed: list[tuple[str, PipelineRLError]] = []
-        self._error: BaseException | None = None
-
-    def put_token(self, event: TokenEvent) -> None:
-        with self._changed:
-            self._tokens.append(event)
-            self._changed.notify()
-
-    def put_completion(self, completion: Completion) -> None:
-        with self._changed:
-            self._finished.append(completion)
-            self._changed.notify()
-
-    def put_failure(self, request_id: str, error: PipelineRLError) -> None:
-        """Report an error of one request; other requests are not affected."""
-        with self._changed:
-            self._failed.append((request_id, error))
-            self._changed.notify()
-
-    def fail(self, error: BaseException) -> None:
-        """Report an error that ends the engine. The first one is kept."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify()
-
-    def check(self) -> None:
-        """Raise the error that ended the engine, if there is one."""
-        if self._error is not None:
-            raise self._error
-
-    def take(self, timeout_s: float) -> StepOutput:
-        """Everything put since the last call. If there is nothing, waits for up to `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._tokens or self._finished or self._failed or self._error, timeout_s)
-            self.check()
-            output = StepOutput(self._tokens, self._finished, self._failed)
-            self._tokens, self._finished, self._failed = [], [], []
-            return output
-
-
 # ---- the tokens of one streamed request
 
 
@@ -95,7 +45,7 @@ class TokenRelay:
     `request_id` is the id of the forwarded tokens.
     """
 
-    def __init__(self, request_id: str, forward: Callable[[TokenEvent], None]) -> None:
+    def __init__(self, request_id: str, forward: TokenListener) -> None:
         self._request_id = request_id
         self._forward = forward
         self._seen: list[TokenEvent] = []
@@ -136,9 +86,13 @@ class TokenRelay:
         self._forward(event)
 
 
+# ---- requests
+
+
 logger = logging.getLogger(__name__)
 
-
+CANCELLED = 4096
+"""Limit on the completions of cancelled requests kept for `take_cancelled`."""
 _LONGEST_WAIT_S = 30.0
 
 
@@ -151,23 +105,28 @@ class _NotAcceptedError(Exception):
 
 
 class _Ticket:
-    """A request that is being served. Its id is unique, also among the other clients of the servers."""
+    """A request that is being served. `name` is its id at the servers, unique also among their other clients."""
 
-    def __init__(self, request: GenerationRequest, relay: TokenRelay) -> None:
+    def __init__(self, name: str, request: GenerationRequest, forward: TokenListener) -> None:
+        self.name = name
         self.request = request
-        self.relay = relay
+        self.relay = TokenRelay(request.id, forward)
+        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.attempt = 0
         self.failures = 0
         self.refusals = 0
         self.refused_since_s: float | None = None
-        self.cancelled = False
         self.replica: Replica | None = None
         self.rejections: dict[str, RequestError] = {}
         """Errors of the servers that can never serve it, by address."""
 
     @property
+    def cancelled(self) -> bool:
+        return self.answer.cancelled()
+
+    @property
     def wire_request(self) -> GenerationRequest:
-        return msgspec.structs.replace(self.request, id=f"{self.request.id}.{self.attempt}", copy=None)
+        return msgspec.structs.replace(self.request, id=f"{self.name}.{self.attempt}", copy=None)
 
 
 class _Waiting(NamedTuple):
@@ -176,75 +135,109 @@ class _Waiting(NamedTuple):
 
 
 class Dispatcher:
-    """Serves requests in one event loop until `close`. Results, and errors that end the engine, go to `mailbox`.
+    """Serves requests in the running event loop until `close`.
 
-    `slots`: total slots of the servers that accept requests now.
+    `slots`: total slots of the servers that accept requests now. `tokens_received`: tokens of all completions. `error`: the
+    first error that ended the engine; requests that are open then get no answer. `arrived` is set with each token, answer
+    and error.
     """
 
-    def __init__(
-        self, pool: ReplicaPool, mailbox: Mailbox, bounds: Bounds, vocabulary: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, pool: ReplicaPool, bounds: Bounds, vocabulary: int, clock: Callable[[], float]) -> None:
+        self.slots = 0
+        self.tokens_received = 0
+        self.error: BaseException | None = None
+        self.arrived = asyncio.Event()
         self._pool = pool
-        self._mailbox = mailbox
         self._bounds = bounds
         self._vocabulary = vocabulary
         self._clock = clock
         self._router = Router()
-        self.slots = 0
+        self._prefix = secrets.token_hex(4)
+        self._started = 0
         self._waiting: deque[_Waiting] = deque()
         self._waiting_restricted: list[_Waiting] = []
-        self._tickets: dict[str, _Ticket] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._cancellations: set[asyncio.Task[None]] = set()
+        self._cancelled: deque[Completion] = deque(maxlen=CANCELLED)
+        self._tasks: set[asyncio.Task[None]] = set()
+        pool.on_change = self._servers_changed
+        self._servers_changed()
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Start serving the request."""
-        ticket = _Ticket(request, TokenRelay(request.id, self._mailbox.put_token))
-        self._tickets[request.id] = ticket
-        self._tasks[request.id] = asyncio.create_task(self._run(ticket))
+    @contextmanager
+    def serving(
+        self, request: GenerationRequest, forward: TokenListener = lambda _: None
+    ) -> Iterator[asyncio.Future[Completion]]:
+        """Serve the request while inside. `forward` gets the tokens of a stream, then the future gets the completion.
 
-    def cancel(self, request_id: str) -> None:
-        """Stop serving the request and cancel it at its server. A completion may still arrive in the mailbox."""
-        ticket = self._tickets.get(request_id)
-        if ticket is not None and not ticket.cancelled:
-            ticket.cancelled = True
-            task = asyncio.create_task(self._cancel(ticket, self._tasks[request_id]))
-            self._cancellations.add(task)
-            task.add_done_callback(self._cancellations.discard)
+        The future raises RequestError if no server can serve the request. Leaving before the answer cancels the request: at
+        its server in the background.
+        """
 
-    def servers_changed(self) -> None:
+        def take(event: TokenEvent) -> None:
+            forward(event)
+            self.arrived.set()
+
+        self._started += 1
+        ticket = _Ticket(f"{self._prefix}.{self._started}", request, take)
+        task = self._start(self._run(ticket))
+        try:
+            yield ticket.answer
+        finally:
+            ticket.answer.cancel()
+            if not task.done():
+                self._start(self._cancel(ticket, task))
+
+    def take_cancelled(self) -> list[Completion]:
+        """The completions of cancelled requests that have arrived since the last call."""
+        taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED)
+        return taken
+
+    def fail(self, error: BaseException) -> None:
+        """End the engine. The first error is kept."""
+        self.error = self.error or error
+        self.arrived.set()
+
+    async def close(self) -> None:
+        """Cancel all requests."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _servers_changed(self) -> None:
         """Update the router with the servers that accept requests, and place waiting requests."""
         for replica in self._pool.replicas:
             if replica.info is not None:
                 self._router.set_server(replica.url, replica.info.slots, open_=self._pool.accepts(replica))
         self.slots = self._router.slots
         if self._pool.all_gone:
-            self._mailbox.fail(self._pool.unavailable())
+            self.fail(self._pool.unavailable())
         self._place()
 
-    async def close(self) -> None:
-        """Cancel all requests."""
-        tasks = [*self._tasks.values(), *self._cancellations]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # ---- one request
 
     async def _run(self, ticket: _Ticket) -> None:
-        request_id = ticket.request.id
         try:
-            completion = await self._serve(ticket)
-            self._mailbox.put_completion(msgspec.structs.replace(completion, request_id=request_id))
+            completion = msgspec.structs.replace(await self._serve(ticket), request_id=ticket.request.id)
+            self.tokens_received += len(completion.token_ids)
+            if ticket.cancelled:
+                self._cancelled.append(completion)
+            else:
+                ticket.answer.set_result(completion)
         except RequestError as error:
-            logger.warning("request %s can't be served: %s", request_id, error)
-            self._mailbox.put_failure(request_id, error)
+            logger.warning("request %s can't be served: %s", ticket.request.id, error)
+            if not ticket.cancelled:
+                ticket.answer.set_exception(error)
         except Exception as error:  # noqa: BLE001 - any error that is not the request's own ends the engine
             if not ticket.cancelled:
-                self._mailbox.fail(error)
+                self.fail(error)
         finally:
-            self._router.release(request_id)
-            del self._tickets[request_id], self._tasks[request_id]
+            self.arrived.set()
+            self._router.release(ticket.name)
             self._place()
 
     async def _serve(self, ticket: _Ticket) -> Completion:
@@ -268,7 +261,7 @@ class Dispatcher:
                 wait_s = refusal.after_s
             finally:
                 ticket.replica = None
-                self._router.release(ticket.request.id)
+                self._router.release(ticket.name)
                 self._place()
             await asyncio.sleep(wait_s)
 
@@ -357,14 +350,14 @@ class Dispatcher:
 
     def _try_place(self, waiting: _Waiting) -> bool:
         """Try to give the request a slot. Returns whether it no longer waits: it has a slot, failed, or was cancelled."""
-        ticket, request = waiting.ticket, waiting.ticket.request
+        ticket = waiting.ticket
         if waiting.replica.done():
             return True
         eligible = self._eligible(ticket)
         if eligible is not None and not eligible:
             waiting.replica.set_exception(next(iter(ticket.rejections.values())))
             return True
-        url = self._router.place(request.id, request.prompt_ids, self._clock(), only=eligible)
+        url = self._router.place(ticket.name, ticket.request.prompt_ids, self._clock(), only=eligible)
         if url is None:
             return False
         waiting.replica.set_result(next(replica for replica in self._pool.replicas if replica.url == url))

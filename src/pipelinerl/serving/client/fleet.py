@@ -32,6 +32,9 @@ from pipelinerl.types import UpdateReceipt
 
 T = TypeVar("T")
 
+_SECOND_LOOK_S = 0.2
+"""Time to read an answer that arrived while the event loop was blocked. The HTTP library does so for its own timeouts."""
+
 
 class LostError(PipelineRLError):
     """The server that had the request was restarted or is gone. Another server may answer the request."""
@@ -125,12 +128,10 @@ class Replica:
 class ReplicaPool:
     """All servers of an engine, in one event loop. `on_change` is called whenever the state of one may have changed."""
 
-    def __init__(
-        self, servers: Sequence[EngineServer], bounds: Bounds, on_change: Callable[[], None], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, servers: Sequence[EngineServer], bounds: Bounds, clock: Callable[[], float]) -> None:
+        self.on_change: Callable[[], None] = lambda: None
         self.replicas = [Replica(server, bounds, clock) for server in servers]
         self._bounds = bounds
-        self._on_change = on_change
         self._clock = clock
         self._update_lock = asyncio.Lock()
         self._last_update: WeightSource | None = None
@@ -156,7 +157,6 @@ class ReplicaPool:
         vocabularies = {replica.url: info.vocabulary for replica, info in zip(self.replicas, infos, strict=True)}
         if len(set(vocabularies.values())) > 1:
             raise UserError(f"the engine servers have different models: vocabularies of {vocabularies}")
-        self._on_change()
         return infos
 
     async def _first_answer(self, replica: Replica) -> ServerInfo:
@@ -202,7 +202,7 @@ class ReplicaPool:
             replica.recovered()
         finally:
             replica.health_check = None
-        self._on_change()
+        self.on_change()
 
     # ---- weights
 
@@ -249,7 +249,7 @@ class ReplicaPool:
             receipt = _combined_receipt(receipts, weights)
             if receipt.error is None:
                 self._last_update = weights
-        self._on_change()
+        self.on_change()
         return receipt
 
     async def _update_one(self, replica: Replica, weights: WeightSource) -> UpdateReceipt | None:
@@ -285,11 +285,17 @@ class ReplicaPool:
 
     async def _send(self, replica: Replica, weights: WeightSource, bound_s: float) -> UpdateReceipt:
         """Update one server. A refusal is in the receipt's error. Raises WeightUpdateError if no answer comes in time."""
+        answer = asyncio.ensure_future(replica.server.update_weights(weights))
         try:
-            async with asyncio.timeout(bound_s):
-                receipt = await replica.server.update_weights(weights)
-        except TimeoutError as error:
-            raise self._no_answer(replica, weights) from error
+            done, _ = await asyncio.wait({answer}, timeout=bound_s)
+            if not done:  # user code may have blocked this loop past the bound: an answer that has arrived counts
+                done, _ = await asyncio.wait({answer}, timeout=_SECOND_LOOK_S)
+        finally:
+            answer.cancel()
+        if not done:
+            raise self._no_answer(replica, weights)
+        try:
+            receipt = answer.result()
         except (ServerUnreachableError, ServerBusyError):
             raise
         except (WeightUpdateError, ServerError) as error:

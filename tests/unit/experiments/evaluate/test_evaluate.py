@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import TimeLimits
 from pipelinerl.cli import eval as command
@@ -89,7 +90,7 @@ def play(engine: ScriptedEngine, *, stop_after: int | None = None, seed: int = 0
     def stop() -> bool:
         return stop_after is not None and len(records) >= stop_after
 
-    done = asyncio.run(answer(questions, engine, CharTokenizer(), slots, stop=stop, on_attempt=records.append))
+    done = asyncio.run(answer(questions, EngineClient(engine), CharTokenizer(), slots, stop=stop, on_attempt=records.append))
     assert done == (stop_after is None)
     return records
 

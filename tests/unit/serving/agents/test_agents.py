@@ -256,10 +256,10 @@ def outcomes(
             for number in range(attempts)
         ]
         while not all(task.done() for task in tasks):
-            if not await client.step():
+            if not await client.advance():
                 await asyncio.sleep(0.001)
         for _ in range(3):  # what was cancelled leaves the engine
-            await client.step()
+            await client.advance()
             await asyncio.sleep(0)
         return [task.result() for task in tasks]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
 
-from pipelinerl.actor.client import EngineClient
-from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError
+from pipelinerl.errors import PromptTooLongError, RequestError, UserError
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import (
     Bounds,
@@ -22,73 +20,60 @@ from pipelinerl.serving.client.errors import (
     ServerUnreachableError,
 )
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent
-from tests.unit.fake_engine_servers import FakeServer, RefusingServer, completion_of
+from tests.unit.fake_engine_servers import FakeServer, RefusingServer, completion_of, in_event_loop, wait_until
 
 FAST = Bounds(
     startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3, overload_s=0.3, cancel_s=0.1, tries=8
 )
-PATIENCE_S = 5.0
+Asked = dict[str, asyncio.Task[Completion]]
 
 
-@contextmanager
-def engine_over(*servers: FakeServer, **options: Any) -> Iterator[RemoteEngine]:
-    engine = RemoteEngine(servers, **{"bounds": FAST} | options)
-    try:
+@asynccontextmanager
+async def engine_over(*servers: FakeServer, **options: Any) -> AsyncIterator[RemoteEngine]:
+    async with RemoteEngine.connect(servers, **{"bounds": FAST} | options) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
-def requests(count: int, *, max_tokens: int = 3, stream: bool = False) -> list[GenerationRequest]:
+def requests(count: int, *, max_tokens: int = 3) -> list[GenerationRequest]:
     return [
-        GenerationRequest(
-            id=f"g{i}", prompt_ids=(i % 40, 1), sampling=SamplingParams(max_tokens=max_tokens, seed=i), stream=stream
-        )
+        GenerationRequest(id=f"g{i}", prompt_ids=(i % 40, 1), sampling=SamplingParams(max_tokens=max_tokens, seed=i))
         for i in range(count)
     ]
 
 
-def serve(
+def ask(engine: RemoteEngine, wanted: Sequence[GenerationRequest]) -> Asked:
+    return {request.id: asyncio.create_task(engine.generate(request)) for request in wanted}
+
+
+async def collect(engine: RemoteEngine, asked: Asked, between: Callable[[], None] = lambda: None) -> dict[str, Completion]:
+    """The answers, while the engine is advanced as the actor does."""
+    while not all(task.done() for task in asked.values()):
+        await asyncio.sleep(0)
+        await engine.advance()
+        between()
+    return {request_id: task.result() for request_id, task in asked.items()}
+
+
+async def serve(
     engine: RemoteEngine, wanted: Sequence[GenerationRequest], between: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Completion], list[TokenEvent]]:
-    """Submit, and step until all are answered."""
-    for request in wanted:
-        engine.submit(request)
-    answered = collect(engine, len(wanted), between)
+) -> dict[str, Completion]:
+    answered = await collect(engine, ask(engine, wanted), between)
     assert engine.in_progress == engine.queued == 0
     return answered
 
 
-def collect(
-    engine: RemoteEngine, count: int, between: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Completion], list[TokenEvent]]:
-    """Step until `count` requests are answered. Fails for one that is answered twice, or after a bound."""
-    done: dict[str, Completion] = {}
-    tokens: list[TokenEvent] = []
-    until_s = time.monotonic() + PATIENCE_S
-    while len(done) < count:
-        assert time.monotonic() < until_s, f"only {sorted(done)} were answered"
-        output = engine.step()
-        tokens += output.tokens
-        for completion in output.finished:
-            assert completion.request_id not in done
-            done[completion.request_id] = completion
-        between()
-    return done, tokens
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
+async def serve_until_error(engine: RemoteEngine) -> None:
+    while True:
+        await asyncio.sleep(0)
+        await engine.advance()
 
 
 def assert_as_asked(done: dict[str, Completion], wanted: Sequence[GenerationRequest]) -> None:
     assert done == {request.id: completion_of(request) for request in wanted}
 
 
-def test_every_request_is_answered_once_and_no_server_gets_more_than_its_slots() -> None:
+@in_event_loop
+async def test_every_request_is_answered_once_and_no_server_gets_more_than_its_slots() -> None:
     servers = [FakeServer("a", slots=3), FakeServer("b", slots=5)]
     wanted = requests(60)
 
@@ -96,38 +81,51 @@ def test_every_request_is_answered_once_and_no_server_gets_more_than_its_slots()
         if servers[0].running == 3 and servers[1].running == 5:
             servers[0].held = servers[1].held = False
 
-    with engine_over(*servers) as engine:
+    async with engine_over(*servers) as engine:
         assert engine.slots == 8
         servers[0].held = servers[1].held = True
-        done, tokens = serve(engine, wanted, release_when_full)
+        done = await serve(engine, wanted, release_when_full)
         assert engine.progress().tokens_generated == 180
+        assert not engine.take_cancelled()
     assert_as_asked(done, wanted)
-    assert not tokens
     assert [server.most_running for server in servers] == [3, 5]
     assert len({request.id for server in servers for request in server.calls}) == 60
     assert all(server.closed for server in servers)
 
 
-def test_what_exceeds_the_slots_is_queued() -> None:
+@in_event_loop
+async def test_what_exceeds_the_slots_is_queued() -> None:
     server = FakeServer("a", slots=4)
     server.held = True
-    with engine_over(server) as engine:
-        for request in requests(6):
-            engine.submit(request)
+    async with engine_over(server) as engine:
+        ask(engine, requests(6))
+        await wait_until(lambda: engine.in_progress > 0)
         assert (engine.in_progress, engine.queued) == (4, 2)
-        assert engine.step() == ([], [], [])
+        assert await engine.advance()
         progress = engine.progress()
         assert (progress.in_progress, progress.queued, progress.slots) == (4, 2, 4)
         assert progress.busy_s > 0
 
 
-def test_an_idle_engine_steps_at_once_and_does_nothing() -> None:
-    with engine_over(FakeServer("a"), step_s=60.0) as engine:
-        assert engine.step() == ((), [], ())
+@in_event_loop
+async def test_an_idle_engine_does_not_wait() -> None:
+    async with engine_over(FakeServer("a"), step_s=60.0) as engine:
+        assert not await engine.advance()
         assert engine.progress().busy_s == 0
 
 
-def test_a_broken_connection_is_tried_again_under_the_same_id_at_the_same_server() -> None:
+@in_event_loop
+async def test_an_answer_ends_the_wait_and_who_waited_for_it_runs_first() -> None:
+    async with engine_over(FakeServer("a"), step_s=60.0) as engine:
+        asked = ask(engine, requests(1))
+        while not asked["g0"].done():
+            await asyncio.sleep(0)
+            await engine.advance()
+        assert not await engine.advance()
+
+
+@in_event_loop
+async def test_a_broken_connection_is_tried_again_under_the_same_id_at_the_same_server() -> None:
     a, b = FakeServer("a", slots=1), FakeServer("b", slots=1)
 
     async def break_twice(request: GenerationRequest, call: int) -> None:
@@ -137,94 +135,98 @@ def test_a_broken_connection_is_tried_again_under_the_same_id_at_the_same_server
 
     a.before_answer = break_twice
     wanted = requests(1)
-    with engine_over(a, b) as engine:
-        done, _ = serve(engine, wanted)
+    async with engine_over(a, b) as engine:
+        done = await serve(engine, wanted)
     assert_as_asked(done, wanted)
     assert len({request.id for request in a.calls}) == 1
     assert len(a.calls) == 3
     assert not b.calls
 
 
-def test_ids_differ_between_clients_of_one_server() -> None:
+@in_event_loop
+async def test_ids_differ_between_clients_of_one_server() -> None:
     server = FakeServer("a")
     wanted = requests(2)
     for _ in range(2):
-        with engine_over(server) as engine:
-            serve(engine, wanted)
+        async with engine_over(server) as engine:
+            await serve(engine, wanted)
     assert len({request.id for request in server.calls}) == 4
 
 
-def test_requests_of_a_server_that_is_gone_are_answered_by_the_other() -> None:
+@in_event_loop
+async def test_requests_of_a_server_that_is_gone_are_answered_by_the_other() -> None:
     a, b = FakeServer("a", slots=8), FakeServer("b", slots=8)
     a.held = b.held = True
     wanted = requests(16)
-    with engine_over(a, b) as engine:
-        for request in wanted:
-            engine.submit(request)
-        wait_until(lambda: a.running == 8 and b.running == 8)
+    async with engine_over(a, b) as engine:
+        asked = ask(engine, wanted)
+        await wait_until(lambda: a.running == 8 and b.running == 8)
         a.answer = lambda request: completion_of(request, offset=25)  # must never be seen
         a.refuse()
         a.held = b.held = False
-        done, _ = collect(engine, 16)
+        done = await collect(engine, asked)
         assert engine.slots == 8
     assert_as_asked(done, wanted)
     assert len(b.calls) == 16
 
 
-def test_after_a_restart_a_request_begins_anew_under_another_id() -> None:
+@in_event_loop
+async def test_after_a_restart_a_request_begins_anew_under_another_id() -> None:
     server = FakeServer("a")
     server.held = True
     wanted = requests(3)
-    with engine_over(server) as engine:
-        for request in wanted:
-            engine.submit(request)
-        wait_until(lambda: server.running == 3)
+    async with engine_over(server) as engine:
+        asked = ask(engine, wanted)
+        await wait_until(lambda: server.running == 3)
         server.restart()
-        wait_until(lambda: len(server.calls) == 6)
+        await wait_until(lambda: len(server.calls) == 6)
         server.held = False
-        done, _ = collect(engine, 3)
+        done = await collect(engine, asked)
     assert_as_asked(done, wanted)
     assert len({request.id for request in server.calls}) == 6
 
 
-def test_without_any_server_the_engine_fails_and_says_why() -> None:
+@in_event_loop
+async def test_without_any_server_the_engine_fails_and_says_why() -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
-    with engine_over(a, b) as engine:
+    async with engine_over(a, b) as engine:
         a.refuse()
         b.problem = ServerBusyError("http://b", "answered 503: the engine failed")
-        for request in requests(3):
-            engine.submit(request)
+        asked = ask(engine, requests(3))
         with pytest.raises(EngineUnavailableError, match=r"http://a.*refuses.*http://b.*the engine failed"):
-            serve_until_error(engine)
+            await serve_until_error(engine)
+        assert not any(task.done() for task in asked.values()), "the error is not that of a rollout"
         with pytest.raises(EngineUnavailableError):
-            engine.submit(requests(9)[8])
+            await engine.generate(requests(9)[8])
 
 
-def serve_until_error(engine: RemoteEngine) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until_s:
-        engine.step()
-
-
-def test_a_server_that_never_answers_is_named_at_the_start() -> None:
+@in_event_loop
+async def test_a_server_that_never_answers_is_named_at_the_start() -> None:
     b = FakeServer("http://b")
     b.refuse()
     with pytest.raises(EngineUnavailableError, match="http://b"):
-        RemoteEngine([FakeServer("http://a"), b], bounds=FAST)
+        async with engine_over(FakeServer("http://a"), b):
+            pass
 
 
-def test_servers_of_different_models_are_refused() -> None:
+@in_event_loop
+async def test_servers_of_different_models_are_refused() -> None:
     class Other(FakeServer):
         async def info(self) -> Any:
             return msgspec.structs.replace(await super().info(), vocabulary=7)
 
+    servers = [FakeServer("a"), Other("b")]
     with pytest.raises(UserError, match="different models"):
-        RemoteEngine([FakeServer("a"), Other("b")], bounds=FAST)
+        async with engine_over(*servers):
+            pass
+    assert all(server.closed for server in servers)
     with pytest.raises(UserError, match="once"):
-        RemoteEngine([FakeServer("a"), FakeServer("a")], bounds=FAST)
+        async with engine_over(FakeServer("a"), FakeServer("a")):
+            pass
 
 
-def test_a_server_that_is_full_is_asked_again_when_it_says() -> None:
+@in_event_loop
+async def test_a_server_that_is_full_is_asked_again_when_it_says() -> None:
     server = FakeServer("a")
 
     async def full(request: GenerationRequest, call: int) -> None:
@@ -233,120 +235,133 @@ def test_a_server_that_is_full_is_asked_again_when_it_says() -> None:
 
     server.before_answer = full
     wanted = requests(4)
-    with engine_over(server) as engine:
-        done, _ = serve(engine, wanted)
+    async with engine_over(server) as engine:
+        done = await serve(engine, wanted)
     assert_as_asked(done, wanted)
 
 
 @pytest.mark.parametrize("problem", [ServerBusyError("a", "answered 429"), ServerUnreachableError("a", "broke off")])
-def test_a_server_that_is_well_but_never_serves_is_not_waited_for_for_ever(problem: Exception) -> None:
+@in_event_loop
+async def test_a_server_that_is_well_but_never_serves_is_not_waited_for_for_ever(problem: Exception) -> None:
     server = FakeServer("a")
 
     async def fail(request: GenerationRequest, call: int) -> None:
         raise problem
 
     server.before_answer = fail
-    with engine_over(server, bounds=FAST._replace(tries=3)) as engine, pytest.raises(EngineUnavailableError):
-        serve(engine, requests(1))
+    async with engine_over(server, bounds=FAST._replace(tries=3)) as engine:
+        with pytest.raises(EngineUnavailableError):
+            await serve(engine, requests(1))
 
 
-def test_an_answer_that_can_not_be_the_completion_ends_the_engine() -> None:
+@in_event_loop
+async def test_an_answer_that_can_not_be_the_completion_ends_the_engine() -> None:
     server = FakeServer("http://a")
     server.answer = lambda request: msgspec.structs.replace(completion_of(request), logprobs=(-1.0,))
-    with engine_over(server) as engine, pytest.raises(ServerError, match=r"http://a.*3 tokens and 1 log-prob"):
-        serve(engine, requests(1))
+    async with engine_over(server) as engine:
+        with pytest.raises(ServerError, match=r"http://a.*3 tokens and 1 log-prob"):
+            await serve(engine, requests(1))
 
 
-def test_a_request_that_every_server_refuses_fails_alone() -> None:
+@in_event_loop
+async def test_a_request_that_every_server_refuses_fails_alone() -> None:
     servers = [RefusingServer("a"), RefusingServer("b")]
-    with engine_over(*servers) as engine:
-        for request in requests(2):
-            engine.submit(request)
-        failed: dict[str, PipelineRLError] = {}
-        wait_until(lambda: len(failed.update(engine.step().failed) or failed) == 2)
+    async with engine_over(*servers) as engine:
+        plain, streamed = requests(2)
+        asked = [asyncio.ensure_future(engine.generate(plain)), asyncio.ensure_future(anext(engine.stream(streamed)))]
+        while not all(task.done() for task in asked):
+            await asyncio.sleep(0)
+            await engine.advance()
         assert engine.in_progress == engine.queued == 0
-    assert failed.keys() == {"g0", "g1"}
-    assert all(isinstance(error, RequestError) and "is wrong" in str(error) for error in failed.values())
+    for task in asked:
+        with pytest.raises(RequestError, match="is wrong"):
+            task.result()
     assert [len(server.calls) for server in servers] == [2, 2]
 
 
-def test_who_awaits_a_request_that_fails_gets_the_reason() -> None:
-    async def ask(engine: RemoteEngine) -> list[BaseException]:
-        client = EngineClient(engine)
-        plain, streamed = requests(2)
-        waiting = [
-            asyncio.ensure_future(client.generate(plain)),
-            asyncio.ensure_future(anext(client.stream(streamed))),
-        ]
-        while not all(task.done() for task in waiting):
-            await asyncio.sleep(0)
-            await client.step()
-        return [error for task in waiting if (error := task.exception()) is not None]
-
-    with engine_over(RefusingServer("a")) as engine:
-        errors = asyncio.run(asyncio.wait_for(ask(engine), PATIENCE_S))
-    assert [type(error) for error in errors] == [RequestError, RequestError]
-
-
-def test_a_request_that_one_server_refuses_is_answered_by_another() -> None:
+@in_event_loop
+async def test_a_request_that_one_server_refuses_is_answered_by_another() -> None:
     unfit, fit = RefusingServer("a"), FakeServer("b", slots=1)
     wanted = requests(6)
-    with engine_over(unfit, fit) as engine:
-        done, _ = serve(engine, wanted)
+    async with engine_over(unfit, fit) as engine:
+        done = await serve(engine, wanted)
     assert_as_asked(done, wanted)
     assert len(fit.calls) == 6
 
 
-def test_a_completion_that_the_server_cancelled_by_itself_is_asked_for_again() -> None:
+@in_event_loop
+async def test_a_completion_that_the_server_cancelled_by_itself_is_asked_for_again() -> None:
     server = FakeServer("a")
     empty = {"token_ids": (), "logprobs": (), "weight_versions": (), "finish_reason": "cancelled"}
     server.answer = lambda request: (
         msgspec.structs.replace(completion_of(request), **empty) if len(server.made) < 2 else completion_of(request)
     )
     wanted = requests(2)
-    with engine_over(server) as engine:
-        done, _ = serve(engine, wanted)
+    async with engine_over(server) as engine:
+        done = await serve(engine, wanted)
     assert_as_asked(done, wanted)
 
 
-def test_a_cancelled_request_ends_at_once_and_what_comes_later_is_dropped() -> None:
+@in_event_loop
+async def test_a_cancelled_request_ends_at_once_and_what_comes_later_is_counted() -> None:
     server = FakeServer("a")
     server.held = True
     wanted = requests(2)
-    with engine_over(server) as engine:
-        for request in wanted:
-            engine.submit(request)
-        wait_until(lambda: server.running == 2)
-        engine.cancel("g0")
-        engine.cancel("unknown")
-        assert engine.in_progress == 2
-        output = engine.step()
-        assert [(c.request_id, c.finish_reason) for c in output.finished] == [("g0", "cancelled")]
+    async with engine_over(server) as engine:
+        asked = ask(engine, wanted)
+        await wait_until(lambda: server.running == 2)
+        asked.pop("g0").cancel()
+        await asyncio.sleep(0)
         assert engine.in_progress == 1
-        wait_until(lambda: len(server.cancelled) == 1)
+        await wait_until(lambda: len(server.cancelled) == 1)
         assert server.cancelled == [call.id for call in server.calls if call.prompt_ids == (0, 1)]
         server.held = False
-        engine.submit(wanted[0])  # the id is free again
-        done, _ = collect(engine, 2)
+        asked |= ask(engine, wanted[:1])  # the id is free again
+        done = await collect(engine, asked)
+        assert engine.take_cancelled() == [completion_of(wanted[0])]
+        assert engine.progress().tokens_generated == 9
     assert_as_asked(done, wanted)
 
 
-def test_a_request_cancelled_before_it_has_a_slot_never_reaches_a_server() -> None:
+@in_event_loop
+async def test_a_cancelled_request_that_its_server_does_not_end_is_given_up() -> None:
     server = FakeServer("a", slots=1)
     server.held = True
-    with engine_over(server) as engine:
-        for request in requests(2):
-            engine.submit(request)
-        wait_until(lambda: server.running == 1)
-        engine.cancel("g1")
-        engine.step()
+    wanted = requests(2)
+    async with engine_over(server) as engine:
+        asked = ask(engine, wanted)
+        await wait_until(lambda: server.running == 1)
+        asked.pop("g0").cancel()
+        await wait_until(lambda: len(server.calls) == 2)  # its slot went to the other one
+        assert server.running == 1
         server.held = False
-        collect(engine, 1)
+        assert await collect(engine, asked) == {"g1": completion_of(wanted[1])}
+        assert not engine.take_cancelled()
+
+
+@in_event_loop
+async def test_a_request_cancelled_before_it_has_a_slot_never_reaches_a_server() -> None:
+    server = FakeServer("a", slots=1)
+    server.held = True
+    async with engine_over(server) as engine:
+        asked = ask(engine, requests(2))
+        await wait_until(lambda: server.running == 1)
+        asked.pop("g1").cancel()
+        await engine.advance()
+        server.held = False
+        await collect(engine, asked)
     assert [request.prompt_ids for request in server.calls] == [(0, 1)]
 
 
-def test_streamed_tokens_come_once_and_in_order_although_the_stream_broke() -> None:
-    server = FakeServer("a")
+async def streamed(engine: RemoteEngine, request: GenerationRequest) -> tuple[list[TokenEvent], Completion]:
+    *tokens, completion = [event async for event in engine.stream(request)]
+    assert isinstance(completion, Completion)
+    assert all(isinstance(event, TokenEvent) and event.request_id == request.id for event in tokens)
+    return tokens, completion
+
+
+@in_event_loop
+async def test_streamed_tokens_come_once_and_in_order_although_the_stream_broke() -> None:
     broken: set[str] = set()
 
     class Breaking(FakeServer):
@@ -362,86 +377,104 @@ def test_streamed_tokens_come_once_and_in_order_although_the_stream_broke() -> N
             return completion
 
     server = Breaking("a")
-    wanted = requests(5, max_tokens=6, stream=True)
-    with engine_over(server) as engine:
-        done, tokens = serve(engine, wanted)
+    async with engine_over(server) as engine:
+        results = await asyncio.gather(*(streamed(engine, request) for request in requests(5, max_tokens=6)))
     assert len(server.calls) == 10
-    for request in wanted:
-        mine = [event for event in tokens if event.request_id == request.id]
-        assert [event.index for event in mine] == list(range(6))
-        assert tuple(event.token_id for event in mine) == done[request.id].token_ids
-        assert tuple(event.logprob for event in mine) == done[request.id].logprobs
+    for tokens, completion in results:
+        assert [event.index for event in tokens] == list(range(6))
+        assert tuple(event.token_id for event in tokens) == completion.token_ids
+        assert tuple(event.logprob for event in tokens) == completion.logprobs
 
 
-def test_a_stream_whose_server_is_lost_ends_with_what_was_seen() -> None:
+@in_event_loop
+async def test_a_stream_whose_server_is_lost_ends_with_what_was_seen() -> None:
     """Another server might give other tokens than those that were handed out."""
-    server = FakeServer("a")
 
     class Stopping(FakeServer):
         async def generate(self, request: GenerationRequest, on_token: Any = None) -> Completion:
-            if not request.stream:
-                return await super().generate(request)
             self.calls.append(request)
             for index in range(2):
                 on_token(TokenEvent(request.id, index, 7, -0.5, 0))
             self.restart()
             raise ServerUnreachableError(self.url, "broke off")
 
-    server = Stopping("a")
-    with engine_over(server) as engine:
-        done, tokens = serve(engine, requests(1, max_tokens=6, stream=True))
-    assert done["g0"].finish_reason == "cancelled"
-    assert done["g0"].token_ids == (7, 7)
+    async with engine_over(Stopping("a")) as engine:
+        tokens, completion = await streamed(engine, requests(1, max_tokens=6)[0])
+    assert completion.finish_reason == "cancelled"
+    assert completion.token_ids == (7, 7)
     assert len(tokens) == 2
 
 
-def test_what_can_never_be_served_is_refused_at_once() -> None:
-    servers = [FakeServer("a", max_length=20), FakeServer("b", max_length=30)]
-    with engine_over(*servers) as engine:
+@in_event_loop
+async def test_a_stream_that_is_left_early_is_cancelled_at_its_server() -> None:
+    class Slow(FakeServer):
+        async def generate(self, request: GenerationRequest, on_token: Any = None) -> Completion:
+            on_token(TokenEvent(request.id, 0, 7, -0.5, 0))
+            return await super().generate(request)
 
-        def submit(prompt: tuple[int, ...], **sampling: Any) -> None:
+    server = Slow("a")
+    server.held = True
+    async with engine_over(server) as engine:
+        events = engine.stream(requests(1)[0])
+        assert isinstance(await anext(events), TokenEvent)
+        await events.aclose()
+        assert engine.in_progress == 0
+        await wait_until(lambda: server.cancelled == [server.calls[0].id] and server.running == 0)
+
+
+@in_event_loop
+async def test_what_can_never_be_served_is_refused_at_once() -> None:
+    servers = [FakeServer("a", max_length=20), FakeServer("b", max_length=30)]
+    async with engine_over(*servers) as engine:
+
+        async def submit(prompt: tuple[int, ...], **sampling: Any) -> Completion:
             params = SamplingParams(**{"max_tokens": 4} | sampling)
-            engine.submit(GenerationRequest(id="x", prompt_ids=prompt, sampling=params))
+            return await engine.generate(GenerationRequest(id="x", prompt_ids=prompt, sampling=params))
 
         with pytest.raises(PromptTooLongError, match=r"17 prompt tokens \+ 4 new tokens > 20"):
-            submit((1,) * 17)
+            await submit((1,) * 17)
         with pytest.raises(RequestError, match="empty prompt"):
-            submit(())
+            await submit(())
         with pytest.raises(RequestError, match="vocabulary of 50"):
-            submit((50,))
+            await submit((50,))
         with pytest.raises(RequestError, match="at least 1"):
-            submit((1,), max_tokens=0)
+            await submit((1,), max_tokens=0)
         with pytest.raises(RequestError, match="out of range"):
-            submit((1,), top_p=0.0)
-        submit((1,))
+            await submit((1,), top_p=0.0)
+        first = asyncio.create_task(submit((1,)))
+        await asyncio.sleep(0)
         with pytest.raises(RequestError, match="already in the engine"):
-            submit((1,))
+            await submit((1,))
         assert engine.in_progress == 1
-    assert sum(len(server.calls) for server in servers) <= 1
+        await first
+    assert sum(len(server.calls) for server in servers) == 1
 
 
-def test_a_request_for_one_copy_is_answered_by_it_however_full_it_is() -> None:
+@in_event_loop
+async def test_a_request_for_one_copy_is_answered_by_it_however_full_it_is() -> None:
     a, b = FakeServer("a", slots=2), FakeServer("b", slots=2)
     a.held = b.held = True
-    with engine_over(a, b) as engine:
+    async with engine_over(a, b) as engine:
         assert engine.copies == 2
-        for request in requests(8):
-            engine.submit(request)
-        wait_until(lambda: a.running == b.running == 2)
-        for copy in (0, 1):
-            engine.submit(msgspec.structs.replace(requests(1)[0], id=f"copy{copy}", prompt_ids=(45 + copy,), copy=copy))
+        asked = ask(engine, requests(8))
+        await wait_until(lambda: a.running == b.running == 2)
+        first = requests(1)[0]
+        copies = [msgspec.structs.replace(first, id=f"copy{copy}", prompt_ids=(45 + copy,), copy=copy) for copy in (0, 1, 2)]
+        asked |= ask(engine, copies[:2])
         with pytest.raises(RequestError, match="2 servers"):
-            engine.submit(msgspec.structs.replace(requests(1)[0], id="copy2", copy=2))
+            await engine.generate(copies[2])
+        await asyncio.sleep(0)
         a.held = False
-        wait_until(lambda: len(a.calls) >= 7)
+        await wait_until(lambda: len(a.calls) >= 7)
         assert a.calls[2].prompt_ids == (45,)  # before the others, which any server can answer
         b.held = False
-        collect(engine, 10)
+        await collect(engine, asked)
     assert [call.prompt_ids for call in b.calls if call.prompt_ids[0] >= 45] == [(46,)]
     assert all(call.copy is None for call in (*a.calls, *b.calls))
 
 
-def test_decode_steps_are_those_since_the_engine_was_made() -> None:
+@in_event_loop
+async def test_decode_steps_are_those_since_the_engine_was_made() -> None:
     class Counting(FakeServer):
         steps = 1000
 
@@ -449,20 +482,21 @@ def test_decode_steps_are_those_since_the_engine_was_made() -> None:
             return msgspec.structs.replace(await super().info(), decode_steps=self.steps)
 
     server = Counting("a")
-    with engine_over(server) as engine:
+    async with engine_over(server) as engine:
         assert engine.progress().decode_steps == 0
         server.steps = 1007
-        wait_until(lambda: engine.progress().decode_steps == 7)
+        await wait_until(lambda: engine.progress().decode_steps == 7)
         server.restart()
         server.steps = 5
-        wait_until(lambda: engine.progress().decode_steps == 12)
+        await wait_until(lambda: engine.progress().decode_steps == 12)
 
 
-def test_closing_twice_is_fine_and_gives_up_what_is_in_progress() -> None:
+@in_event_loop
+async def test_the_end_gives_up_what_is_in_progress() -> None:
     server = FakeServer("a")
     server.held = True
-    with engine_over(server) as engine:
-        engine.submit(requests(1)[0])
-        wait_until(lambda: server.running == 1)
-        engine.close()
-        assert server.running == 0
+    async with engine_over(server) as engine:
+        asked = ask(engine, requests(1))
+        await wait_until(lambda: server.running == 1)
+    assert server.running == 0
+    assert not asked["g0"].done()

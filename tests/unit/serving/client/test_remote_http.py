@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from pipelinerl.serving.client.errors import ServerBusyError, ServerError, Serve
 from pipelinerl.serving.client.server_client import PipelineServer
 from pipelinerl.serving.wire import CompletionLine, TokenLine
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent
-from tests.unit.fake_engine_servers import completion_of
+from tests.unit.fake_engine_servers import FakeServer, completion_of
 
 Handler = Callable[[asyncio.StreamWriter, str, bytes], Awaitable[None]]
 
@@ -220,3 +223,34 @@ def test_a_refused_update_says_why(status: str, code: str) -> None:
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="not the URL of an engine server"):
         PipelineServer(url)
+
+
+def test_code_that_blocks_the_event_loop_does_not_make_a_server_late() -> None:
+    """Its answer came in time, at whatever point of the call the loop was blocked for longer than the time limit."""
+    info = asyncio.run(FakeServer("x").info())
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = msgspec.json.encode(info)
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Nothing."""
+
+    async def ask(url: str) -> None:
+        for passes in (2, 5, 8, 11):
+            client = PipelineServer(url, timeout_s=0.4)
+            answer = asyncio.create_task(client.info())
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            time.sleep(0.6)
+            assert await answer == info
+            await client.close()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asyncio.run(ask(f"http://127.0.0.1:{server.server_address[1]}"))
+        server.shutdown()

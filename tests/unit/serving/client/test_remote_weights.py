@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pipelinerl.serving.client.errors import Bounds, EngineUnavailableError, Ser
 from pipelinerl.serving.client.weights_file import WeightFiles, write_safetensors
 from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
-from tests.unit.fake_engine_servers import FakeServer
+from tests.unit.fake_engine_servers import FakeServer, in_event_loop, wait_until
 
 FAST = Bounds(startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3)
 
@@ -45,24 +46,14 @@ def update(version: int) -> WeightUpdate:
     return WeightUpdate(version, checksum(named), named)
 
 
-@contextmanager
-def engine_over(servers: Sequence[FakeServer], directory: Path, **options: Any) -> Iterator[RemoteEngine]:
-    engine = RemoteEngine(servers, weight_dirs=[directory], **{"bounds": FAST} | options)
-    try:
+@asynccontextmanager
+async def engine_over(servers: Sequence[FakeServer], directory: Path, **options: Any) -> AsyncIterator[RemoteEngine]:
+    async with RemoteEngine.connect(servers, weight_dirs=[directory], **{"bounds": FAST} | options) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 def files(directory: Path) -> list[Path]:
     return sorted(directory.rglob("*.safetensors"))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
@@ -91,13 +82,14 @@ def test_a_file_is_written_over_once_it_is_not_needed(tmp_path: Path) -> None:
     assert not files(tmp_path)
 
 
-def test_all_servers_take_an_update_and_the_receipt_is_for_all(tmp_path: Path) -> None:
+@in_event_loop
+async def test_all_servers_take_an_update_and_the_receipt_is_for_all(tmp_path: Path) -> None:
     servers = [FakeServer("a", slots=2), FakeServer("b", slots=4)]
-    with engine_over(servers, tmp_path) as engine:
+    async with engine_over(servers, tmp_path) as engine:
         assert engine.version == 0
         for version in (1, 2):
             sent = update(version)
-            receipt = engine.update_weights(sent)
+            receipt = await engine.update_weights(sent)
             assert receipt == UpdateReceipt(
                 engine="engine", version=version, checksum=sent.checksum, pause_s=1.0, sequences_in_flight=0
             )
@@ -111,11 +103,12 @@ def test_all_servers_take_an_update_and_the_receipt_is_for_all(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refusal_is_in_the_receipt_and_names_the_server(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_refusal_is_in_the_receipt_and_names_the_server(tmp_path: Path) -> None:
     servers = [FakeServer("http://a"), FakeServer("http://b")]
     servers[1].update_problem = WeightUpdateError("the weights do not fit")
-    with engine_over(servers, tmp_path) as engine:
-        receipt = engine.update_weights(update(1))
+    async with engine_over(servers, tmp_path) as engine:
+        receipt = await engine.update_weights(update(1))
         assert receipt.error is not None
         assert "http://b" in receipt.error
         assert "do not fit" in receipt.error
@@ -124,35 +117,48 @@ def test_a_refusal_is_in_the_receipt_and_names_the_server(tmp_path: Path) -> Non
         assert engine.version == 0
 
 
-def test_an_echo_of_other_weights_is_an_error(tmp_path: Path) -> None:
+@in_event_loop
+async def test_an_echo_of_other_weights_is_an_error(tmp_path: Path) -> None:
     class Liar(FakeServer):
         async def update_weights(self, update: WeightSource) -> UpdateReceipt:
             receipt = await super().update_weights(update)
             return UpdateReceipt(engine="", version=receipt.version, checksum="0" * 32, pause_s=0.0, sequences_in_flight=0)
 
-    with engine_over([FakeServer("http://a"), Liar("http://b")], tmp_path) as engine:
-        receipt = engine.update_weights(update(1))
+    async with engine_over([FakeServer("http://a"), Liar("http://b")], tmp_path) as engine:
+        receipt = await engine.update_weights(update(1))
     assert receipt.error is not None
     assert "http://b" in receipt.error
     assert "0" * 32 in receipt.error
 
 
-def test_a_server_that_does_not_answer_an_update_is_named(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_server_that_does_not_answer_an_update_is_named(tmp_path: Path) -> None:
     class Stuck(FakeServer):
         async def update_weights(self, update: WeightSource) -> UpdateReceipt:
-            import asyncio
-
             await asyncio.sleep(60)
             raise AssertionError
 
-    with (
-        engine_over([FakeServer("http://a"), Stuck("http://b")], tmp_path) as engine,
-        pytest.raises(WeightUpdateError, match=r"http://b did not answer weights of version 1"),
-    ):
-        engine.update_weights(update(1))
+    async with engine_over([FakeServer("http://a"), Stuck("http://b")], tmp_path) as engine:
+        with pytest.raises(WeightUpdateError, match=r"http://b did not answer weights of version 1"):
+            await engine.update_weights(update(1))
 
 
-def test_an_update_whose_answer_was_lost_is_sent_again(tmp_path: Path) -> None:
+@in_event_loop
+async def test_an_answer_that_came_while_the_event_loop_was_blocked_is_in_time(tmp_path: Path) -> None:
+    class Blocked(FakeServer):
+        async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+            receipt = await super().update_weights(update)
+            time.sleep(2 * FAST.update_s)
+            await asyncio.sleep(0)  # the answer is there, and takes some passes to read
+            await asyncio.sleep(0)
+            return receipt
+
+    async with engine_over([Blocked("a")], tmp_path) as engine:
+        assert (await engine.update_weights(update(1))).error is None
+
+
+@in_event_loop
+async def test_an_update_whose_answer_was_lost_is_sent_again(tmp_path: Path) -> None:
     class Breaking(FakeServer):
         async def update_weights(self, update: WeightSource) -> UpdateReceipt:
             receipt = await super().update_weights(update)
@@ -161,26 +167,28 @@ def test_an_update_whose_answer_was_lost_is_sent_again(tmp_path: Path) -> None:
             return receipt
 
     server = Breaking("a")
-    with engine_over([server], tmp_path) as engine:
-        assert engine.update_weights(update(1)).error is None
+    async with engine_over([server], tmp_path) as engine:
+        assert (await engine.update_weights(update(1))).error is None
         assert engine.slots == server.slots
     assert len(server.updates) == 3
 
 
-def test_versions_do_not_go_back(tmp_path: Path) -> None:
-    with engine_over([FakeServer("a")], tmp_path) as engine:
-        engine.update_weights(update(2))
+@in_event_loop
+async def test_versions_do_not_go_back(tmp_path: Path) -> None:
+    async with engine_over([FakeServer("a")], tmp_path) as engine:
+        await engine.update_weights(update(2))
         with pytest.raises(WeightUpdateError, match="older"):
-            engine.update_weights(update(1))
+            await engine.update_weights(update(1))
 
 
-def test_a_server_that_comes_back_takes_the_weights_before_it_gets_requests(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_server_that_comes_back_takes_the_weights_before_it_gets_requests(tmp_path: Path) -> None:
     a, b = FakeServer("a"), FakeServer("b")
-    with engine_over([a, b], tmp_path) as engine:
-        engine.update_weights(update(1))
+    async with engine_over([a, b], tmp_path) as engine:
+        await engine.update_weights(update(1))
         b.refuse()
-        wait_until(lambda: engine.slots == 4)
-        engine.update_weights(update(2))  # of those that are there
+        await wait_until(lambda: engine.slots == 4)
+        await engine.update_weights(update(2))  # of those that are there
         assert engine.version == 2
         versions = []
 
@@ -190,57 +198,64 @@ def test_a_server_that_comes_back_takes_the_weights_before_it_gets_requests(tmp_
         b.before_answer = note
         b.restart()
         b.problem = None
-        wait_until(lambda: engine.slots == 8)
+        await wait_until(lambda: engine.slots == 8)
         a.held = b.held = True
+        asked = []
         for number in range(8):
             sampling = SamplingParams(max_tokens=2)
-            engine.submit(GenerationRequest(id=f"r{number}", prompt_ids=(number,), sampling=sampling))
-        wait_until(lambda: len(versions) == 4)
+            request = GenerationRequest(id=f"r{number}", prompt_ids=(number,), sampling=sampling)
+            asked.append(asyncio.create_task(engine.generate(request)))
+        await wait_until(lambda: len(versions) == 4)
         assert versions == [2] * 4
     assert [saved.version for saved in b.updates] == [1, 2]
 
 
-def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_take(tmp_path: Path) -> None:
+@in_event_loop
+async def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_take(tmp_path: Path) -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
-    with engine_over([a, b], tmp_path) as engine:
-        engine.join_broadcast("10.0.0.5", 7, "secret")
+    async with engine_over([a, b], tmp_path) as engine:
+        await engine.join_broadcast("10.0.0.5", 7, "secret")
         assert [(server.joined.index, server.joined.receivers) for server in (a, b) if server.joined] == [(0, 2), (1, 2)]
         assert a.joined == ProcessGroupRequest(
             host="10.0.0.5", port=7, key="secret", index=0, receivers=2, timeout_s=FAST.join_s, name="http://a"
         )
-        receipt = engine.update_weights(WeightUpdate(1, "c0ffee", {}))
+        receipt = await engine.update_weights(WeightUpdate(1, "c0ffee", {}))
         assert (receipt.error, receipt.version, receipt.checksum) == (None, 1, "c0ffee")
         assert a.updates == b.updates == [BroadcastWeights(1, "c0ffee")]
         assert engine.progress().pauses_s == (1.0,)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_left_the_broadcast_is_not_used_again(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_server_that_left_the_broadcast_is_not_used_again(tmp_path: Path) -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
-    with engine_over([a, b], tmp_path) as engine:
-        engine.join_broadcast("10.0.0.5", 7, "secret")
-        engine.update_weights(WeightUpdate(1, "c0ffee", {}))
+    async with engine_over([a, b], tmp_path) as engine:
+        await engine.join_broadcast("10.0.0.5", 7, "secret")
+        await engine.update_weights(WeightUpdate(1, "c0ffee", {}))
         b.restart()
-        wait_until(lambda: engine.slots == a.slots)
-        wait_until(lambda: engine._pool.replicas[1].gone)
+        await wait_until(lambda: engine.slots == a.slots)
+        await wait_until(lambda: engine._pool.replicas[1].gone)
         assert "has left the trainer's broadcast" in engine._pool.replicas[1].last_error
-        assert engine.update_weights(WeightUpdate(2, "cafe", {})).error is None
+        assert (await engine.update_weights(WeightUpdate(2, "cafe", {}))).error is None
     assert [offer.version for offer in b.updates] == [1]
 
 
-def test_a_server_that_does_not_join_is_named(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_server_that_does_not_join_is_named(tmp_path: Path) -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
     b.join_problem = WeightUpdateError("engine server http://b refused: no group was formed")
-    with engine_over([a, b], tmp_path) as engine, pytest.raises(WeightUpdateError, match="http://b refused"):
-        engine.join_broadcast("10.0.0.5", 7, "secret")
+    async with engine_over([a, b], tmp_path) as engine:
+        with pytest.raises(WeightUpdateError, match="http://b refused"):
+            await engine.join_broadcast("10.0.0.5", 7, "secret")
 
 
-def test_without_any_server_an_update_fails(tmp_path: Path) -> None:
+@in_event_loop
+async def test_without_any_server_an_update_fails(tmp_path: Path) -> None:
     server = FakeServer("http://a")
-    with engine_over([server], tmp_path) as engine:
+    async with engine_over([server], tmp_path) as engine:
         server.refuse()
         with pytest.raises(EngineUnavailableError, match="http://a"):
-            engine.update_weights(update(1))
+            await engine.update_weights(update(1))
 
 
 def test_the_first_directory_with_room_is_taken_and_the_error_names_all(tmp_path: Path) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -247,36 +246,38 @@ def test_servers_receive_for_themselves_and_the_engine_only_says_when(
     coordinator = coordinate(sender)
     sampling = SamplingParams(max_tokens=80, seed=1)
     wanted = [GenerationRequest(id=f"r{i}", prompt_ids=(5, 6, i), sampling=sampling) for i in range(8)]
-    with closing(RemoteEngine(servers, weight_dirs=[tmp_path], bounds=Bounds(join_s=BOUND_S))) as engine:
-        engine.join_broadcast("127.0.0.1", sender.port, KEY)
-        for version in (0, 1, 2):  # the first is what the servers have loaded
-            digest = sender.send(version, weights[version])
-            eventually(lambda: coordinator.offered() is not None)
-            if version == 1:
-                for request in wanted:
-                    engine.submit(request)
-            update = coordinator.poll()
-            assert update is not None
-            coordinator.acknowledge(engine.update_weights(update))
-            assert [server.service.engine.holding for server in servers] == [(version, digest)] * 2
-            eventually(lambda: not sender.unanswered())
-            assert {one.checksum for one in sender.receipts()} == {digest}
-        done: list[Completion] = []
-        deadline_s = time.monotonic() + BOUND_S
-        while len(done) < 8 and time.monotonic() < deadline_s:
-            done += engine.step().finished
-        for completion in done:
-            versions = versions_from_spans(completion.weight_versions, 80)
-            assert versions == sorted(versions)
-        assert len(done) == 8
-        assert engine.version == 2
+
+    async def update_in_flight() -> list[Completion]:
+        async with RemoteEngine.connect(servers, weight_dirs=[tmp_path], bounds=Bounds(join_s=BOUND_S)) as engine:
+            await engine.join_broadcast("127.0.0.1", sender.port, KEY)
+            asked: list[asyncio.Task[Completion]] = []
+            for version in (0, 1, 2):  # the first is what the servers have loaded
+                digest = sender.send(version, weights[version])
+                eventually(lambda: coordinator.offered() is not None)
+                if version == 1:
+                    asked += [asyncio.create_task(engine.generate(request)) for request in wanted]
+                update = coordinator.poll()
+                assert update is not None
+                coordinator.acknowledge(await engine.update_weights(update))
+                assert [server.service.engine.holding for server in servers] == [(version, digest)] * 2
+                eventually(lambda: not sender.unanswered())
+                assert {one.checksum for one in sender.receipts()} == {digest}
+            assert engine.version == 2
+            async with asyncio.timeout(BOUND_S):
+                return await asyncio.gather(*asked)
+
+    for completion in asyncio.run(update_in_flight()):
+        versions = versions_from_spans(completion.weight_versions, 80)
+        assert versions == sorted(versions)
     assert not list(tmp_path.iterdir()), "no file was written"
 
 
 def test_a_group_that_is_not_formed_in_time_is_an_error(servers: list[HostedServer], rig: Rig) -> None:
     sender = rig.sender(2, join_timeout_s=BOUND_S, coordinated=True)  # it waits for one more
-    with (
-        closing(RemoteEngine(servers, bounds=Bounds(join_s=0.3))) as engine,
-        pytest.raises(WeightUpdateError, match=rf"127\.0\.0\.1:{sender.port} .*in 0.3 s"),
-    ):
-        engine.join_broadcast("127.0.0.1", sender.port, KEY)
+
+    async def join() -> None:
+        async with RemoteEngine.connect(servers, bounds=Bounds(join_s=0.3)) as engine:
+            await engine.join_broadcast("127.0.0.1", sender.port, KEY)
+
+    with pytest.raises(WeightUpdateError, match=rf"127\.0\.0\.1:{sender.port} .*in 0.3 s"):
+        asyncio.run(join())
