@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.actor.client import EngineClient
 from pipelinerl.config.schema import EngineConfig, RunConfig
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.interfaces import AsyncEngine, Tokenizer
@@ -84,6 +83,7 @@ def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, Local
 
 
 def _local(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
+    from pipelinerl.actor.client import EngineClient  # noqa: PLC0415 - engine servers use this module too
     from pipelinerl.models.loading import stop_token_ids  # noqa: PLC0415 - as above
 
     model, engine = load_local_engine(config, name)
