@@ -93,7 +93,30 @@ class PipelineSchedule:
 
 
 @dataclass(frozen=True)
-class ConventionalSchedule:
+class _Rounds:
+    """Rounds of G optimizer steps. Weights change between rounds only, when no rollout is in progress."""
+
+    batch_size: int
+    steps_per_round: int
+    too_old_reason: str = "round_surplus"
+
+    def may_take_weights(self, in_progress: int) -> Verdict:
+        if in_progress == 0:
+            return ALLOWED
+        return Verdict(False, f"the round's last {in_progress} rollouts to finish")
+
+    def may_train(self, version: int, queued: int) -> Verdict:
+        return _enough(queued, self.batch_size * (self.steps_per_round - version % self.steps_per_round))
+
+    def publishes(self, version: int) -> bool:
+        return version % self.steps_per_round == 0
+
+    def trains_in_rounds(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class ConventionalSchedule(_Rounds):
     """Conventional RL (Algorithm 1): B*G rollouts with frozen weights, then G optimizer steps, alternately.
 
     If rollouts of a round are dropped, whole groups are started to replace them. Rollouts left over at the end of the
@@ -101,10 +124,7 @@ class ConventionalSchedule:
     shorter.
     """
 
-    batch_size: int
-    steps_per_round: int
     name: str = "conventional"
-    too_old_reason: str = "round_surplus"
 
     def oldest_trained(self, version: int) -> int:
         return version - version % self.steps_per_round
@@ -121,34 +141,19 @@ class ConventionalSchedule:
             return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
         return _within_share(state, self.batch_size * self.steps_per_round)
 
-    def may_take_weights(self, in_progress: int) -> Verdict:
-        return _drained(in_progress)
-
-    def may_train(self, version: int, queued: int) -> Verdict:
-        return _enough(queued, self.batch_size * (self.steps_per_round - version % self.steps_per_round))
-
-    def publishes(self, version: int) -> bool:
-        return version % self.steps_per_round == 0
-
-    def trains_in_rounds(self) -> bool:
-        return True
-
     def takes_turns(self) -> bool:
         return True
 
 
 @dataclass(frozen=True)
-class AsyncSchedule:
+class AsyncSchedule(_Rounds):
     """Asynchronous RL: rollouts for the next G steps are generated while the trainer processes those of the last round.
 
     Weights change only between rounds, when no rollout is in progress. Rollouts left over at the end of a round are
     dropped, as in `ConventionalSchedule`, so lag is at most 2G - 1.
     """
 
-    batch_size: int
-    steps_per_round: int
     name: str = "async"
-    too_old_reason: str = "round_surplus"
 
     def oldest_trained(self, version: int) -> int:
         return (version // self.steps_per_round - 1) * self.steps_per_round
@@ -165,18 +170,6 @@ class AsyncSchedule:
         if state.outstanding >= self.batch_size * (rounds_end - state.trainer_version):
             return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
         return _within_share(state, self.batch_size * self.steps_per_round)
-
-    def may_take_weights(self, in_progress: int) -> Verdict:
-        return _drained(in_progress)
-
-    def may_train(self, version: int, queued: int) -> Verdict:
-        return _enough(queued, self.batch_size * (self.steps_per_round - version % self.steps_per_round))
-
-    def publishes(self, version: int) -> bool:
-        return version % self.steps_per_round == 0
-
-    def trains_in_rounds(self) -> bool:
-        return True
 
     def takes_turns(self) -> bool:
         return False
@@ -195,12 +188,6 @@ def _within_share(state: PipelineState, round_size: int) -> Verdict:
     if state.processes == 1 or state.own < -(-round_size // state.processes):
         return ALLOWED
     return Verdict(False, "the other engines to start the rest of the round", (ACTOR,))
-
-
-def _drained(in_progress: int) -> Verdict:
-    if in_progress == 0:
-        return ALLOWED
-    return Verdict(False, f"the round's last {in_progress} rollouts to finish")
 
 
 def make_schedule(config: RunConfig) -> Schedule:
