@@ -134,6 +134,10 @@ class Engine(EngineState, Protocol):
         ...
 
 
+CANCELLED_KEPT = 4096
+"""Number of completions of cancelled requests that an engine keeps for `AsyncEngine.take_cancelled`: the latest ones."""
+
+
 class AsyncEngine(EngineState, Protocol):
     """The engine as the actor sees it, embedded or behind HTTP: every request is a coroutine of the actor's event loop.
 

@@ -113,6 +113,17 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     prompt_versions: tuple[VersionSpan, ...] = ()
 
 
+def cancelled_completion(request_id: str, events: Sequence[TokenEvent]) -> Completion:
+    """The completion of a stream that ended after these tokens."""
+    return Completion(
+        request_id=request_id,
+        token_ids=tuple(event.token_id for event in events),
+        logprobs=tuple(event.logprob for event in events),
+        weight_versions=spans_from_versions(event.version for event in events),
+        finish_reason="cancelled",
+    )
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call within a rollout: the exact prompt ids and the completion (`text` is for human readers)."""
 

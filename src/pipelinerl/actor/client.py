@@ -17,7 +17,7 @@ import msgspec
 
 from pipelinerl.actor.deadline import own_code
 from pipelinerl.errors import RequestError, RolloutError
-from pipelinerl.interfaces import AsyncEngine, Engine, StepOutput, Tokenizer, WeightUpdate
+from pipelinerl.interfaces import CANCELLED_KEPT, AsyncEngine, Engine, StepOutput, Tokenizer, WeightUpdate
 from pipelinerl.types import (
     Completion,
     EngineProgress,
@@ -25,11 +25,9 @@ from pipelinerl.types import (
     SamplingParams,
     TokenEvent,
     UpdateReceipt,
-    spans_from_versions,
+    cancelled_completion,
 )
 
-CANCELLED = 4096
-"""Limit on the completions of cancelled requests kept for `take_cancelled`."""
 MOST_PASSES = 8
 """Passes of the event loop after which a rollout that is still awake is taken to wait for something else than tokens."""
 
@@ -47,7 +45,7 @@ class EngineClient:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._open: dict[str, _Open] = {}
-        self._cancelled: deque[Completion] = deque(maxlen=CANCELLED)
+        self._cancelled: deque[Completion] = deque(maxlen=CANCELLED_KEPT)
 
     @property
     def version(self) -> int:
@@ -74,7 +72,7 @@ class EngineClient:
         return len(self._open)
 
     def take_cancelled(self) -> list[Completion]:
-        taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED)
+        taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED_KEPT)
         return taken
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
@@ -256,7 +254,7 @@ class RolloutClient:
     def produced(self) -> dict[str, Produced]:
         """Prompts and completions so far, by request id."""
         unfinished = {
-            request_id: Produced(prompt_ids, _completion_of(request_id, events))
+            request_id: Produced(prompt_ids, cancelled_completion(request_id, events))
             for request_id, (prompt_ids, events) in self._streamed.items()
         }
         return self._produced | unfinished
@@ -287,13 +285,3 @@ def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed derived from `parts`, which identify its use. Equal parts give equal seeds on any machine."""
     digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _completion_of(request_id: str, events: Sequence[TokenEvent]) -> Completion:
-    return Completion(
-        request_id=request_id,
-        token_ids=tuple(event.token_id for event in events),
-        logprobs=tuple(event.logprob for event in events),
-        weight_versions=spans_from_versions(event.version for event in events),
-        finish_reason="cancelled",
-    )

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.errors import RequestError
+from pipelinerl.interfaces import CANCELLED_KEPT
 from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.checks import find_fault
 from pipelinerl.serving.client.errors import (
@@ -34,7 +35,7 @@ from pipelinerl.serving.client.errors import (
 )
 from pipelinerl.serving.client.fleet import LostError, Replica, ReplicaPool
 from pipelinerl.serving.client.routing import Router
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, spans_from_versions, versions_from_spans
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent, cancelled_completion, versions_from_spans
 
 # ---- the tokens of one streamed request
 
@@ -72,13 +73,7 @@ class TokenRelay:
 
     def partial_completion(self) -> Completion:
         """A completion of the tokens forwarded so far, for a stream that can't continue."""
-        return Completion(
-            request_id=self._request_id,
-            token_ids=tuple(event.token_id for event in self._seen),
-            logprobs=tuple(event.logprob for event in self._seen),
-            weight_versions=spans_from_versions(event.version for event in self._seen),
-            finish_reason="cancelled",
-        )
+        return cancelled_completion(self._request_id, self._seen)
 
     def _forward_token(self, token_id: int, logprob: float, version: int) -> None:
         event = TokenEvent(self._request_id, len(self._seen), token_id, logprob, version)
@@ -91,8 +86,6 @@ class TokenRelay:
 
 logger = logging.getLogger(__name__)
 
-CANCELLED = 4096
-"""Limit on the completions of cancelled requests kept for `take_cancelled`."""
 _LONGEST_WAIT_S = 30.0
 
 
@@ -156,7 +149,7 @@ class Dispatcher:
         self._started = 0
         self._waiting: deque[_Waiting] = deque()
         self._waiting_restricted: list[_Waiting] = []
-        self._cancelled: deque[Completion] = deque(maxlen=CANCELLED)
+        self._cancelled: deque[Completion] = deque(maxlen=CANCELLED_KEPT)
         self._tasks: set[asyncio.Task[None]] = set()
         pool.on_change = self._servers_changed
         self._servers_changed()
@@ -187,7 +180,7 @@ class Dispatcher:
 
     def take_cancelled(self) -> list[Completion]:
         """The completions of cancelled requests that have arrived since the last call."""
-        taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED)
+        taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED_KEPT)
         return taken
 
     def fail(self, error: BaseException) -> None:
