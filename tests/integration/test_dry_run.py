@@ -161,21 +161,16 @@ def _activations(report: str) -> float:
     return float(line.split(" to ")[1].split()[0])
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (
-            "def __init__(self, tokenizer, seed):\n    import os\n    os._exit(7)",
-            "status 7.*builds",
-        ),
-        (
-            "def __init__(self, tokenizer, seed):\n    time.sleep(60)",
-            "was not ready after 8 s .*: it builds the environment",
-        ),
-    ],
-)
 @pytest.mark.slow
-def test_a_process_that_dies_or_hangs_costs_no_more_than_itself(folder: Path, body: str, said: str) -> None:
-    config = small_run(folder / "r", **klass(folder, body, launch__startup_timeout_s=8))
-    with pytest.raises(EnvironmentSetupError, match=said):
-        in_a_process(config)
+def test_an_environment_that_ends_its_process_is_reported(folder: Path) -> None:
+    body = "def __init__(self, tokenizer, seed):\n    import os\n    os._exit(7)"
+    with pytest.raises(EnvironmentSetupError, match=r"status 7.*builds"):
+        in_a_process(small_run(folder / "r", **klass(folder, body)))
+
+
+@pytest.mark.slow
+def test_an_environment_that_is_never_ready_is_ended(folder: Path) -> None:
+    """On a slow machine the bound may pass before the process has loaded the tokenizer."""
+    body = "def __init__(self, tokenizer, seed):\n    time.sleep(3600)"
+    with pytest.raises(EnvironmentSetupError, match=r"was not ready after 8 s .*: it (builds|loads)"):
+        in_a_process(small_run(folder / "r", **klass(folder, body, launch__startup_timeout_s=8)))
