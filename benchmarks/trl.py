@@ -37,7 +37,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks import common
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.tasks import gcd
 from pipelinerl.models.loading import load_tokenizer

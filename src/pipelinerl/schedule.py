@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipelinerl.config.checks import groups_needed
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import PipelineState, Schedule, Verdict
 from pipelinerl.types import ACTOR, TRAINER
@@ -203,5 +202,5 @@ def make_schedule(config: RunConfig) -> Schedule:
 def stream_capacity(config: RunConfig) -> int | None:
     """How many groups may wait in the rollout stream. None: any number, because the schedule limits what is outstanding."""
     if config.stream.when_full == "drop_oldest":
-        return config.stream.capacity or 2 * groups_needed(config)
+        return config.stream.capacity or 2 * config.groups_needed
     return config.stream.capacity

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from tests.integration.runs import (
     Ended,
     assert_conserved,

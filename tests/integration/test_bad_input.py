@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from pipelinerl.checkpoint import checkpoints, load_checkpoint
 from pipelinerl.cli import main
 from pipelinerl.errors import StalledError, UserError
-from pipelinerl.launch.run_directory import RunDirectory, RunLock
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import RunLock
 from tests.integration.runs import (
     command,
     flags,

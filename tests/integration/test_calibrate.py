@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config import RunConfig, load_config
+from pipelinerl.config.load import load_config
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.planner.calibrate import TrainingProcess, calibrate
 from pipelinerl.experiments.planner.calibration import read_calibration, write_calibration

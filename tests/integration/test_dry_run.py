@@ -11,7 +11,7 @@ import pytest
 
 import pipelinerl
 from pipelinerl.cli import main
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch import memory as memory_check
 from pipelinerl.launch.checks import check_before_the_start

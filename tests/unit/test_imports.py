@@ -10,7 +10,10 @@ import pytest
 from pipelinerl.cli.main import MODULES
 from pipelinerl.cli.parser import Commands
 
-LAUNCHER = "launch.run launch.checks launch.memory launch.summary launch.hosts.processes status.view report cli experiments"
+LAUNCHER = (
+    "config.load config.keys config.checks config.yaml_text launch.run launch.run_lock launch.checks launch.memory "
+    "launch.summary launch.hosts.processes status.view report cli experiments"
+)
 
 PROCESSES = {
     "launcher": (
@@ -94,7 +97,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
             HEAVY | {"tensorboard"},
         ),
         ("import pipelinerl.metrics.tensorboard", HEAVY),
-        ("import pipelinerl.config as c; c.render(c.load_config(None))", HEAVY | {"numpy"}),
+        ("from pipelinerl.config import keys, load; keys.render(load.load_config(None))", HEAVY | {"numpy"}),
         (CHECK_STATICALLY, HEAVY),
         ("from pipelinerl.weights.shared_file import create_shared_file; create_shared_file()", {"torch"}),
         ("from pipelinerl.weights.broadcast.control import listen; listen().close()", {"torch"}),

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import Commands, refuse_settings, write
-from pipelinerl.config import RunConfig, config_from_yaml
+from pipelinerl.config.load import config_from_yaml
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, config_of_run, keyed_values, say, write
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
 _STUDY = (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import Commands, api_key_from, at_least, say, write
-from pipelinerl.config import RunConfig, with_flags
-from pipelinerl.config.schema import EngineConfig, EnvironmentConfig
+from pipelinerl.config.load import with_flags
+from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig
 from pipelinerl.environments.registry import find_class
 from pipelinerl.errors import RunInterruptedError, UserError
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipelinerl import __version__
-from pipelinerl.config import RunConfig, yaml_text
+from pipelinerl.config import yaml_text
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError, UserError
 
 SETTINGS_HELP = (

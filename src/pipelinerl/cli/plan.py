@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, config_of_run, say, write
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:
-    from pipelinerl.config import RunConfig
+    from pipelinerl.config.schema import RunConfig
     from pipelinerl.experiments.planner.calibration import Calibration
     from pipelinerl.experiments.planner.simulation import Workload
 

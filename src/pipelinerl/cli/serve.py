@@ -10,8 +10,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from pipelinerl.cli.parser import Commands, api_key_from, at_least, refuse_settings, write
-from pipelinerl.config import RunConfig, with_flags
-from pipelinerl.config.schema import EngineConfig, ModelConfig
+from pipelinerl.config.load import with_flags
+from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
 from pipelinerl.errors import MissingDependencyError, UserError
 from pipelinerl.serving.client.adapter import EngineServer
 from pipelinerl.serving.client.server_client import PipelineServer

@@ -8,7 +8,8 @@ from importlib import resources
 from pathlib import Path
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, config_of_run, refuse_settings, write
-from pipelinerl.config import json_schema, load_config, render
+from pipelinerl.config.keys import json_schema, render
+from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
 FILES = ("README.md", "problems.jsonl", "rewards.py", "run.yaml")

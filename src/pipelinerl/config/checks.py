@@ -19,12 +19,6 @@ def mistakes(config: RunConfig) -> Iterator[str]:
         yield from checks(config)
 
 
-def groups_needed(config: RunConfig) -> int:
-    """Number of groups that the trainer needs for its next step: those of one step, or of a whole round."""
-    rounds = 1 if config.schedule.kind == "pipeline" else config.schedule.steps_per_round
-    return -(-config.trainer.batch_size * rounds // config.actor.group_size)
-
-
 def _schedule(config: RunConfig) -> Iterator[str]:
     kind, max_lag, steps = config.schedule.kind, config.schedule.max_lag, config.schedule.steps_per_round
     samples, group = config.trainer.batch_size * steps, config.actor.group_size
@@ -48,7 +42,7 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _stream(config: RunConfig) -> Iterator[str]:
-    kind, stream, needed = config.schedule.kind, config.stream, groups_needed(config)
+    kind, stream, needed = config.schedule.kind, config.stream, config.groups_needed
     if stream.kind == "memory" and config.launch.kind == "processes":
         yield "stream.kind: a `memory` stream works within one process only; set it to files, or launch.kind to embedded"
     if stream.capacity is not None and stream.capacity < needed:

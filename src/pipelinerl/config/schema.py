@@ -402,3 +402,9 @@ class RunConfig(Section, frozen=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def groups_needed(self) -> int:
+        """Number of groups that the trainer needs for its next step: those of one step, or of a whole round."""
+        rounds = 1 if self.schedule.kind == "pipeline" else self.schedule.steps_per_round
+        return -(-self.trainer.batch_size * rounds // self.actor.group_size)

@@ -14,7 +14,7 @@ import msgspec
 
 from pipelinerl import errors
 from pipelinerl.child import ChildProcess
-from pipelinerl.config import config_to_yaml
+from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import msgspec
 
 from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
-from pipelinerl.config import config_from_yaml
+from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import LoraConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.launch.run_directory import RunDirectory, set_aside
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import set_aside
 from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, first_uncommitted
 from pipelinerl.ledger import GroupLedger

@@ -12,14 +12,16 @@ from typing import Any
 import msgspec
 
 from pipelinerl.actor.outstanding import make_record
-from pipelinerl.config import config_to_yaml, validate
+from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.hosts.processes import run_processes
-from pipelinerl.launch.run_directory import RunDirectory, RunLock, create_run_directory, open_run_directory
-from pipelinerl.launch.session import Session, StartPlan, write_plan
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import RunLock, create_run_directory, open_run_directory
+from pipelinerl.launch.session import Session, StartPlan, write_session
 from pipelinerl.launch.stages.streams import Broker, running_broker, stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
@@ -71,7 +73,7 @@ def _write_start(session: Session) -> None:
     """Write the files that the session's processes, and a later resume, read. Raises RunDirectoryError."""
     run = session.run
     try:
-        write_plan(run, session.plan)
+        write_session(session)
         write_atomically(run.config, config_to_yaml(session.config).encode())
         for stale in (*run.control.glob("*.board"), *run.control.glob("*.ready.json")):
             stale.unlink()

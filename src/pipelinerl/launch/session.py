@@ -9,7 +9,6 @@ from functools import partial
 
 import msgspec
 
-from pipelinerl.config import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
@@ -61,15 +60,6 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(left.get(index, rollouts) for index, rollouts in groups.items())
 
 
-def write_plan(run: RunDirectory, plan: StartPlan) -> None:
-    write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)  # It has the session's secrets.
-
-
-def read_plan(run: RunDirectory) -> StartPlan:
-    """The plan that the launcher wrote for this session's processes."""
-    return msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
-
-
 @dataclass(frozen=True)
 class Session:
     """One session of a run.
@@ -88,10 +78,17 @@ class Session:
         return stream_store(self.config, self.run, self.plan.redis_url)
 
 
+def write_session(session: Session) -> None:
+    """Write what the processes of the session read. The plan is for this user only: it has the session's secrets."""
+    write_atomically(session.run.settings, session.config.model_dump_json().encode())
+    write_atomically(session.run.plan, msgspec.json.encode(session.plan), mode=0o600)
+
+
 def read_session(run: RunDirectory, records_from_s: float) -> Session:
     """The session that the launcher wrote to the run directory for its workers."""
-    config = config_from_yaml(run.config.read_text())
-    return Session(config, run, read_plan(run), make_schedule(config), records_from_s)
+    config = RunConfig.model_validate_json(run.settings.read_bytes())
+    plan = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
+    return Session(config, run, plan, make_schedule(config), records_from_s)
 
 
 class ErrorReport(msgspec.Struct, frozen=True):

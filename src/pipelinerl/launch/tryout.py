@@ -20,7 +20,7 @@ from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
-from pipelinerl.config import config_from_yaml
+from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.environments.single_turn import JudgedTurn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord
 from pipelinerl.metrics.summary import edge_of

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from pipelinerl.config import RunConfig, config_from_yaml
+from pipelinerl.config.load import config_from_yaml
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import read_json_lines
 from pipelinerl.metrics.records import (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipelinerl import database
 from pipelinerl.actor.admission import Admission
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding, make_record
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from pipelinerl.database import Database
 from pipelinerl.errors import StalledError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict

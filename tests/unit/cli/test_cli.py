@@ -12,7 +12,8 @@ import pytest
 import pipelinerl.cli.train
 from pipelinerl import __version__
 from pipelinerl.cli import main
-from pipelinerl.config import config_from_yaml, config_to_yaml, load_config
+from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import config_from_yaml, load_config
 from pipelinerl.errors import StalledError
 
 Capture = pytest.CaptureFixture[str]

@@ -14,19 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipelinerl.config import (
-    RunConfig,
-    config_from_yaml,
-    config_to_yaml,
-    json_schema,
-    load_config,
-    render,
-    validate,
-    with_flags,
-)
 from pipelinerl.config.correction import clip_range, resolve
-from pipelinerl.config.keys import SYNONYMS, run_keys
-from pipelinerl.config.schema import ActorConfig, CorrectionConfig, EnvironmentConfig, TrainerConfig
+from pipelinerl.config.keys import SYNONYMS, config_to_yaml, json_schema, render, run_keys
+from pipelinerl.config.load import config_from_yaml, load_config, validate, with_flags
+from pipelinerl.config.schema import ActorConfig, CorrectionConfig, EnvironmentConfig, RunConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

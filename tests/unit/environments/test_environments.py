@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.rollouts import check_rollout
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import SingleTurn, make_environment
 from pipelinerl.environments.prompts import encode_prompt, encode_reply, text_decoder
@@ -259,7 +259,7 @@ def test_a_reply_continues_a_chat():
 
 OWN = """
 from dataclasses import dataclass
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import SingleTurn
 from pipelinerl.types import Problem

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config import RunConfig
-from pipelinerl.config.schema import EngineConfig, LaunchConfig, ScheduleConfig, StreamConfig, WeightsConfig
+from pipelinerl.config.load import load_config
+from pipelinerl.config.schema import EngineConfig, LaunchConfig, RunConfig, ScheduleConfig, StreamConfig, WeightsConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import (
@@ -22,7 +22,7 @@ from pipelinerl.launch.roles import (
     worker_stages,
 )
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Session, StartPlan, read_plan, write_plan
+from pipelinerl.launch.session import KeptGroup, Session, StartPlan, read_session, write_session
 from pipelinerl.launch.stages import weights
 from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, _wait_for_servers
 from pipelinerl.launch.stages.streams import stream_store
@@ -90,13 +90,21 @@ def test_who_receives_a_broadcast(config: RunConfig, receivers: int, servers_rec
         assert address == ((*listening.getsockname(), session.plan.weights_key) if servers_receive else None)
 
 
-def test_each_session_has_a_key_of_its_own_that_only_its_user_can_read(tmp_path: Path) -> None:
+def test_processes_read_the_session_that_the_launcher_wrote(tmp_path: Path) -> None:
+    config = load_config(None, {"environment.args": {"largest": 9}, "trainer.betas": [0.8, 0.9], "engine.max_length": 400})
     run = RunDirectory(tmp_path)
     run.make_folders()
-    plans = StartPlan(), StartPlan()
-    assert plans[0].weights_key != plans[1].weights_key
-    write_plan(run, plans[0])
-    assert read_plan(run) == plans[0]
+    written = Session(config, run, StartPlan(version=3, kept=(KeptGroup(4, 2),)), make_schedule(config), 5.5)
+    write_session(written)
+    read = read_session(run, 5.5)
+    assert (read.config, read.plan, read.records_from_s) == (written.config, written.plan, 5.5)
+
+
+def test_each_session_has_a_key_of_its_own_that_only_its_user_can_read(tmp_path: Path) -> None:
+    assert StartPlan().weights_key != StartPlan().weights_key
+    run = RunDirectory(tmp_path)
+    run.make_folders()
+    write_session(Session(RunConfig(), run, StartPlan(), make_schedule(RunConfig()), 0.0))
     assert run.plan.stat().st_mode & 0o777 == 0o600
 
 

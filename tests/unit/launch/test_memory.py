@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from pipelinerl.engine import flat
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
@@ -293,7 +293,7 @@ def test_the_demo_fits_a_small_machine_and_needs_no_torch_to_say_so() -> None:
     shape = read_shape(Path(resolve_path("demo")))
     assert shape is not None
     assert judge(config, predict(config, shape), lambda _: Memory(2 * 10**9, None)).warnings == []
-    code = "import sys; from pipelinerl.launch.memory import *; from pipelinerl.config import load_config; "
+    code = "import sys; from pipelinerl.launch.memory import *; from pipelinerl.config.load import load_config; "
     code += "check_memory(load_config(None)); assert not {'torch', 'transformers'} & sys.modules.keys()"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipelinerl.cli import serve
 from pipelinerl.cli.parser import Commands
-from pipelinerl.config import load_config
+from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.errors import ConfigError

@@ -12,8 +12,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.config import config_from_yaml, load_config, render
-from pipelinerl.config.load import validate
+from pipelinerl.config.keys import render
+from pipelinerl.config.load import config_from_yaml, load_config, validate
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError
 from pipelinerl.models.lora import ADAPTER_FOLDER, LoraModel, refuse_adapter

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.config import RunConfig, config_to_yaml
-from pipelinerl.config.schema import EngineConfig, ScheduleConfig
+from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.schema import EngineConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord

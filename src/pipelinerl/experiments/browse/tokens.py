@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from pipelinerl.config import RunConfig
-from pipelinerl.config.schema import ModelConfig
+from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.experiments.browse.groups import lag_text
 from pipelinerl.experiments.browse.records import Trained, one_line, printable

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.checkpoint import WEIGHTS_FOLDER
-from pipelinerl.config import RunConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, RunInterruptedError
 from pipelinerl.experiments.compare.page import Results, comparison_page
 from pipelinerl.experiments.compare.request import Request, claim_folder, plain

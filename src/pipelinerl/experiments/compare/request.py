@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError
 from pipelinerl.experiments.compare.settings import Contender, parse_contenders, whole_rounds
 from pipelinerl.launch.roles import usable_cores

@@ -28,14 +28,15 @@ from typing import NamedTuple
 import msgspec
 
 from pipelinerl.child import ChildProcess, stop_all
-from pipelinerl.config import RunConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
 from pipelinerl.experiments.compare.request import Request, load_average
 from pipelinerl.files import JsonLines, read_json_lines
 from pipelinerl.launch.interrupts import counted_interrupts
 from pipelinerl.launch.roles import thread_environment
-from pipelinerl.launch.run_directory import RunDirectory, RunLock
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report import write_json

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pipelinerl.config import RunConfig, validate
-from pipelinerl.config.schema import EvaluationConfig, ScheduleConfig
+from pipelinerl.config.load import validate
+from pipelinerl.config.schema import EvaluationConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.roles import plan_threads
 from pipelinerl.schedule import make_schedule

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.config import config_to_yaml
+from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation

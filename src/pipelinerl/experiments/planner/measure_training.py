@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from pipelinerl.config import config_from_yaml
+from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.planner.calibration import TrainingCost

@@ -40,7 +40,7 @@ from pipelinerl.launch.roles import (
     worker_roles,
     worker_stages,
 )
-from pipelinerl.launch.run_directory import RunLock
+from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import ErrorReport, Session, WorkerResult
 from pipelinerl.launch.stages.streams import Broker, rollouts_in_streams
 from pipelinerl.launch.stages.weights import make_channel, remove_weights_of

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from pipelinerl.config import RunConfig
-from pipelinerl.config.schema import ModelConfig
+from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.errors import RolloutError, UserError
 from pipelinerl.experiments.browse.tokens import Gaps
 from pipelinerl.models.loading import load_model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config import RunConfig, load_config
-from pipelinerl.config.schema import EngineConfig, ScheduleConfig, TrainerConfig
+from pipelinerl.config.load import load_config
+from pipelinerl.config.schema import EngineConfig, RunConfig, ScheduleConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.compare import start_settings, trial_length
 from pipelinerl.experiments.compare.request import FULL, QUICK, Machine, Request, differing, make_request

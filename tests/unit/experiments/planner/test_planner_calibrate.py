@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.config import RunConfig, load_config
+from pipelinerl.config.load import load_config
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.planner import measure_generation
 from pipelinerl.experiments.planner.analytic import LengthDistribution

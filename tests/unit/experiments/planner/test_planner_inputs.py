@@ -11,7 +11,8 @@ import pytest
 from pipelinerl.cli import main
 from pipelinerl.cli import plan as plan_command
 from pipelinerl.cli.parser import Commands
-from pipelinerl.config import RunConfig, load_config
+from pipelinerl.config.load import load_config
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.planner.analytic import (
     LengthDistribution,

@@ -1,0 +1,148 @@
+"""Creates a run's directory, or opens it again: with a lock, and without the files of an earlier start."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
+
+
+class RunLock:
+    """A lock on a run directory, held until `close`, or until this process and all that inherited `fd` have ended."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        """Waits for the processes of a killed launcher to end. Raises RunDirectoryError if another run holds the lock."""
+        self.run = run
+        self.fd = os.open(run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline_s = time.monotonic() + ORPHAN_PATIENCE_S + 5.0
+        while not self._try_lock():
+            if self._holder_alive() or time.monotonic() > deadline_s:
+                os.close(self.fd)
+                raise RunDirectoryError(f"{run.root} is in use by another run; wait for it or choose another --run_dir")
+            time.sleep(0.05)
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, str(os.getpid()).encode(), 0)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _holder_alive(self) -> bool:
+        """Whether the launcher that took the lock still runs. An empty file means that it has just taken the lock."""
+        pid = os.pread(self.fd, 32, 0)
+        if not pid.isdigit():
+            return True
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
+
+def create_run_directory(config: RunConfig) -> RunLock:
+    """Create and lock the directory of a new run. Files of an earlier start that never trained are removed.
+
+    Raises RunDirectoryError if `run_dir` already has a run, is in use or can't be written to.
+    """
+    with _explained():
+        root = Path(config.run_dir).absolute() if config.run_dir else _fresh_directory(config)
+        run = RunDirectory(root)
+        run.root.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(run)
+        try:
+            if run.config.exists():
+                _remove_failed_start(run)
+            run.make_folders()
+        except BaseException:
+            lock.close()
+            raise
+    return lock
+
+
+def open_run_directory(root: Path) -> RunLock:
+    """Lock the directory of an existing run. Raises RunDirectoryError if it is not a run directory, or is in use."""
+    run = RunDirectory(root.absolute())
+    if not run.config.is_file():
+        raise RunDirectoryError(f"{root} is not a run directory (it has no config.yaml)")
+    with _explained():
+        lock = RunLock(run)
+        run.make_folders()
+    return lock
+
+
+def _remove_failed_start(run: RunDirectory) -> None:
+    """Remove the files of a run that took no optimizer step. Raises RunDirectoryError if it took any."""
+    trained = run.metrics.exists() and run.metrics.stat().st_size > 0
+    if trained or not run.plan.is_file():  # without a plan, config.yaml is not of a run
+        raise RunDirectoryError(
+            f"{run.root} already has a run; continue it with --resume {run.root} or choose another --run_dir"
+        )
+    shutil.rmtree(run.streams, ignore_errors=True)
+    for path in run.checkpoints.glob("step_*"):
+        shutil.rmtree(path)
+    records = (*run.root.glob("timeline-*.jsonl"), *run.rollouts.glob("*.jsonl"))
+    for path in (run.evaluations, run.summary, run.config, *records, *run.control.iterdir()):
+        path.unlink(missing_ok=True)
+
+
+def set_aside(run: RunDirectory) -> Path:
+    """Prepare the directory for a start from the beginning.
+
+    Records move into a new folder, which is returned; streams and control files are removed.
+    """
+    with _explained():
+        kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
+        kept.mkdir()
+        records = (run.metrics, run.evaluations, run.summary, run.curves, run.rollouts, run.root / "tensorboard")
+        for path in (*records, *run.root.glob("timeline-*.jsonl")):
+            if path.exists():
+                path.rename(kept / path.name)
+        shutil.copy(run.config, kept)
+        shutil.rmtree(run.streams, ignore_errors=True)
+        for path in run.control.iterdir():
+            path.unlink()
+        run.make_folders()
+    return kept
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"can't write to {error.filename}: {error.strerror}; choose a --run_dir that can be written to"
+        ) from error
+
+
+def _fresh_directory(config: RunConfig) -> Path:
+    """Make the folder `runs/<date>-<environment>-<schedule>`, with a number appended if it exists already."""
+    environment = Path(config.environment.kind.split(":")[0]).stem
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{environment}-{config.schedule.kind}"
+    runs = Path("runs").absolute()
+    runs.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = runs / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("itertools.count ended")
