@@ -39,8 +39,11 @@ class DamagedDatabaseError(ValueError):
 class Database:
     """One connection to a database. Several may be open, in one or several processes."""
 
-    def __init__(self, path: Path, schema: str) -> None:
+    def __init__(self, path: Path, schema: str, *, temporary: bool = False) -> None:
         """`schema` is executed at each opening, so it must allow for tables that exist.
+
+        A `temporary` database need not survive a failure of the machine: nothing waits for the disk, and SQLite copies the
+        log into the database once it has 1,000 pages. Otherwise `durable` does both.
 
         Raises OSError if the file can't be opened or is on a network file system, DamagedDatabaseError.
         """
@@ -49,7 +52,8 @@ class Database:
         with self._errors_as_os_errors():
             self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             try:
-                for setting in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=0"):
+                kept = ("synchronous=OFF",) if temporary else ("synchronous=NORMAL", "wal_autocheckpoint=0")
+                for setting in ("journal_mode=WAL", *kept):
                     self._execute(f"PRAGMA {setting}")
                 with self.transaction():
                     for statement in schema.split(";"):

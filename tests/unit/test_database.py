@@ -24,6 +24,19 @@ def test_a_transaction_is_whole_or_nothing(tmp_path: Path) -> None:
     assert first.rows("SELECT n FROM numbers WHERE n > ?", 0) == [(1,)]
 
 
+def test_the_log_of_a_temporary_database_does_not_grow_with_the_number_of_transactions(tmp_path: Path) -> None:
+    log = tmp_path / "db-wal"
+    written = Database(tmp_path / "db", SCHEMA, temporary=True)
+    sizes = []
+    for _ in range(3):
+        for number in range(1500):
+            with written.transaction() as connection:
+                connection.execute("INSERT INTO numbers VALUES (?)", (number,))
+        sizes.append(log.stat().st_size)
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert written.rows("SELECT count(*) FROM numbers") == [(4500,)]
+
+
 def test_changes_of_any_process_are_noticed(tmp_path: Path) -> None:
     first, second = Database(tmp_path / "db", SCHEMA), Database(tmp_path / "db", SCHEMA)
     before = first.changes()

@@ -57,7 +57,7 @@ class Admission:
         self._board = board
         self._taken = taken or GroupLedger()
         self._processes = processes
-        self._database = Database(path, SCHEMA)
+        self._database = Database(path, SCHEMA, temporary=True)
         self._decoder = msgspec.json.Decoder(Outstanding)
         self._encoder = msgspec.json.Encoder()
         self._denial: _Denial | None = None

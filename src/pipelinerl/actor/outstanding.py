@@ -99,6 +99,6 @@ def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
     """Create the record of a session that starts with `handed_over` rollouts in the stream, `settled` trained or dropped."""
     for file in path.parent.glob(f"{path.name}*"):  # with the journal that a killed session may have left
         file.unlink()
-    with closing(Database(path, SCHEMA)) as database, database.transaction() as record:
+    with closing(Database(path, SCHEMA, temporary=True)) as database, database.transaction() as record:
         first = Outstanding(handed_over=handed_over, settled=settled)
         record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))
