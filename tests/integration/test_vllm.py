@@ -144,21 +144,21 @@ def test_only_the_stop_tokens_that_a_request_names_end_it(vllm: VllmProcess) -> 
 
 
 def test_cancelled_requests_give_what_they_have_and_free_their_places(vllm: VllmProcess) -> None:
+    """The first requests may end before the cancellations arrive; those queued behind them cannot."""
+
     async def cancel(client: VllmServer) -> tuple[list[Completion], list[TokenEvent], int]:
         events: list[TokenEvent] = []
-        await client.info()
-        wanted = [request(f"c{i}", max_tokens=LONGEST, stream=i == 0) for i in range(SLOTS)]
+        wanted = [request(f"c{i}", max_tokens=LONGEST, stream=i == 0) for i in range(16 * SLOTS)]
         running = [asyncio.ensure_future(client.generate(one, events.append)) for one in wanted]
-        while len(events) < 5:
+        while not events:
             await asyncio.sleep(0.002)
-        await asyncio.gather(*(client.cancel(one.id) for one in wanted), client.cancel("never-heard-of"))
+        await asyncio.gather(*(client.cancel(one.id) for one in reversed(wanted)), client.cancel("never-heard-of"))
         return await asyncio.gather(*running), events, (await client.info()).in_progress
 
     completions, events, left = at(vllm, cancel)
-    assert {done.finish_reason for done in completions} == {"cancelled"}
-    assert all(len(done.token_ids) < LONGEST for done in completions)  # none, if it came before the first
     assert [event.token_id for event in events] == list(completions[0].token_ids)
-    assert len(completions[0].token_ids) >= 5
+    assert {done.finish_reason for done in completions[8 * SLOTS :]} == {"cancelled"}
+    assert all(len(done.token_ids) < LONGEST for done in completions if done.finish_reason == "cancelled")
     assert left == 0
 
 
