@@ -5,6 +5,7 @@ Combinations within a section are beside its fields (`Section.mistakes`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pipelinerl.config import correction
@@ -15,7 +16,7 @@ def mistakes(config: RunConfig) -> Iterator[str]:
     """Every invalid combination of settings, as `key: what is wrong; how to fix it`."""
     for section in (value for _, value in config if isinstance(value, Section)):
         yield from section.mistakes()
-    for checks in (_schedule, _stream, _sampling, _trainer, correction.mistakes, _engines, _processes):
+    for checks in (_schedule, _stream, _sampling, _trainer, correction.mistakes, _engines, _processes, _machines):
         yield from checks(config)
 
 
@@ -43,7 +44,7 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 def _stream(config: RunConfig) -> Iterator[str]:
     kind, stream, needed = config.schedule.kind, config.stream, config.groups_needed
-    if stream.kind == "memory" and config.launch.kind == "processes":
+    if stream.kind == "memory" and config.launch.kind != "embedded":
         yield "stream.kind: a `memory` stream works within one process only; set it to files, or launch.kind to embedded"
     if stream.capacity is not None and stream.capacity < needed:
         unit = "a step" if kind == "pipeline" else "a round"
@@ -113,3 +114,25 @@ def _processes(config: RunConfig) -> Iterator[str]:
     for key, (value, fix) in wanted.items():
         if value not in (fix, "memory"):
             yield f"{key}: `{value}` needs several processes; set launch.kind to processes, or {key} to {fix}"
+
+
+def _machines(config: RunConfig) -> Iterator[str]:
+    """Settings that need processes on one machine, while `ray` has them on several, and the reverse."""
+    launch, url = config.launch, config.stream.url
+    if launch.kind != "ray":
+        for key, value in (("ray_address", launch.ray_address), ("place", launch.place)):
+            if value:
+                yield f"launch.{key}: `{launch.kind}` uses this machine only; remove it, or set launch.kind to ray"
+        return
+    if config.stream.kind != "redis":
+        yield f"stream.kind: `{config.stream.kind}` does not reach other machines; set it to redis"
+    if config.weights.kind != "collective":
+        yield f"weights.kind: `{config.weights.kind}` does not reach other machines; set it to collective"
+    for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
+        if ":" in device:
+            yield f"{key}: with launch.kind ray each process sees only its own GPU; write cuda instead of {device}"
+    if url is not None and (url.startswith("unix:") or not re.search(r"//[^/]*:[^/]+@|[?&]password=.", url)):
+        yield (
+            "stream.url: processes on several machines use this Redis, so it must be a network address with a password: "
+            "redis://:PASSWORD@HOST:PORT/DB, or rediss://... (encrypted)"
+        )

@@ -368,9 +368,15 @@ class MetricsConfig(Section, frozen=True):
 
 
 class LaunchConfig(Section, frozen=True):
-    kind: Literal["processes", "embedded"] = "processes"
+    kind: Literal["processes", "embedded", "ray"] = "processes"
     """`processes`: generation and training in separate processes. `embedded`: all in one process, deterministic, for
-    debugging, teaching and tests.
+    debugging, teaching and tests. `ray`: separate processes on the machines of a Ray cluster (extra `ray`).
+    """
+    ray_address: str | None = None
+    """ray: the cluster, like `10.0.0.5:6379`. null: the environment variable RAY_ADDRESS, or the cluster of this machine."""
+    place: dict[str, str] = {}
+    """ray: machines (name or address) for some processes, like `{training: 10.0.0.5, server-0: 10.0.0.6}`. The others are
+    placed where there is room.
     """
     preprocessor: Literal["with_trainer", "process"] = "with_trainer"
     """Where rollouts are prepared, and scored by the reference model of a KL penalty: in the trainer's process, or in a

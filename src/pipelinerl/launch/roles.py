@@ -68,7 +68,7 @@ def usable_cores() -> int:
 
 def side_by_side(config: RunConfig, schedule: Schedule) -> bool:
     """Whether generation and training compute at the same time. Otherwise they alternate, each with the whole machine."""
-    return not schedule.takes_turns() and config.launch.kind == "processes"
+    return not schedule.takes_turns() and config.launch.kind != "embedded"
 
 
 def engines_here(config: RunConfig) -> int:
@@ -78,16 +78,21 @@ def engines_here(config: RunConfig) -> int:
     return 0 if config.engine.urls else config.engine.servers
 
 
-def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
-    """Threads of each process: as the run file sets them, or by default shares of the cores.
+def plan_threads(
+    config: RunConfig, schedule: Schedule, cores: int, *, engines: int | None = None, trains: bool = True
+) -> Threads:
+    """Threads of each process: as the run file sets them, or by default shares of the cores of its machine.
+
+    `engines`: how many processes on this machine generate tokens (None: all of the run), `trains`: whether the trainer is
+    here, too.
 
     If generation and training alternate (by the schedule, or in the embedded launcher), each phase gets all cores, which
     several generating processes share. Otherwise a single generating process gets half the cores; with several, each gets
     one core, and the trainer gets the rest. A generation process that only talks to servers is not counted: it is mostly
     idle.
     """
-    engines = engines_here(config)
-    if not side_by_side(config, schedule):
+    engines = engines_here(config) if engines is None else engines
+    if not trains or not side_by_side(config, schedule):
         generation, training = cores // max(1, engines), cores
     elif engines == 1:
         generation, training = cores // 2, cores - cores // 2

@@ -480,7 +480,11 @@ def from_schema(schema: dict[str, Any], shared: dict[str, Any]) -> st.SearchStra
             if "prefixItems" in schema
             else st.lists(from_schema(schema["items"], shared), min_size=schema.get("minItems", 0), max_size=3)
         ),
-        "object": lambda: st.dictionaries(any_text, json_values, max_size=3),
+        "object": lambda: st.dictionaries(
+            any_text,
+            json_values if schema["additionalProperties"] is True else from_schema(schema["additionalProperties"], shared),
+            max_size=3,
+        ),
     }
     return by_type[schema["type"]]()
 
