@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from pipelinerl.child import ChildProcess
 from pipelinerl.errors import MissingDependencyError, StreamError
-from pipelinerl.stream.redis import is_ready
+from pipelinerl.redis_connection import is_ready
 
 STARTUP_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0

@@ -482,11 +482,11 @@ def from_schema(schema: dict[str, Any], shared: dict[str, Any]) -> st.SearchStra
         ),
         "object": lambda: st.dictionaries(
             any_text,
-            json_values if schema["additionalProperties"] is True else from_schema(schema["additionalProperties"], shared),
+            from_schema(schema["additionalProperties"], shared),
             max_size=3,
         ),
     }
-    return by_type[schema["type"]]()
+    return by_type[schema["type"]]() if "type" in schema else json_values
 
 
 @st.composite

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from pipelinerl.actor.actor import Actor
-from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.admission import Admission, LocalAdmission
 from pipelinerl.actor.evaluation import Evaluation, Evaluations, held_out_problems, write_record
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.probe import WeightProbe
@@ -39,7 +39,7 @@ from pipelinerl.launch.interrupts import stop_on_sigterm
 from pipelinerl.launch.roles import generation_threads, usable_cores, yield_to_the_trainer
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
-from pipelinerl.launch.stages.streams import group_writer
+from pipelinerl.launch.stages.streams import group_writer, redis_of
 from pipelinerl.launch.stages.weights import SenderAddress, make_receiver, sender_address
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import EvaluationRecord, read_records
@@ -199,14 +199,22 @@ def build_generation(
         environment=environment,
         tokenizer=tokenizer,
         engine=engine,
-        admission=Admission(
-            session.run.admission,
-            session.schedule,
-            board,
-            taken=GroupLedger.from_record(session.plan.taken),
-            processes=config.engine.processes,
-        ),
+        admission=_admission(session, board, writer),
     )
+
+
+def _admission(session: Session, board: Board, writer: StreamWriter[Group]) -> Admission:
+    taken, processes = GroupLedger.from_record(session.plan.taken), session.config.engine.processes
+    if session.config.launch.kind != "ray":
+        return LocalAdmission(session.run.admission, session.schedule, board, taken=taken, processes=processes)
+    from pipelinerl.actor.admission_redis import RedisAdmission  # noqa: PLC0415 - needs the extra `redis`
+    from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - as above
+
+    url, prefix = redis_of(session.config, session.run, session.plan.redis_url)
+    admission = RedisAdmission(url, prefix, session.schedule, taken=taken, processes=processes)
+    assert isinstance(writer, RedisStreamWriter)  # noqa: S101 - the configuration was checked
+    writer.companion = admission.commit_with
+    return admission
 
 
 async def generate(

@@ -63,11 +63,22 @@ def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) ->
         return FileStore(run.streams)
     from pipelinerl.stream.redis import RedisStore  # noqa: PLC0415 - needs the extra `redis`
 
-    if config.stream.url is not None:
-        return RedisStore(config.stream.url, _prefix(run), REDIS_PATIENCE_S)
-    if redis_url is None:
+    url, prefix = redis_of(config, run, redis_url)
+    return RedisStore(url, prefix, OWN_REDIS_PATIENCE_S if config.stream.url is None else REDIS_PATIENCE_S)
+
+
+def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> tuple[str, str]:
+    """The address of the run's Redis server, and the prefix of the run's keys there.
+
+    The prefix is random, generated once, and kept in the run directory.
+    """
+    url = config.stream.url or redis_url
+    if url is None:
         raise RunDirectoryError(f"{run.root}: the run's Redis server was not started")
-    return RedisStore(redis_url, _prefix(run), OWN_REDIS_PATIENCE_S)
+    path = run.streams / "name_in_redis"
+    if not path.exists():
+        write_atomically(path, f"pipelinerl-{secrets.token_hex(8)}-".encode())
+    return url, path.read_text()
 
 
 class Broker(Protocol):
@@ -94,14 +105,6 @@ def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[Broker | No
 
     with start_server(run.streams / "redis", durable=True) as server:
         yield server
-
-
-def _prefix(run: RunDirectory) -> str:
-    """The prefix of the run's streams in Redis: random, generated once, and kept in the run directory."""
-    path = run.streams / "name_in_redis"
-    if not path.exists():
-        write_atomically(path, f"pipelinerl-{secrets.token_hex(8)}-".encode())
-    return path.read_text()
 
 
 def group_writer(store: StreamStore, config: RunConfig, on_drop: Callable[[Group], None]) -> StreamWriter[Group]:
