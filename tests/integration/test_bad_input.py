@@ -147,7 +147,7 @@ def test_a_dry_run_says_that_a_device_is_not_there(setting: str, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rate"), [("embedded", 1e9), ("processes", 1e9), ("processes", 1e38)])
+@pytest.mark.parametrize(("kind", "rate"), [("embedded", 1e38), ("processes", 1e9)])
 def test_a_learning_rate_that_breaks_the_weights_is_one_line(kind: str, rate: float, tmp_path: Path) -> None:
     ended = command("train", *flags(tmp_path / "r", launch__kind=kind, trainer__learning_rate=rate, trainer__steps=50))
     assert (ended.status, ended.error.count("\n")) == (1, 1), ended.error
@@ -243,7 +243,7 @@ def test_an_environment_that_always_fails(tmp_path: Path, capsys: pytest.Capture
 def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, "async def rollout(self, problem, client):\n    await asyncio.Event().wait()")
     with pytest.raises(StalledError, match=r"the environment: \d+ rollouts run environment code"):
-        run(tmp_path / "r", environment__kind=kind, launch__watchdog_s=1)
+        run(tmp_path / "r", environment__kind=kind, launch__watchdog_s=2)
 
 
 def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,7 +306,7 @@ def test_a_run_whose_answers_are_all_cut_says_that_it_learned_nothing(
 def test_a_reward_that_loops_for_ever_is_named_on_the_board_and_ends_the_run(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, "def reward(self, problem, text):\n    while True: pass")
     run_dir = tmp_path / "r"
-    process = start_processes(run_dir, environment__kind=kind, actor__code_timeout_s=5, evaluation__problems=4)
+    process = start_processes(run_dir, environment__kind=kind, actor__code_timeout_s=3, evaluation__problems=4)
 
     def named() -> bool:
         statuses = [status_of(run_dir, stage) for stage in ("actor", "engine")]
@@ -315,7 +315,7 @@ def test_a_reward_that_loops_for_ever_is_named_on_the_board_and_ends_the_run(tmp
     until(named, process)
     ended = wait(process)
     assert ended.status == 1
-    assert "16 of them by `timeout`: the code ran for 5 s without yielding, in Task.reward (task.py, line 9)" in ended.error
+    assert "16 of them by `timeout`: the code ran for 3 s without yielding, in Task.reward (task.py, line 9)" in ended.error
     assert "every time so far" in ended.error
 
 

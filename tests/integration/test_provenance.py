@@ -15,16 +15,12 @@ from pipelinerl.models.loading import load_model
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, Rollout, SamplingParams, TrainingSample
 from tests.integration.runs import (
-    assert_conserved,
     assert_provenance,
-    assert_trained_once,
-    command,
-    flags,
     groups,
     rollouts_by_id,
     run,
+    run_processes,
     steps,
-    summary,
     trained,
     versions,
     write_environment,
@@ -81,15 +77,10 @@ def test_log_probabilities_are_those_of_the_recorded_versions(kv: str, check: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv", "check"), [("recompute", assert_recomputed), ("keep", assert_kept)])
-def test_the_same_between_processes(kv: str, check: Any, tmp_path: Path) -> None:
-    settings = {"launch__kind": "processes", "engine__kv_on_update": kv, **EVERY_VERSION}
-    ended = command("train", *flags(tmp_path / "r", **settings))
-    assert ended.status == 0, ended.error
-    assert_conserved(summary(tmp_path / "r"))
-    assert_trained_once(tmp_path / "r")
+def test_the_same_between_processes(tmp_path: Path) -> None:
+    run_processes(tmp_path / "r", engine__kv_on_update="recompute", **EVERY_VERSION)
     assert assert_provenance(tmp_path / "r") >= 3
-    check(tmp_path / "r")
+    assert_recomputed(tmp_path / "r")
 
 
 def test_engine_and_trainer_agree_on_tokens_of_the_current_version(tmp_path: Path) -> None:

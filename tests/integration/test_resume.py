@@ -14,87 +14,17 @@ from pipelinerl.errors import CheckpointError, RunDirectoryError, RunInterrupted
 from pipelinerl.trainer import Trainer
 from tests.integration.runs import (
     assert_conserved,
+    assert_gone_on,
     assert_provenance,
     assert_trained_once,
-    command,
     flags,
-    no_leftovers,
     resume,
     run,
-    start,
-    start_processes,
-    status_of,
     steps,
     summary,
     trained,
-    until,
-    wait,
     weights_checksum,
-    worker_pids,
 )
-
-ENDLESS = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2}
-
-
-def version_of(run_dir: Path) -> int:
-    status = status_of(run_dir, "trainer")
-    return getattr(status.progress, "version", 0) if status is not None else 0
-
-
-def assert_gone_on(run_dir: Path, goal: int) -> None:
-    """Both sessions together are one run."""
-    counts = summary(run_dir)
-    assert counts["status"] == "finished"
-    assert counts["version"] == goal
-    assert [step.version for step in steps(run_dir)] == list(range(1, goal + 1))
-    assert [record.version for record in trained(run_dir)] == list(range(1, goal + 1))
-    times_s = [step.time_s for step in steps(run_dir)]
-    assert times_s == sorted(times_s)
-    assert counts["rollouts_trained"] == goal * 16
-    assert_conserved(counts)
-    assert_trained_once(run_dir)
-    assert_provenance(run_dir)
-
-
-def groups_trained(run_dir: Path, first: int, last: int) -> set[int]:
-    return {
-        sample.group_index for record in trained(run_dir) if first <= record.version <= last for sample in record.samples
-    }
-
-
-@pytest.mark.slow
-def test_everything_is_killed_then_ctrl_c_then_to_the_end(tmp_path: Path) -> None:
-    """SIGKILL of all processes at once, and the run goes on from its last checkpoint; Ctrl-C, and from where it was."""
-    run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process = start_processes(run_dir, **ENDLESS)
-        until(lambda: version_of(run_dir) >= 5, process)
-        pids.update(worker_pids(run_dir))
-        for pid in (process.pid, *pids.values()):
-            os.kill(pid, signal.SIGKILL)
-        assert wait(process).status == -signal.SIGKILL
-    killed_at = version_of(run_dir)
-
-    with no_leftovers(run_dir) as pids:
-        process = start("train", "--resume", str(run_dir))
-        until(lambda: version_of(run_dir) >= killed_at + 2, process)
-        pids.update(worker_pids(run_dir))
-        process.send_signal(signal.SIGINT)
-        ended = wait(process)
-    assert ended.status == 130
-    assert "--resume" in ended.error
-    assert "Traceback" not in ended.out + ended.error
-    stopped = summary(run_dir)
-    assert stopped["status"] == "interrupted"
-    assert_conserved(stopped)
-    version = stopped["version"]
-    assert (run_dir / "checkpoints" / f"step_{version:08d}").is_dir()
-
-    ended = command("train", "--resume", str(run_dir), f"--trainer.steps={version + 3}")
-    assert ended.status == 0, ended.error
-    assert_gone_on(run_dir, version + 3)
-    # With B a multiple of K and nothing dropped, groups are whole: none was trained on in both sessions.
-    assert not groups_trained(run_dir, 1, version) & groups_trained(run_dir, version + 1, version + 3)
 
 
 def test_the_next_step_after_a_resume_is_the_same(tmp_path: Path) -> None:

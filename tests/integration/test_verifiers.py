@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipelinerl.types import Rollout
-from tests.integration.runs import assert_conserved, assert_provenance, assert_trained_once, rollouts_by_id, run, steps
+from tests.integration.runs import assert_whole, rollouts_by_id, run, steps
 from tests.unit.chat_parts import make_tokenizer
 
 pytest.importorskip("verifiers")
@@ -85,9 +85,7 @@ def test_a_run_trains_on_an_environment_of_verifiers(tmp_path: Path) -> None:
     )
     assert counts["status"] == "finished"
     assert counts["rollouts_trained"] == 3 * 16
-    assert_conserved(counts)
-    assert_trained_once(tmp_path / "r")
-    assert_provenance(tmp_path / "r")
+    assert_whole(tmp_path / "r")
     rollouts = rollouts_by_id(tmp_path / "r").values()
     for rollout in rollouts:
         assert len(rollout.turns) == 3

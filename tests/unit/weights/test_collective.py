@@ -40,7 +40,7 @@ from tests.unit.weights.test_weights import (  # noqa: F401 - the contract of ev
     test_what_was_sent_is_a_copy,
 )
 
-BOUND_S = 20.0
+BOUND_S = 60.0
 KEY = "a key that only this test has"
 DTYPES = [
     torch.float64,
