@@ -833,6 +833,7 @@ async def test_what_was_sampled_for_a_dropped_rollout_is_counted_with_the_reason
     while sum(harness.groups.progress().rollouts_dropped.values()) < 2:
         await harness.iterate(1)  # a token each
         await asyncio.sleep(0.001)
+    await harness.iterate(3)  # what was sampled comes when the engine has cancelled it
     assert harness.groups.progress().rollouts_dropped == {"timeout": 2}
     sampled = harness.groups.progress().dropped_tokens["timeout"]
     assert 0 < sampled <= sum(harness.engine.batch_sizes)
