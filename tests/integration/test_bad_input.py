@@ -72,8 +72,6 @@ def class_missing(folder: Path) -> Settings:
 
 USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     "unknown key": (lambda _: {"trainer__stepz": 3}, "trainer.stepz"),
-    "wrong type": (lambda _: {"trainer__steps": "many"}, "trainer.steps"),
-    "bad combination": (lambda _: {"actor__group_size": 1}, "actor.group_size"),
     "model folder missing": (lambda folder: {"model__path": folder / "nothing"}, "nothing"),
     "model folder empty": (lambda folder: {"model__path": folder}, "has no config.json"),
     "model can be no hub id": (
@@ -169,7 +167,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
         1,
         "delete this checkpoint to resume from the one before",
     ),
-    "weights": (damaged("checkpoints/step_00000001/model.safetensors", 400), 1, "model.safetensors is damaged"),
     "no configuration": (lambda run_dir: (run_dir / "config.yaml").unlink(), 2, "is not a run directory (there is no"),
 }
 

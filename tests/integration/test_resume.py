@@ -88,12 +88,21 @@ def test_a_damaged_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
     assert_trained_once(run_dir)
 
 
-def test_a_finished_run_has_nothing_to_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = run(tmp_path / "r", trainer__steps=2)
-    metrics = (tmp_path / "r" / "metrics.jsonl").read_bytes()
-    assert resume(tmp_path / "r") == first
+def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has nothing to go on with, can't have a goal below what was reached, and no other run may have its folder."""
+    run_dir = tmp_path / "r"
+    first = run(run_dir, trainer__steps=2)
+    before = {name: (run_dir / name).read_bytes() for name in ("summary.json", "config.yaml", "metrics.jsonl")}
+    capsys.readouterr()
+    assert resume(run_dir) == first
     assert "has reached its goal of 2 steps" in capsys.readouterr().out
-    assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == metrics
+    with pytest.raises(RunDirectoryError, match=r"is at version 2, beyond trainer\.steps 1: set"):
+        resume(run_dir, trainer__steps=1)
+    assert main(["train", *flags(run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "already has a run" in error
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
 
 
 def test_a_stream_in_memory_can_not_be_resumed(tmp_path: Path) -> None:
@@ -121,15 +130,6 @@ def test_a_run_without_a_checkpoint_starts_again_in_its_folder(tmp_path: Path, c
     assert len(trained(kept)) == 3
 
 
-def test_a_goal_below_what_was_reached_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    run(run_dir, trainer__steps=3)
-    before = {name: (run_dir / name).read_bytes() for name in ("summary.json", "config.yaml", "metrics.jsonl")}
-    with pytest.raises(RunDirectoryError, match=r"is at version 3, beyond trainer\.steps 2: set"):
-        resume(run_dir, trainer__steps=2)
-    assert {name: (run_dir / name).read_bytes() for name in before} == before
-
-
 PIPELINE = {"schedule__kind": "pipeline", "schedule__steps_per_round": 1}
 ROUNDS_OF_4 = {"schedule__kind": "conventional", "schedule__steps_per_round": 4}
 ROUNDS_OF_2 = {"schedule__kind": "conventional", "schedule__steps_per_round": 2}
@@ -150,12 +150,3 @@ def test_a_run_goes_on_under_another_schedule(before: dict[str, object], after: 
     assert_gone_on(run_dir, 8)
     if after is ROUNDS_OF_2:
         assert [step.lag_max or 0 for step in steps(run_dir)][4:] == [0, 1, 0, 1]
-
-
-def test_a_run_directory_can_not_be_used_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "r", trainer__steps=1)
-    capsys.readouterr()
-    assert main(["train", *flags(tmp_path / "r")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "already has a run" in error
