@@ -411,7 +411,7 @@ def test_what_differs_from_what_was_sent_is_applied_by_nobody(rig: Rig, monkeypa
 
 @pytest.mark.parametrize("dies", ["ready", "staged"])
 def test_an_update_that_one_receiver_does_not_get_is_applied_by_nobody(rig: Rig, dies: str) -> None:
-    sender, receivers = rig.pair(dies, stall_s=1.0, timeout_s=BOUND_S)
+    sender, receivers = rig.pair(dies, stall_s=5.0, timeout_s=BOUND_S)
     sender.send(0, named_weights(Tied()))
     expected = "engine number 1 (engine-1) is gone: its process exited unexpectedly"
     assert expected in problem(receivers[0])  # and none is offered before, or `problem` would not come up
@@ -439,7 +439,7 @@ def test_a_receiver_that_dies_before_it_answers_is_named(rig: Rig) -> None:
 
 @pytest.mark.parametrize("dies", [control.Offer, "receive", "apply"])
 def test_a_sender_that_dies_leaves_whole_updates_or_none(rig: Rig, dies: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender, receivers = rig.pair(stall_s=1.0)
+    sender, receivers = rig.pair(stall_s=5.0)
     whole, members = sender._members.send, sender._members
 
     def until_death(message: control.FromSender, to: Sequence[Member] | None = None) -> None:
