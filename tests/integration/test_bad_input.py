@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+import pipelinerl
 from pipelinerl.checkpoint import checkpoints, load_checkpoint
 from pipelinerl.cli import main
 from pipelinerl.errors import StalledError, UserError
@@ -35,28 +36,24 @@ def environment(body: str) -> Callable[[Path], Settings]:
     return lambda folder: {"environment__kind": write_environment(folder, body)}
 
 
-def model_without_weights(folder: Path) -> Settings:
-    import pipelinerl
-
+def demo_in(folder: Path, *ignored: str) -> Path:
+    """A copy of the demo's model, less some of its files."""
     source = Path(pipelinerl.__file__).parent / "assets" / "demo_base"
-    shutil.copytree(source, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    return {"model__path": folder / "model"}
+    return shutil.copytree(source, folder / "model", ignore=shutil.ignore_patterns(*ignored))
+
+
+def model_without_weights(folder: Path) -> Settings:
+    return {"model__path": demo_in(folder, "*.safetensors")}
 
 
 def model_cut_short(folder: Path) -> Settings:
-    model_without_weights(folder)
-    import pipelinerl
-
-    weights = (Path(pipelinerl.__file__).parent / "assets" / "demo_base" / "model.safetensors").read_bytes()
-    (folder / "model" / "model.safetensors").write_bytes(weights[:-100])
-    return {"model__path": folder / "model"}
+    weights = demo_in(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return {"model__path": weights.parent}
 
 
 def model_with_a_strict_template(folder: Path) -> Settings:
-    import pipelinerl
-
-    shutil.copytree(Path(pipelinerl.__file__).parent / "assets" / "demo_base", folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    (demo_in(folder) / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     return {"model__path": folder / "model", "environment__kind": "guess_number"}
 
 
@@ -111,18 +108,29 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
 NEXT_TRY = ("unknown key", "model without weights", "environment class missing", "held_out raises")
 
 
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one line with which a command ends; its status is given."""
+
+    def line(status: int, *arguments: str) -> str:
+        capsys.readouterr()
+        assert main(list(arguments)) == status
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1, error
+        return error
+
+    return line
+
+
 @pytest.mark.parametrize("name", USER_ERRORS)
-def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, refusal: Callable[..., str]) -> None:
     make, said = USER_ERRORS[name]
     (tmp_path / "file").write_text("")
     run_dir = tmp_path / "r"
     settings = {"evaluation__problems": 4, "trainer__steps": 1, **make(tmp_path)}
     wrong_dir = settings.pop("run_dir", run_dir)
-    assert main(["train", *flags(wrong_dir, **settings)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1, error
-    assert said in error
+    assert said in refusal(2, "train", *flags(wrong_dir, **settings))
     if name in NEXT_TRY:  # the corrected command works in the same folder
         assert main(["train", *flags(run_dir, trainer__steps=1)]) == 0
         assert summary(run_dir)["status"] == "finished"
@@ -171,17 +179,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
 }
 
 
-def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, refusal: Callable[..., str]) -> None:
     assert run(tmp_path / "r", trainer__steps=1)["predicted_memory_bytes"].keys() == {"embedded"}
     for name, (damage, status, said) in DAMAGE.items():
         run_dir = tmp_path / name
         shutil.copytree(tmp_path / "r", run_dir)
         damage(run_dir)
-        capsys.readouterr()
-        assert main(["train", "--resume", str(run_dir), "--trainer.steps=2"]) == status
-        error = capsys.readouterr().err
-        assert said in error
-        assert error.count("\n") == 1, error
+        assert said in refusal(status, "train", "--resume", str(run_dir), "--trainer.steps=2")
 
 
 @pytest.mark.slow
@@ -197,17 +201,14 @@ def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -
     RunLock(RunDirectory(run_dir)).close()  # nobody holds it any more: the other worker has ended, too
 
 
-def test_a_run_directory_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_directory_in_use(tmp_path: Path, refusal: Callable[..., str]) -> None:
     run_dir = tmp_path / "r"
     run_dir.mkdir()
     lock = RunLock(RunDirectory(run_dir))
     try:
-        assert main(["train", *flags(run_dir)]) == 2
+        assert f"{run_dir} is in use by another run" in refusal(2, "train", *flags(run_dir))
     finally:
         lock.close()
-    error = capsys.readouterr().err
-    assert f"{run_dir} is in use by another run" in error
-    assert error.count("\n") == 1
 
 
 def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
@@ -243,15 +244,12 @@ def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
         run(tmp_path / "r", environment__kind=kind, launch__watchdog_s=2)
 
 
-def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, refusal: Callable[..., str]) -> None:
     run_dir = tmp_path / "r"
     run(run_dir, trainer__steps=1)
-    capsys.readouterr()
     with small_files(2_000_000):
-        assert main(["train", "--resume", str(run_dir), "--trainer.steps=2"]) == 1
-    error = capsys.readouterr().err
+        error = refusal(1, "train", "--resume", str(run_dir), "--trainer.steps=2")
     assert f"can't write checkpoint {run_dir}/checkpoints/step_00000002: " in error
-    assert error.count("\n") == 1
     (intact,) = checkpoints(run_dir / "checkpoints")
     assert load_checkpoint(intact).state.version == 1
     assert not [path for path in (run_dir / "checkpoints").iterdir() if path != intact]
