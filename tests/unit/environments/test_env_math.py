@@ -14,7 +14,7 @@ from pipelinerl.actor.rollouts import TimeLimits, attempt
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.maths.environment import Maths, answer_of, final_answer, length_penalty
 from pipelinerl.environments.maths.judge import Judge, Verdict, quick_verdict
-from pipelinerl.environments.pool.pool import FunctionPool
+from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Rollout, SamplingParams
 from tests.unit.environments.env_client import TOKENIZER, SayingClient, rollout

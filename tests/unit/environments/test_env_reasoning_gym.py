@@ -6,8 +6,8 @@ import pytest
 
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.adapters.reasoning_gym import make_tasks, marked_answer, runs_answers, score
-from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.single_turn import is_held_out
+from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from tests.unit.environments.env_client import TOKENIZER, rollout
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.environments.pool.messages import Limits
-from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.user.code import find_function
+from pipelinerl.environments.user.pool import FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
 FUNCTIONS = """
@@ -242,8 +241,7 @@ def test_processes_end_when_that_of_the_pool_is_killed(file):
     """In the midst of calls, even of those that never return to Python."""
     code = (
         "import asyncio\n"
-        "from pipelinerl.environments.pool.messages import Limits\n"
-        "from pipelinerl.environments.pool.pool import FunctionPool\n"
+        "from pipelinerl.environments.user.pool import FunctionPool, Limits\n"
         "async def main():\n"
         f"    pool = FunctionPool({{'act': '{file}:act'}}, workers=4, limits=Limits(timeout_s=60))\n"
         "    child = await pool.call('act', 'child')\n"

@@ -14,8 +14,6 @@ from typing import Any
 import msgspec
 
 from pipelinerl.environments.options import AtLeastOne, Seconds
-from pipelinerl.environments.pool.messages import Limits
-from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import (
     FormatReward,
@@ -26,6 +24,7 @@ from pipelinerl.environments.single_turn import (
     is_held_out,
 )
 from pipelinerl.environments.user.code import finite_number, try_out
+from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem, Turn
@@ -116,7 +115,7 @@ class ReasoningGym(JudgedTurn):
         failed = False
         try:
             score = 0.0 if answer is None else await self._score(problem, answer)
-        except (TimeoutError, MemoryError, ChildProcessError):
+        except CALL_ENDED:
             score, failed = 0.0, True
         reward = max(score, self._options.format_reward) if self._options.marked and answer is not None else score
         return Judgement(reward, {"score": score, "marked": float(answer is not None), "score_failed": float(failed)})

@@ -1,7 +1,7 @@
 """Judges answers: directly where both are plain numbers or the same text, else with `math-verify`.
 
 `math-verify` passes the model's text to sympy, where a few characters (`9^{9^{9}}`) can take unbounded time in C code that
-no signal interrupts. So it runs in a separate process under limits (see `pool`). Its own timeouts are disabled: they use
+no signal interrupts. So it runs in a separate process under limits (`user/pool.py`). Its own timeouts are disabled: they use
 the signal that `actor.deadline` needs, and the pool kills the process anyway.
 """
 
@@ -16,8 +16,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipelinerl.environments.maths.numbers import number_of
-from pipelinerl.environments.pool.messages import Limits
-from pipelinerl.environments.pool.pool import FunctionPool
+from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import MissingDependencyError
 
 CACHED_VERDICTS = 4096
@@ -64,7 +63,7 @@ class Judge:
         """The judge's verdict. Other errors of the judge propagate: they fail the rollout, and if they persist, the run."""
         try:
             return Verdict(await pool.call("judge", expected, answer) is True)
-        except (TimeoutError, MemoryError, ChildProcessError):
+        except CALL_ENDED:
             return Verdict(right=False, failed=True)
 
     def close(self) -> None:
