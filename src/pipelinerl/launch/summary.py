@@ -104,7 +104,7 @@ def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> No
     """
     run, metrics = session.run, session.config.metrics
     if metrics.plot:
-        from pipelinerl.report.figures import draw_curves  # noqa: PLC0415 - matplotlib takes a second
+        from pipelinerl.report.curves import draw_curves  # noqa: PLC0415 - matplotlib takes a second
 
         draw_curves(run.root, run.curves)
     if metrics.view == "none" or summary["status"].startswith("failed"):

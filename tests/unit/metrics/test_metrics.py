@@ -24,7 +24,7 @@ from pipelinerl.metrics.records import (
     quantile,
     read_records,
 )
-from pipelinerl.metrics.sinks import FanOut, JsonlSink, make_sink
+from pipelinerl.metrics.sinks import JsonlSink, make_sink
 from pipelinerl.status.screen import Rate
 from pipelinerl.types import EngineProgress
 
@@ -227,16 +227,6 @@ def test_without_tensorboard_the_error_names_the_extra(tmp_path: Path, monkeypat
     monkeypatch.delitem(sys.modules, "pipelinerl.metrics.tensorboard", raising=False)
     with pytest.raises(MissingDependencyError, match=r"pipelinerl\[tensorboard\]"):
         make_sink(tmp_path, tensorboard=True)
-
-
-def test_fan_out_reaches_and_closes_every_sink(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    sink = FanOut([JsonlSink(folder) for folder in folders])
-    sink.write(step(1))
-    sink.close()
-    assert [len(read_records(folder / METRICS_FILE, StepRecord)) for folder in folders] == [1, 1]
 
 
 def test_rate_starts_with_the_first_movement() -> None:

@@ -11,7 +11,7 @@ import pytest
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.records import METRICS_FILE, EngineRecord, EvaluationRecord, StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
-from pipelinerl.report.figures import draw_curves, prepare
+from pipelinerl.report.curves import draw_curves, prepare
 
 STEPS = [
     StepRecord(
