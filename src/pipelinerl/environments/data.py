@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.environments.options import Files, listed
+from pipelinerl.environments.options import Files, listed, names_a_dataset, unreadable
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Problem
 
 # ---- data sets of the Hugging Face hub, or folders in one of its formats (Parquet, CSV, JSON, Arrow, ...)
 # Read by the package `datasets`, which runs no code that comes with a data set.
 
-PREFIX = "dataset:"
 _NAME = re.compile(r"dataset:(?P<path>.+):(?P<split>\w[\w.+-]*(?:\[[^\]]*\])?)")  # a split may be a part of one: train[:10%]
 FORM = "dataset:OWNER/NAME:SPLIT, dataset:OWNER/NAME/CONFIG:SPLIT or dataset:path/to/folder:SPLIT"
 
@@ -31,10 +30,6 @@ class DatasetName(NamedTuple):
     path: str
     config: str | None
     split: str
-
-
-def names_a_dataset(source: Path) -> bool:
-    return str(source).startswith(PREFIX)
 
 
 def parse_name(source: str) -> DatasetName:
@@ -103,12 +98,6 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, _value(line, f"{path}:{number}")
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> EnvironmentSetupError:
-    """The error for a file that can't be read."""
-    place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
-    return EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}")
 
 
 def field_of(row: Any, name: str) -> Any:

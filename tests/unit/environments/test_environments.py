@@ -15,7 +15,7 @@ from pipelinerl.actor.rollouts import check_rollout
 from pipelinerl.config import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import SingleTurn, make_environment
-from pipelinerl.environments.prompts import encode_prompt, encode_reply, text_decoder
+from pipelinerl.environments.prompts import encode_prompt, text_decoder
 from pipelinerl.environments.tasks.gcd import Gcd, GcdProblem, draw_problem, subtract_once
 from pipelinerl.environments.tasks.guess_number import GuessNumber, guess_in
 from pipelinerl.environments.user.code import find_function
@@ -244,15 +244,6 @@ def test_text_is_decoded_as_the_tokenizer_says():
     tokenizer.__class__ = Shouting
     assert text_decoder(tokenizer)(ids).endswith("!")
     assert text_decoder(TOKENIZER)(TOKENIZER.encode("as it is")) == "as it is"
-
-
-def test_a_reply_continues_a_chat():
-    tokenizer = ChatTokenizer()
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why"}]
-    whole = encode_prompt(tokenizer, chat)
-    first = encode_prompt(tokenizer, chat[:1])
-    for completion in (say("yes"), say("yes")[:-1]):
-        assert (*first, *completion, *encode_reply(tokenizer, completion, "why")) == whole
 
 
 # -------------------------------------------------------------------------------------------- one's own task

@@ -13,7 +13,7 @@ from msgspec import Meta
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
-from pipelinerl.environments.prompts import Message, check_chat, encode_prompt, text_decoder
+from pipelinerl.environments.prompts import Message, chat_messages, check_chat, encode_prompt, text_decoder
 from pipelinerl.environments.user.code import (
     describe,
     find_function,
@@ -130,8 +130,7 @@ class Function(ProblemSet):
         if not self._chat or not isinstance(value, str):
             prompt: Prompt = value
             return prompt
-        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return [*system, {"role": "user", "content": value}]
+        return chat_messages(self._system, value)
 
     def _cache_prompt(self, key: str, prompt: Prompt) -> tuple[int, ...]:
         """Encode a prompt and cache its ids: the attempts of a group share them."""
