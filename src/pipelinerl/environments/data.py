@@ -182,13 +182,17 @@ def read_split(data: Files, held_out: float | Files, check: Check, key: Callable
     read = partial(_read_rows, check=check)
     problems = read_problems(data, read)
     if isinstance(held_out, float):
-        parts = split(problems, held_out, key)
-    else:
-        evaluation = read_problems(held_out, read)
-        parts = Split(hold_out(problems, set(map(key, evaluation)), key).training, evaluation)
-    if not parts.training:
+        return split(problems, held_out, key)
+    return without(problems, read_problems(held_out, read), key, data)
+
+
+def without(problems: list[Problem], held_out: list[Problem], key: Callable[[Problem], str], data: Files) -> Split:
+    """Train on the problems of `data` that are not held out. Raises EnvironmentSetupError if there are none."""
+    keys = set(map(key, held_out))
+    training = [problem for problem in problems if key(problem) not in keys]
+    if not training:
         raise EnvironmentSetupError(f"{data}: all of its {len(problems)} problems are held out; give it more")
-    return parts
+    return Split(training, held_out)
 
 
 def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str]) -> Split:
@@ -197,14 +201,9 @@ def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str
     Problems with the same key are in the same part.
     """
     keys = sorted({key(problem) for problem in problems}, key=lambda text: blake2b(text.encode()).digest())
-    count = min(math.ceil(held_out * len(keys)), len(keys) - 1)
-    return hold_out(problems, set(keys[:count]), key)
-
-
-def hold_out(problems: list[Problem], keys: set[str], key: Callable[[Problem], str]) -> Split:
-    """Split off the problems whose key is in `keys`."""
-    training = [problem for problem in problems if key(problem) not in keys]
-    return Split(training, [problem for problem in problems if key(problem) in keys])
+    chosen = set(keys[: min(math.ceil(held_out * len(keys)), len(keys) - 1)])
+    training = [problem for problem in problems if key(problem) not in chosen]
+    return Split(training, [problem for problem in problems if key(problem) in chosen])
 
 
 def _read_rows(path: Path, check: Check) -> list[Problem]:

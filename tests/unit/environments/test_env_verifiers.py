@@ -336,7 +336,7 @@ def test_evaluation_rows_are_never_trained_on(load) -> None:
     seen = {environment.problem(index).payload["question"] for index in range(18)}
     assert len(seen) == 18
     assert seen.isdisjoint(held_out)
-    with pytest.raises(EnvironmentSetupError, match="all 20 rows of the dataset of file1 are also in its eval_dataset"):
+    with pytest.raises(EnvironmentSetupError, match="the dataset of environment file1: all of its 20 problems are held out"):
         load(EVALUATED, args={"rows": list(range(20))})
 
 

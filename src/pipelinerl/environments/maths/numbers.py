@@ -39,24 +39,14 @@ def answer_in(text: str) -> Fraction | None:
     That is the first number after the last `####`, else the last one in the last `\boxed{}`, else the last one in the text.
     None if the place chosen has no number.
     """
-    text = _simplified(text)
-    marked = list(_MARKED.finditer(text))
-    if marked:
-        return _first_number(marked[-1]["answer"])
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return _last_number(boxed)
-    return _last_number(text)
+    number, _ = _answer_and_mark(text)
+    return number
 
 
 def marks_answer(text: str) -> bool:
     r"""Whether the text marks its answer: a number after the last `####`, or in the last `\boxed{}`."""
-    text = _simplified(text)
-    marked = list(_MARKED.finditer(text))
-    if marked:
-        return _first_number(marked[-1]["answer"]) is not None
-    boxed = last_boxed(text)
-    return boxed is not None and _last_number(boxed) is not None
+    number, is_marked = _answer_and_mark(text)
+    return is_marked and number is not None
 
 
 def number_of(text: str) -> Fraction | None:
@@ -71,26 +61,21 @@ def number_of(text: str) -> Fraction | None:
     return _value(match)
 
 
-def same_number(text: str, expected: Fraction) -> bool:
-    """Whether the answer in `text` has the value `expected`."""
-    return answer_in(text) == expected
+def _answer_and_mark(text: str) -> tuple[Fraction | None, bool]:
+    """The number at the place where a text gives its answer, and whether that place is marked."""
+    text = _simplified(text)
+    marked = list(_MARKED.finditer(text))
+    if marked:
+        first = _NUMBER.search(marked[-1]["answer"])
+        return (_value(first) if first else None), True
+    boxed = last_boxed(text)
+    numbers = list(_NUMBER.finditer(text if boxed is None else boxed))
+    return (_value(numbers[-1]) if numbers else None), boxed is not None
 
 
 def _simplified(text: str) -> str:
     text = text.translate(_PLAIN).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
     return _FRACTION_COMMAND.sub(r"\1\2/\3", text)
-
-
-def _first_number(text: str) -> Fraction | None:
-    match = _NUMBER.search(text)
-    return _value(match) if match else None
-
-
-def _last_number(text: str) -> Fraction | None:
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match
-    return _value(last) if last else None
 
 
 def last_boxed(text: str) -> str | None:
