@@ -22,23 +22,11 @@ class Terminal(StringIO):
 
 
 def statuses(now: float, version: int = 37) -> dict[str, StageStatus]:
-    engine = EngineProgress(
-        version=version - 1,
-        slots=64,
-        in_progress=63,
-        queued=2,
-        tokens_generated=int(1000 * now),
-        busy_s=96.0,
-        ready_s=100.0,
-        weight_updates=36,
-        pauses_s=(0.5, 0.0012),
-    )
-    actor = ActorProgress(
-        rollouts_started=4200,
-        rollouts_in_progress=63,
-        rollouts_dropped={"timeout": 2},
-        evaluations={"before": 0.31},
-    )
+    load = {"slots": 64, "in_progress": 63, "queued": 2, "tokens_generated": int(1000 * now)}
+    times = {"busy_s": 96.0, "ready_s": 100.0, "pauses_s": (0.5, 0.0012)}
+    engine = EngineProgress(version=version - 1, weight_updates=36, **load, **times)
+    rollouts = {"rollouts_started": 4200, "rollouts_in_progress": 63, "rollouts_dropped": {"timeout": 2}}
+    actor = ActorProgress(**rollouts, evaluations={"before": 0.31})
     trainer = TrainerProgress(
         version=version, trained=version * 64, dropped={"stale": 10}, queued=40, tokens_trained=500 * version, latest=LATEST
     )

@@ -37,16 +37,8 @@ def status(
     *,
     waits_for: tuple[str, ...] = (),
 ) -> StageStatus:
-    return StageStatus(
-        stage=stage,
-        pid=7,
-        state=state,
-        detail=detail,
-        since_s=5.0,
-        written_s=written_s,
-        waits_for=waits_for,
-        progress=progress,
-    )
+    times = {"since_s": 5.0, "written_s": written_s}
+    return StageStatus(stage=stage, pid=7, state=state, detail=detail, waits_for=waits_for, progress=progress, **times)
 
 
 def watch(watchdog: Watchdog, statuses: Callable[[float], Statuses], seconds: range) -> tuple[float, Stall] | None:
