@@ -19,7 +19,7 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "guess_number": ({}, 10),
     "countdown": ({}, 100),
     "countdown with few problems": ({"numbers": 2, "highest": 9}, 5),
-    "calculator": ({}, 50),
+    "calculator": ({"numbers": [2, 2], "highest": 10}, 20),
     "math": ({"path": "rows.jsonl", "judge": "numbers"}, 5),
     "function": ({"data": "rows.jsonl", "reward": "rewards.py:reward", "prompt": "question", "isolate": False}, 20),
     "reasoning_gym": ({"task": "chain_sum", "args": {"max_terms": 2, "max_digits": 2}}, 200),
