@@ -41,7 +41,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.tasks import gcd
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.report.figures import png_of
+from pipelinerl.report.curves import png_of
 from pipelinerl.report.series import read_run
 from pipelinerl.types import GenerationRequest, SamplingParams
 

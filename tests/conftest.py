@@ -1,7 +1,12 @@
-"""Test settings: property tests draw the same examples every time (use --hypothesis-profile=wild to explore)."""
+"""Test settings: property tests draw the same examples every time (use --hypothesis-profile=wild to explore).
+
+A test may be a coroutine function.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 from collections.abc import Iterator
 
@@ -15,6 +20,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("seeded", derandomize=True)
 settings.register_profile("wild", derandomize=False, max_examples=1000)
 settings.load_profile("seeded")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +16,12 @@ from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.parity.models import make_model
+from tests.unit.weights.test_collective import BOUND_S, eventually
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-BOUND_S = 120.0
 VERSIONS = 3
 
 # An engine's process on the second GPU: it takes every version into tensors of its own, and answers with their checksum.
@@ -48,13 +45,6 @@ for version in range(versions):
 print(json.dumps(sorted(devices)))
 receiver.close()
 """
-
-
-def eventually(what: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + BOUND_S
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def model_on(device: str, seed: int) -> dict[str, torch.Tensor]:

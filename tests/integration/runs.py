@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import xxhash
 from pipelinerl import RunConfig, load_config, train
 from pipelinerl.files import read_json_lines
 from pipelinerl.metrics.records import StepRecord, read_records
-from pipelinerl.status.board import MmapBoard
+from pipelinerl.status.board import MmapBoard, last_statuses
 from pipelinerl.trainer.records import TrainedRecord
 from pipelinerl.types import Group, Rollout, StageStatus, versions_from_spans
 
@@ -88,7 +88,7 @@ class Ended(msgspec.Struct, frozen=True):
     error: str
 
 
-HANGS_S = 180.0
+HANGS_S = 240.0
 """Longer than anything here takes, even on a machine that has ten times as much to do as it should."""
 
 
@@ -123,10 +123,32 @@ def status_of(run_dir: Path, stage: str) -> StageStatus | None:
         board.close()
 
 
-def worker_pids(run_dir: Path) -> dict[str, int]:
-    """Process ids by role; of a run that has come so far that both have reported."""
-    found = {role: status_of(run_dir, stage) for role, stage in (("generation", "actor"), ("training", "trainer"))}
-    return {role: status.pid for role, status in found.items() if status is not None}
+def version_of(run_dir: Path) -> int:
+    """The trainer's version, as the status board says; 0 before its first status."""
+    status = status_of(run_dir, "trainer")
+    return getattr(status.progress, "version", 0) if status is not None else 0
+
+
+ROLES = {"actor": "generation", "preprocessor": "preprocessing", "trainer": "training"}
+
+
+def process_ids(run_dir: Path) -> dict[str, int]:
+    """By role: the workers that have reported and still live, the servers that are ready, and the run's own Redis."""
+    control, found = run_dir / "control", {}
+    board = MmapBoard(control)
+    for stage, status in last_statuses(board).items():
+        kind, dash, index = stage.partition("-")
+        if kind in ROLES and alive(status.pid):
+            found[ROLES[kind] + dash + index] = status.pid
+    board.close()
+    for path in control.glob("server-*.ready.json"):
+        found[path.name.split(".")[0]] = msgspec.json.decode(path.read_bytes())["pid"]
+    if url := msgspec.json.decode((control / "plan.json").read_bytes())["redis_url"]:
+        import redis
+
+        with redis.Redis.from_url(url) as client:
+            found["redis-server"] = int(client.info("server")["process_id"])  # type: ignore[index,arg-type]
+    return found
 
 
 def alive(pid: int) -> bool:
@@ -138,14 +160,30 @@ def alive(pid: int) -> bool:
 
 
 @contextmanager
-def no_leftovers(run_dir: Path) -> Any:
-    """All processes of the run have ended at the end, and nothing is left in shared memory under the name of one of them."""
-    pids: dict[str, int] = {}
-    yield pids
-    assert pids, "the test did not say which processes there were"
-    until(lambda: not any(alive(pid) for pid in pids.values()))
-    shared_memory = Path("/dev/shm")  # noqa: S108 - looked at only
-    assert not [path for pid in pids.values() for path in shared_memory.glob(f"pipelinerl-weights-{pid}-*")]
+def in_training(
+    process: subprocess.Popen[str], run_dir: Path, version: int = 2, workers: int = 2
+) -> Iterator[dict[str, int]]:
+    """Process ids by role of a run that has come to `version`, once so many workers have reported.
+
+    At the end of the block all these processes must end, and leave nothing in shared memory under the name of one of them.
+    """
+    try:
+        until(lambda: version_of(run_dir) >= version and len(process_ids(run_dir)) >= workers, process)
+        pids = process_ids(run_dir)
+        yield pids
+        until(lambda: not any(alive(pid) for pid in pids.values()))
+        shared_memory = Path("/dev/shm")  # noqa: S108 - looked at only
+        assert not [path for pid in pids.values() for path in shared_memory.glob(f"pipelinerl-weights-{pid}-*")]
+    finally:
+        process.kill()
+
+
+@contextmanager
+def endless(run_dir: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+    """A run without an end as real processes, once it is training: see `in_training`."""
+    process = start_processes(run_dir, **{"trainer__steps": 100_000, **settings})
+    with in_training(process, run_dir, workers=1 + settings.get("engine__processes", 1)) as pids:
+        yield process, pids
 
 
 # ------------------------------------------------------------------------------------------------ the records
@@ -223,6 +261,41 @@ def assert_provenance(run_dir: Path, checked: Iterable[TrainedRecord] | None = N
             assert record.version - 1 - min(found) == sample.lag_max
             spanning += len(set(found)) > 1
     return spanning
+
+
+def assert_whole(run_dir: Path) -> dict[str, Any]:
+    """All that any run promises, wherever it stopped. Returns its summary."""
+    counts = summary(run_dir)
+    assert_conserved(counts)
+    assert_trained_once(run_dir)
+    assert_provenance(run_dir)
+    return counts
+
+
+def assert_gone_on(run_dir: Path, goal: int) -> dict[str, Any]:
+    """All sessions together are one run that reached its goal. Returns its summary."""
+    counts = assert_whole(run_dir)
+    assert counts["status"] == "finished"
+    assert counts["version"] == goal
+    assert [step.version for step in steps(run_dir)] == list(range(1, goal + 1))
+    assert [record.version for record in trained(run_dir)] == list(range(1, goal + 1))
+    times_s = [step.time_s for step in steps(run_dir)]
+    assert times_s == sorted(times_s)
+    assert counts["rollouts_trained"] == goal * 16
+    return counts
+
+
+def assert_finished(run_dir: Path, ended: Ended) -> dict[str, Any]:
+    """All that a run promises that reached its goal. Returns its summary."""
+    assert (ended.status, ended.error) == (0, "")
+    counts = assert_whole(run_dir)
+    assert counts["status"] == "finished"
+    return counts
+
+
+def run_processes(run_dir: Path, **settings: Any) -> dict[str, Any]:
+    """A small run as real processes, to its end."""
+    return assert_finished(run_dir, wait(start_processes(run_dir, **settings)))
 
 
 def write_environment(folder: Path, body: str, imports: Sequence[str] = ()) -> str:

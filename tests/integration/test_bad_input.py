@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+import pipelinerl
 from pipelinerl.checkpoint import checkpoints, load_checkpoint
 from pipelinerl.cli import main
 from pipelinerl.errors import StalledError, UserError
@@ -36,28 +37,24 @@ def environment(body: str) -> Callable[[Path], Settings]:
     return lambda folder: {"environment__kind": write_environment(folder, body)}
 
 
-def model_without_weights(folder: Path) -> Settings:
-    import pipelinerl
-
+def demo_in(folder: Path, *ignored: str) -> Path:
+    """A copy of the demo's model, less some of its files."""
     source = Path(pipelinerl.__file__).parent / "assets" / "demo_base"
-    shutil.copytree(source, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    return {"model__path": folder / "model"}
+    return shutil.copytree(source, folder / "model", ignore=shutil.ignore_patterns(*ignored))
+
+
+def model_without_weights(folder: Path) -> Settings:
+    return {"model__path": demo_in(folder, "*.safetensors")}
 
 
 def model_cut_short(folder: Path) -> Settings:
-    model_without_weights(folder)
-    import pipelinerl
-
-    weights = (Path(pipelinerl.__file__).parent / "assets" / "demo_base" / "model.safetensors").read_bytes()
-    (folder / "model" / "model.safetensors").write_bytes(weights[:-100])
-    return {"model__path": folder / "model"}
+    weights = demo_in(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return {"model__path": weights.parent}
 
 
 def model_with_a_strict_template(folder: Path) -> Settings:
-    import pipelinerl
-
-    shutil.copytree(Path(pipelinerl.__file__).parent / "assets" / "demo_base", folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    (demo_in(folder) / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     return {"model__path": folder / "model", "environment__kind": "guess_number"}
 
 
@@ -73,8 +70,6 @@ def class_missing(folder: Path) -> Settings:
 
 USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     "unknown key": (lambda _: {"trainer__stepz": 3}, "trainer.stepz"),
-    "wrong type": (lambda _: {"trainer__steps": "many"}, "trainer.steps"),
-    "bad combination": (lambda _: {"actor__group_size": 1}, "actor.group_size"),
     "model folder missing": (lambda folder: {"model__path": folder / "nothing"}, "nothing"),
     "model folder empty": (lambda folder: {"model__path": folder}, "has no config.json"),
     "model can be no hub id": (
@@ -114,18 +109,29 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
 NEXT_TRY = ("unknown key", "model without weights", "environment class missing", "held_out raises")
 
 
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one line with which a command ends; its status is given."""
+
+    def line(status: int, *arguments: str) -> str:
+        capsys.readouterr()
+        assert main(list(arguments)) == status
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1, error
+        return error
+
+    return line
+
+
 @pytest.mark.parametrize("name", USER_ERRORS)
-def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, refusal: Callable[..., str]) -> None:
     make, said = USER_ERRORS[name]
     (tmp_path / "file").write_text("")
     run_dir = tmp_path / "r"
     settings = {"evaluation__problems": 4, "trainer__steps": 1, **make(tmp_path)}
     wrong_dir = settings.pop("run_dir", run_dir)
-    assert main(["train", *flags(wrong_dir, **settings)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1, error
-    assert said in error
+    assert said in refusal(2, "train", *flags(wrong_dir, **settings))
     if name in NEXT_TRY:  # the corrected command works in the same folder
         assert main(["train", *flags(run_dir, trainer__steps=1)]) == 0
         assert summary(run_dir)["status"] == "finished"
@@ -148,7 +154,7 @@ def test_a_dry_run_says_that_a_device_is_not_there(setting: str, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rate"), [("embedded", 1e9), ("processes", 1e9), ("processes", 1e38)])
+@pytest.mark.parametrize(("kind", "rate"), [("embedded", 1e38), ("processes", 1e9)])
 def test_a_learning_rate_that_breaks_the_weights_is_one_line(kind: str, rate: float, tmp_path: Path) -> None:
     ended = command("train", *flags(tmp_path / "r", launch__kind=kind, trainer__learning_rate=rate, trainer__steps=50))
     assert (ended.status, ended.error.count("\n")) == (1, 1), ended.error
@@ -170,22 +176,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
         1,
         "delete this checkpoint to resume from the one before",
     ),
-    "weights": (damaged("checkpoints/step_00000001/model.safetensors", 400), 1, "model.safetensors is damaged"),
     "no configuration": (lambda run_dir: (run_dir / "config.yaml").unlink(), 2, "is not a run directory (there is no"),
 }
 
 
-def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, refusal: Callable[..., str]) -> None:
     assert run(tmp_path / "r", trainer__steps=1)["predicted_memory_bytes"].keys() == {"embedded"}
     for name, (damage, status, said) in DAMAGE.items():
         run_dir = tmp_path / name
         shutil.copytree(tmp_path / "r", run_dir)
         damage(run_dir)
-        capsys.readouterr()
-        assert main(["train", "--resume", str(run_dir), "--trainer.steps=2"]) == status
-        error = capsys.readouterr().err
-        assert said in error
-        assert error.count("\n") == 1, error
+        assert said in refusal(status, "train", "--resume", str(run_dir), "--trainer.steps=2")
 
 
 @pytest.mark.slow
@@ -201,17 +202,14 @@ def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -
     RunLock(RunDirectory(run_dir)).close()  # nobody holds it any more: the other worker has ended, too
 
 
-def test_a_run_directory_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_directory_in_use(tmp_path: Path, refusal: Callable[..., str]) -> None:
     run_dir = tmp_path / "r"
     run_dir.mkdir()
     lock = RunLock(RunDirectory(run_dir))
     try:
-        assert main(["train", *flags(run_dir)]) == 2
+        assert f"{run_dir} is in use by another run" in refusal(2, "train", *flags(run_dir))
     finally:
         lock.close()
-    error = capsys.readouterr().err
-    assert f"{run_dir} is in use by another run" in error
-    assert error.count("\n") == 1
 
 
 def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
@@ -244,18 +242,15 @@ def test_an_environment_that_always_fails(tmp_path: Path, capsys: pytest.Capture
 def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, "async def rollout(self, problem, client):\n    await asyncio.Event().wait()")
     with pytest.raises(StalledError, match=r"the environment: \d+ rollouts run environment code"):
-        run(tmp_path / "r", environment__kind=kind, launch__watchdog_s=1)
+        run(tmp_path / "r", environment__kind=kind, launch__watchdog_s=2)
 
 
-def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, refusal: Callable[..., str]) -> None:
     run_dir = tmp_path / "r"
     run(run_dir, trainer__steps=1)
-    capsys.readouterr()
     with small_files(2_000_000):
-        assert main(["train", "--resume", str(run_dir), "--trainer.steps=2"]) == 1
-    error = capsys.readouterr().err
+        error = refusal(1, "train", "--resume", str(run_dir), "--trainer.steps=2")
     assert f"can't write checkpoint {run_dir}/checkpoints/step_00000002: " in error
-    assert error.count("\n") == 1
     (intact,) = checkpoints(run_dir / "checkpoints")
     assert load_checkpoint(intact).state.version == 1
     assert not [path for path in (run_dir / "checkpoints").iterdir() if path != intact]
@@ -307,7 +302,7 @@ def test_a_run_whose_answers_are_all_cut_says_that_it_learned_nothing(
 def test_a_reward_that_loops_for_ever_is_named_on_the_board_and_ends_the_run(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, "def reward(self, problem, text):\n    while True: pass")
     run_dir = tmp_path / "r"
-    process = start_processes(run_dir, environment__kind=kind, actor__code_timeout_s=5, evaluation__problems=4)
+    process = start_processes(run_dir, environment__kind=kind, actor__code_timeout_s=3, evaluation__problems=4)
 
     def named() -> bool:
         statuses = [status_of(run_dir, stage) for stage in ("actor", "engine")]
@@ -316,7 +311,7 @@ def test_a_reward_that_loops_for_ever_is_named_on_the_board_and_ends_the_run(tmp
     until(named, process)
     ended = wait(process)
     assert ended.status == 1
-    assert "16 of them by `timeout`: the code ran for 5 s without yielding, in Task.reward (task.py, line 9)" in ended.error
+    assert "16 of them by `timeout`: the code ran for 3 s without yielding, in Task.reward (task.py, line 9)" in ended.error
     assert "every time so far" in ended.error
 
 

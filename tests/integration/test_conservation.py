@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.integration.runs import (
-    assert_conserved,
-    assert_provenance,
-    assert_trained_once,
-    command,
-    flags,
+    assert_whole,
     groups,
     resume,
     run,
+    run_processes,
     steps,
-    summary,
     trained,
     write_environment,
 )
@@ -53,12 +48,6 @@ async def rollout(self, problem, client):
 TIMEOUTS = {"actor__rollout_timeout_s": 1.0, "actor__code_timeout_s": 0.1, "actor__max_failure_fraction": 1.0}
 
 
-def check(run_dir: Path, counts: dict[str, Any]) -> None:
-    assert_conserved(counts)
-    assert_trained_once(run_dir)
-    assert_provenance(run_dir)
-
-
 def dropped_lengths(run_dir: Path) -> dict[str, int]:
     """Rollouts dropped at the trainer, by reason, as the records of the steps list them by length."""
     counts: dict[str, int] = {}
@@ -69,8 +58,8 @@ def dropped_lengths(run_dir: Path) -> dict[str, int]:
 
 
 def test_a_run_that_ends_at_its_goal(tmp_path: Path) -> None:
-    counts = run(tmp_path / "r")
-    check(tmp_path / "r", counts)
+    run(tmp_path / "r")
+    counts = assert_whole(tmp_path / "r")
     assert counts["rollouts_trained"] == counts["samples_trained"] == 5 * 16
     assert counts["rollouts_dropped"] == {}
 
@@ -78,8 +67,8 @@ def test_a_run_that_ends_at_its_goal(tmp_path: Path) -> None:
 def test_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
     """The run goes on with what works; each failure is counted by its reason, in the summary and in the groups."""
     kind = write_environment(tmp_path, MISBEHAVES)
-    counts = run(tmp_path / "r", environment__kind=kind, trainer__steps=4, **TIMEOUTS)
-    check(tmp_path / "r", counts)
+    run(tmp_path / "r", environment__kind=kind, trainer__steps=4, **TIMEOUTS)
+    counts = assert_whole(tmp_path / "r")
     assert counts["status"] == "finished"
     assert counts["rollouts_dropped"].keys() == {"raised", "bad_rollout", "timeout"}
     in_groups: dict[str, int] = {}
@@ -94,17 +83,13 @@ def test_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_same_between_processes(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, MISBEHAVES)
-    settings = {"launch__kind": "processes", "environment__kind": kind, **TIMEOUTS}
-    ended = command("train", *flags(tmp_path / "r", **settings))
-    assert ended.status == 0, ended.error
-    assert ended.error == ""
-    check(tmp_path / "r", summary(tmp_path / "r"))
-    assert {"raised", "bad_rollout", "timeout"} <= summary(tmp_path / "r")["rollouts_dropped"].keys()
+    counts = run_processes(tmp_path / "r", environment__kind=kind, **TIMEOUTS)
+    assert {"raised", "bad_rollout", "timeout"} <= counts["rollouts_dropped"].keys()
 
 
 def test_samples_without_a_gradient_are_dropped_and_replaced(tmp_path: Path) -> None:
-    counts = run(tmp_path / "r", preprocess__zero_advantage="drop", trainer__steps=3)
-    check(tmp_path / "r", counts)
+    run(tmp_path / "r", preprocess__zero_advantage="drop", trainer__steps=3)
+    counts = assert_whole(tmp_path / "r")
     assert counts["rollouts_dropped"]["zero_advantage"] > 0
     assert dropped_lengths(tmp_path / "r")["zero_advantage"] <= counts["rollouts_dropped"]["zero_advantage"]
     assert [step.samples for step in steps(tmp_path / "r")] == [16] * 3
@@ -117,8 +102,8 @@ def test_samples_without_a_gradient_are_dropped_and_replaced(tmp_path: Path) -> 
 def test_overlong_completions_are_dropped_and_replaced(kind: str, tmp_path: Path) -> None:
     """Whatever is dropped out of a round, too: more is generated, and the run does not wait for ever."""
     settings = {"preprocess__overlong": "drop", "actor__max_tokens": 12, "trainer__steps": 4, "schedule__kind": kind}
-    counts = run(tmp_path / "r", **settings, schedule__steps_per_round=1 if kind == "pipeline" else 2)
-    check(tmp_path / "r", counts)
+    run(tmp_path / "r", **settings, schedule__steps_per_round=1 if kind == "pipeline" else 2)
+    counts = assert_whole(tmp_path / "r")
     assert counts["status"] == "finished"
     assert counts["rollouts_dropped"]["overlong"] > 0
     ids = {rollout.id for group in groups(tmp_path / "r") for rollout in group.rollouts}
@@ -140,8 +125,8 @@ def test_a_stream_that_drops_its_oldest_groups(stream: str, tmp_path: Path, monk
         return pump(trainer) if turns[0] % 100 == 0 else False
 
     monkeypatch.setattr(Trainer, "pump", now_and_then)
-    counts = run(tmp_path / "r", stream__kind=stream, trainer__steps=3, **DROP_OLDEST)
-    check(tmp_path / "r", counts)
+    run(tmp_path / "r", stream__kind=stream, trainer__steps=3, **DROP_OLDEST)
+    counts = assert_whole(tmp_path / "r")
     assert counts["rollouts_dropped"]["stream_full"] > 0
     assert counts["rollouts_dropped"]["stream_full"] % 4 == 0, "whole groups"
 
@@ -149,17 +134,8 @@ def test_a_stream_that_drops_its_oldest_groups(stream: str, tmp_path: Path, monk
 @pytest.mark.slow
 def test_a_stream_that_drops_its_oldest_groups_between_processes(tmp_path: Path) -> None:
     """The trainer is slow for real: it computes everything, in the smallest of micro-batches, of a long-winded model."""
-    settings = {
-        "launch__kind": "processes",
-        "preprocess__zero_advantage": "keep",
-        "trainer__micro_batch_tokens": 1,
-        "trainer__steps": 4,
-        **DROP_OLDEST,
-    }
-    ended = command("train", *flags(tmp_path / "r", **settings))
-    assert ended.status == 0, ended.error
-    counts = summary(tmp_path / "r")
-    check(tmp_path / "r", counts)
+    settings = {"preprocess__zero_advantage": "keep", "trainer__micro_batch_tokens": 1, "trainer__steps": 4}
+    counts = run_processes(tmp_path / "r", **settings, **DROP_OLDEST)
     assert counts["rollouts_dropped"]["stream_full"] > 0
 
 
@@ -167,9 +143,10 @@ def test_a_stream_that_drops_its_oldest_groups_between_processes(tmp_path: Path)
 def test_no_token_is_older_than_max_lag(max_lag: int, tmp_path: Path) -> None:
     """Also after a resume."""
     settings = {"schedule__max_lag": max_lag, "trainer__steps": 4, "engine__slots": 64}
-    check(tmp_path / "r", run(tmp_path / "r", **settings))
-    counts = resume(tmp_path / "r", trainer__steps=8)
-    check(tmp_path / "r", counts)
+    run(tmp_path / "r", **settings)
+    assert_whole(tmp_path / "r")
+    resume(tmp_path / "r", trainer__steps=8)
+    assert_whole(tmp_path / "r")
     assert len(steps(tmp_path / "r")) == 8
     assert max(step.lag_max for step in steps(tmp_path / "r") if step.lag_max is not None) <= max_lag
     assert max(sample.lag_max for record in trained(tmp_path / "r") for sample in record.samples) <= max_lag
@@ -186,8 +163,8 @@ def test_batches_of_a_low_effective_sample_size_are_refused(tmp_path: Path) -> N
     """A large learning rate and many steps in flight: the guard trips, waits for fresh data, and the run still ends."""
     settings = {"trainer__learning_rate": 2e-2, "trainer__ess_threshold": 0.9, "engine__slots": 64, "trainer__steps": 6}
     settings["stream__capacity"] = 64  # without the limit of the stock, which keeps data fresh
-    counts = run(tmp_path / "r", **settings)
-    check(tmp_path / "r", counts)
+    run(tmp_path / "r", **settings)
+    counts = assert_whole(tmp_path / "r")
     assert counts["status"] == "finished"
     assert counts["rollouts_dropped"]["ess_guard"] >= 16
     assert steps(tmp_path / "r")[-1].ess_guard_trips >= 1

@@ -3,84 +3,77 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.runs import (
     Ended,
-    no_leftovers,
+    alive,
+    endless,
+    process_ids,
     start_processes,
     status_of,
     summary,
     until,
     wait,
-    worker_pids,
     write_environment,
 )
 
 pytestmark = pytest.mark.slow
-AT_ONCE_S = 40.0
-"""Generous on a busy machine: what is meant is seconds, not a timeout: the watchdog's minute, or two for a clean stop."""
+CLEAN_STOP_S = 120.0
+"""The time that a launcher gives its workers for their last checkpoint."""
+NEEDS_REDIS = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server: apt-get install it")
+PREPROCESSOR = {"launch__preprocessor": "process"}
 
 
-def start_endless(run_dir: Path, **settings: object) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """A run without an end, once it is training; with the process ids of its workers."""
-    process = start_processes(run_dir, **{"trainer__steps": 100_000} | settings)
-
-    def trains() -> bool:
-        status = status_of(run_dir, "trainer")
-        return status is not None and getattr(status.progress, "version", 0) >= 2
-
-    until(trains, process)
-    return process, worker_pids(run_dir)
-
-
-def end_of(process: subprocess.Popen[str]) -> Ended:
-    begin_s = time.monotonic()
-    ended = wait(process)
-    assert time.monotonic() - begin_s < AT_ONCE_S
+def end_of(process: subprocess.Popen[str], timeout_s: float = 0.8 * CLEAN_STOP_S) -> Ended:
+    """No worker was waited for until the time for a clean stop was over."""
+    ended = wait(process, timeout_s)
     assert "Traceback" not in ended.out + ended.error
     return ended
 
 
-@pytest.mark.parametrize("victim", ["generation", "training"])
-def test_a_killed_worker_ends_the_run(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "settings"),
+    [
+        ("generation-1", {"engine__processes": 2}),
+        ("training", {}),
+        ("preprocessing", PREPROCESSOR),
+        ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}),
+        pytest.param("redis-server", {"stream__kind": "redis"}, marks=NEEDS_REDIS),
+    ],
+)
+def test_a_killed_process_ends_the_run_and_is_named(victim: str, settings: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process, workers = start_endless(run_dir)
-        pids.update(workers)
-        os.kill(workers[victim], signal.SIGKILL)
+    with endless(run_dir, **settings) as (process, pids):
+        os.kill(pids[victim], signal.SIGKILL)
         ended = end_of(process)
     assert ended.status == 4
-    assert f"the {victim} process (pid {workers[victim]}) was killed by SIGKILL" in ended.error
+    said = victim if victim == "redis-server" else f"the {victim} process"
+    assert f"{said} (pid {pids[victim]}) was killed by SIGKILL" in ended.error
     assert summary(run_dir)["status"].startswith("failed: ")
-    if victim == "generation":
+    if victim == "generation-1":
         version = summary(run_dir)["version"]
         assert version >= 2
         assert (run_dir / "checkpoints" / f"step_{version:08d}").is_dir()
 
 
-@pytest.mark.parametrize("victim", ["generation", "training"])
-def test_a_worker_that_is_told_to_stop_by_somebody_else_ends_the_run(victim: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process, workers = start_endless(run_dir)
-        pids.update(workers)
-        os.kill(workers[victim], signal.SIGTERM)
+def test_a_worker_that_is_told_to_stop_by_somebody_else_ends_the_run(tmp_path: Path) -> None:
+    with endless(tmp_path / "r") as (process, pids):
+        os.kill(pids["training"], signal.SIGTERM)
         ended = end_of(process)
     assert ended.status == 4
-    assert f"the {victim} process (pid {workers[victim]}) ended before the run did" in ended.error
+    assert f"the training process (pid {pids['training']}) ended before the run did" in ended.error
 
 
 def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process, workers = start_endless(run_dir)
-        pids.update(workers)
+    with endless(run_dir) as (process, _):
         process.kill()
         end_of(process)
     assert list((run_dir / "checkpoints").glob("step_*")), "the trainer had time for a checkpoint"
@@ -94,39 +87,43 @@ def __init__(self, tokenizer, seed):
 """
 
 
-@pytest.mark.parametrize("victim", ["generation", "training"])
-def test_a_stopped_worker_is_noticed_by_the_watchdog(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "stage", "settings"),
+    [
+        ("generation", "actor", {}),
+        ("generation-1", "actor-1", {"engine__processes": 2}),
+        ("preprocessing", "preprocessor", PREPROCESSOR),
+        ("training", "trainer", {}),
+    ],
+)
+def test_a_stopped_worker_is_noticed_by_the_watchdog(
+    victim: str, stage: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """When the patience with it is over, it is killed, with the processes that its environment started."""
     run_dir, child = tmp_path / "r", tmp_path / "child"
-    settings = {"launch__watchdog_s": 2}
+    settings = {"launch__watchdog_s": 4, **settings}
     if victim == "generation":
         body = STARTS_A_PROCESS.format(path=str(child))
         settings["environment__kind"] = write_environment(tmp_path, body, imports=["import subprocess"])
-    with no_leftovers(run_dir) as pids:
-        process, workers = start_endless(run_dir, **settings)
-        pids.update(workers)
+    with endless(run_dir, **settings) as (process, pids):
         if victim == "generation":
             pids["child"] = int(child.read_text())
-        os.kill(workers[victim], signal.SIGSTOP)
+        os.kill(pids[victim], signal.SIGSTOP)
         ended = end_of(process)
     assert ended.status == 3
-    assert "launch.watchdog_s is 2" in ended.error
-    for stage in ("engine", "actor", "trainer"):
-        assert f"{stage} (pid " in ended.error
-    stage = "trainer" if victim == "training" else "actor"
-    (said,) = [line for line in ended.error.splitlines() if line.strip().startswith(f"{stage} (pid ")]
-    assert "it has not reported" in said
+    assert "launch.watchdog_s is 4" in ended.error
+    for said in ("engine-0", "engine-1", "actor-0") if victim == "generation-1" else ("engine", "actor", "trainer"):
+        assert f"{said} (pid " in ended.error
+    lines = [line for line in ended.error.splitlines() if line.strip().startswith(f"{stage} (pid ")]
+    assert any("it has not reported" in line for line in lines)
 
 
 def test_a_second_ctrl_c_ends_now(tmp_path: Path) -> None:
     """Also a worker that does not react: here the training process is stopped, so that a clean end is impossible."""
-    run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process, workers = start_endless(run_dir)
-        pids.update(workers)
-        os.kill(workers["training"], signal.SIGSTOP)
+    with endless(tmp_path / "r", launch__watchdog_s=1000) as (process, pids):
+        os.kill(pids["training"], signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        until(lambda: not alive(pids["generation"]), process)
         assert process.poll() is None, "the first one waits for the checkpoint"
         process.send_signal(signal.SIGINT)
         ended = end_of(process)
@@ -138,10 +135,10 @@ def test_ctrl_c_while_loading_or_evaluating(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     process = start_processes(run_dir, evaluation__problems=100_000)
     until(lambda: (status := status_of(run_dir, "actor")) is not None and "evaluates" in status.detail, process)
-    with no_leftovers(run_dir) as pids:
-        pids.update(worker_pids(run_dir))
-        process.send_signal(signal.SIGINT)
-        assert end_of(process).status == 130
+    pids = process_ids(run_dir)
+    process.send_signal(signal.SIGINT)
+    assert end_of(process).status == 130
+    assert not any(alive(pid) for pid in pids.values())
     process = start_processes(run_dir)  # nothing was trained: the same folder will do
     until(lambda: (status := status_of(run_dir, "actor")) is not None and status.state == "starting", process)
     process.send_signal(signal.SIGINT)
@@ -150,9 +147,7 @@ def test_ctrl_c_while_loading_or_evaluating(tmp_path: Path) -> None:
 
 def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, "async def rollout(self, problem, client):\n    await asyncio.Event().wait()")
-    process = start_processes(tmp_path / "r", environment__kind=kind, launch__watchdog_s=1.5)
-    ended = wait(process)
+    ended = end_of(start_processes(tmp_path / "r", environment__kind=kind, launch__watchdog_s=3))
     assert ended.status == 3
     assert "the environment: " in ended.error
     assert "rollouts run environment code" in ended.error
-    assert "Traceback" not in ended.out + ended.error

@@ -74,23 +74,19 @@ def test_another_seed_gives_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["conventional", "async"])
-def test_lag_in_rounds_is_what_the_method_says(kind: str, tmp_path: Path) -> None:
-    """Conventional: 0 .. G-1 within a round. Async: the first round on policy, then G .. 2G-1."""
+def test_rounds_have_the_lag_of_the_method_and_batches_that_are_not_sorted_by_length(kind: str, tmp_path: Path) -> None:
+    """Conventional: 0 .. G-1 within a round. Async: the first round on policy, then G .. 2G-1.
+
+    A round is complete before its first step: in order of completion its last batch would be the long rollouts.
+    """
     run(tmp_path / "r", schedule__kind=kind, schedule__steps_per_round=2, trainer__steps=6)
-    lags = [{sample.lag_max for sample in record.samples} for record in trained(tmp_path / "r")]
+    records = trained(tmp_path / "r")
     later = [{0}, {1}] if kind == "conventional" else [{2}, {3}]
-    assert lags == [{0}, {1}, *later, *later]
-
-
-@pytest.mark.parametrize("kind", ["conventional", "async"])
-def test_batches_of_a_round_are_not_sorted_by_length(kind: str, tmp_path: Path) -> None:
-    """A round is complete before its first step: in order of completion its last batch would be the long rollouts."""
-    run(tmp_path / "r", schedule__kind=kind, schedule__steps_per_round=2, trainer__steps=4)
+    assert [{sample.lag_max for sample in record.samples} for record in records] == [{0}, {1}, *later, *later]
     finished = [group.index for group in groups(tmp_path / "r")]
     assert finished != sorted(finished), "if they end in order, this shows nothing"
-    records = trained(tmp_path / "r")
-    for round_of_two in (records[:2], records[2:]):
-        taken = [sample.group_index for record in round_of_two for sample in record.samples]
+    for first in (0, 2, 4):
+        taken = [sample.group_index for record in records[first : first + 2] for sample in record.samples]
         assert taken == sorted(taken)
 
 
@@ -101,7 +97,7 @@ def test_streams_in_memory_and_in_files_give_the_same_run(tmp_path: Path) -> Non
     assert records[0] == records[1]
 
 
-def test_the_summary_has_every_key_that_tools_rely_on(tmp_path: Path) -> None:
+def test_no_key_that_tools_rely_on_and_no_metric_is_left_out(tmp_path: Path) -> None:
     run(tmp_path / "r", trainer__steps=2, evaluation__problems=4)
     promised = """schedule wall_s optimizer_steps samples_trained tokens_generated tokens_trained reward_first reward_last
     eval_reward_before eval_reward_after ess_mean ess_min lag_mean lag_max weight_updates update_pause_s_p50
@@ -111,10 +107,6 @@ def test_the_summary_has_every_key_that_tools_rely_on(tmp_path: Path) -> None:
     assert [key for key in promised.split() if written[key] is None] == []
     for name in ("config.yaml", "metrics.jsonl", "rollouts/rollouts.jsonl", "checkpoints/step_00000002/model.safetensors"):
         assert (tmp_path / "r" / name).is_file()
-
-
-def test_a_step_with_a_gradient_leaves_no_metric_out(tmp_path: Path) -> None:
-    run(tmp_path / "r", trainer__steps=2)
     learnt = [step for step in steps(tmp_path / "r") if step.tokens_trained]
     assert learnt
     # The board may be older than the first groups, and there is no correlation if all rollouts have the same lag.

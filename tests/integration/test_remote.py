@@ -52,7 +52,7 @@ class Server:
         self.url = ""
 
     def wait(self) -> None:
-        until(self._ready_file.exists, self.process, 120)
+        until(self._ready_file.exists, self.process)
         self.url = json.loads(self._ready_file.read_bytes())["url"]
 
     @property

@@ -14,87 +14,17 @@ from pipelinerl.errors import CheckpointError, RunDirectoryError, RunInterrupted
 from pipelinerl.trainer import Trainer
 from tests.integration.runs import (
     assert_conserved,
+    assert_gone_on,
     assert_provenance,
     assert_trained_once,
-    command,
     flags,
-    no_leftovers,
     resume,
     run,
-    start,
-    start_processes,
-    status_of,
     steps,
     summary,
     trained,
-    until,
-    wait,
     weights_checksum,
-    worker_pids,
 )
-
-ENDLESS = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2}
-
-
-def version_of(run_dir: Path) -> int:
-    status = status_of(run_dir, "trainer")
-    return getattr(status.progress, "version", 0) if status is not None else 0
-
-
-def assert_gone_on(run_dir: Path, goal: int) -> None:
-    """Both sessions together are one run."""
-    counts = summary(run_dir)
-    assert counts["status"] == "finished"
-    assert counts["version"] == goal
-    assert [step.version for step in steps(run_dir)] == list(range(1, goal + 1))
-    assert [record.version for record in trained(run_dir)] == list(range(1, goal + 1))
-    times_s = [step.time_s for step in steps(run_dir)]
-    assert times_s == sorted(times_s)
-    assert counts["rollouts_trained"] == goal * 16
-    assert_conserved(counts)
-    assert_trained_once(run_dir)
-    assert_provenance(run_dir)
-
-
-def groups_trained(run_dir: Path, first: int, last: int) -> set[int]:
-    return {
-        sample.group_index for record in trained(run_dir) if first <= record.version <= last for sample in record.samples
-    }
-
-
-@pytest.mark.slow
-def test_everything_is_killed_then_ctrl_c_then_to_the_end(tmp_path: Path) -> None:
-    """SIGKILL of all processes at once, and the run goes on from its last checkpoint; Ctrl-C, and from where it was."""
-    run_dir = tmp_path / "r"
-    with no_leftovers(run_dir) as pids:
-        process = start_processes(run_dir, **ENDLESS)
-        until(lambda: version_of(run_dir) >= 5, process)
-        pids.update(worker_pids(run_dir))
-        for pid in (process.pid, *pids.values()):
-            os.kill(pid, signal.SIGKILL)
-        assert wait(process).status == -signal.SIGKILL
-    killed_at = version_of(run_dir)
-
-    with no_leftovers(run_dir) as pids:
-        process = start("train", "--resume", str(run_dir))
-        until(lambda: version_of(run_dir) >= killed_at + 2, process)
-        pids.update(worker_pids(run_dir))
-        process.send_signal(signal.SIGINT)
-        ended = wait(process)
-    assert ended.status == 130
-    assert "--resume" in ended.error
-    assert "Traceback" not in ended.out + ended.error
-    stopped = summary(run_dir)
-    assert stopped["status"] == "interrupted"
-    assert_conserved(stopped)
-    version = stopped["version"]
-    assert (run_dir / "checkpoints" / f"step_{version:08d}").is_dir()
-
-    ended = command("train", "--resume", str(run_dir), f"--trainer.steps={version + 3}")
-    assert ended.status == 0, ended.error
-    assert_gone_on(run_dir, version + 3)
-    # With B a multiple of K and nothing dropped, groups are whole: none was trained on in both sessions.
-    assert not groups_trained(run_dir, 1, version) & groups_trained(run_dir, version + 1, version + 3)
 
 
 def test_the_next_step_after_a_resume_is_the_same(tmp_path: Path) -> None:
@@ -158,12 +88,21 @@ def test_a_damaged_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
     assert_trained_once(run_dir)
 
 
-def test_a_finished_run_has_nothing_to_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = run(tmp_path / "r", trainer__steps=2)
-    metrics = (tmp_path / "r" / "metrics.jsonl").read_bytes()
-    assert resume(tmp_path / "r") == first
+def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has nothing to go on with, can't have a goal below what was reached, and no other run may have its folder."""
+    run_dir = tmp_path / "r"
+    first = run(run_dir, trainer__steps=2)
+    before = {name: (run_dir / name).read_bytes() for name in ("summary.json", "config.yaml", "metrics.jsonl")}
+    capsys.readouterr()
+    assert resume(run_dir) == first
     assert "has reached its goal of 2 steps" in capsys.readouterr().out
-    assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == metrics
+    with pytest.raises(RunDirectoryError, match=r"is at version 2, beyond trainer\.steps 1: set"):
+        resume(run_dir, trainer__steps=1)
+    assert main(["train", *flags(run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "already has a run" in error
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
 
 
 def test_a_stream_in_memory_can_not_be_resumed(tmp_path: Path) -> None:
@@ -191,15 +130,6 @@ def test_a_run_without_a_checkpoint_starts_again_in_its_folder(tmp_path: Path, c
     assert len(trained(kept)) == 3
 
 
-def test_a_goal_below_what_was_reached_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    run(run_dir, trainer__steps=3)
-    before = {name: (run_dir / name).read_bytes() for name in ("summary.json", "config.yaml", "metrics.jsonl")}
-    with pytest.raises(RunDirectoryError, match=r"is at version 3, beyond trainer\.steps 2: set"):
-        resume(run_dir, trainer__steps=2)
-    assert {name: (run_dir / name).read_bytes() for name in before} == before
-
-
 PIPELINE = {"schedule__kind": "pipeline", "schedule__steps_per_round": 1}
 ROUNDS_OF_4 = {"schedule__kind": "conventional", "schedule__steps_per_round": 4}
 ROUNDS_OF_2 = {"schedule__kind": "conventional", "schedule__steps_per_round": 2}
@@ -220,12 +150,3 @@ def test_a_run_goes_on_under_another_schedule(before: dict[str, object], after: 
     assert_gone_on(run_dir, 8)
     if after is ROUNDS_OF_2:
         assert [step.lag_max or 0 for step in steps(run_dir)][4:] == [0, 1, 0, 1]
-
-
-def test_a_run_directory_can_not_be_used_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "r", trainer__steps=1)
-    capsys.readouterr()
-    assert main(["train", *flags(tmp_path / "r")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "already has a run" in error

@@ -59,3 +59,16 @@ def make_model(name: str, seed: int = 0) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="eager").eval()
+
+
+def tiny_llama(seed: int = 0, **changes: Any) -> Any:
+    """The smallest Llama of use, in evaluation mode."""
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**(sizes | changes))).eval()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipelinerl import checkpoint as module
 from pipelinerl.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, rng_state, save_checkpoint
@@ -22,12 +22,11 @@ from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import Segment, TrainingSample
 from tests.limits import small_files
+from tests.parity.models import tiny_llama
 
 
 def make_model(hidden_size: int = 16) -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 20, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, hidden_size=hidden_size, tie_word_embeddings=True)).eval()
+    return tiny_llama(hidden_size=hidden_size, tie_word_embeddings=True)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

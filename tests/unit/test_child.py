@@ -21,7 +21,7 @@ STUBBORN = "trap '' TERM; sleep 100 & echo ready; while :; do sleep 0.1; done"
 """A shell script that ignores SIGTERM, and has a child."""
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -33,7 +33,7 @@ def shell(script: str, log: Path, **options: Any) -> ChildProcess:
 
 
 def ready(process: ChildProcess) -> bool:
-    return process.wait_until(lambda: "ready" in process.log_lines(), 20.0)
+    return process.wait_until(lambda: "ready" in process.log_lines(), 60.0)
 
 
 def test_it_may_end_by_itself_and_the_rest_of_its_group_is_killed(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_one_that_watches_its_parents_ends_with_the_last_of_them(tmp_path: Path)
     process._parent_pipe.close()
     assert not process.wait(0.1)
     os.close(other)
-    assert process.wait(20.0)
+    assert process.wait(60.0)
     assert process.status == 4
     assert process.log_lines() == ["ready", "closed"]
 
@@ -98,7 +98,7 @@ def test_an_error_has_the_end_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("of an earlier session\n")
     with shell("for i in 1 2 3; do echo line $i; done; echo wrong >&2; kill -9 $$", log) as process:
-        assert process.wait(20.0)
+        assert process.wait(60.0)
     assert process.how_it_ended() == "was killed by SIGKILL"
     assert process.log_excerpt(2) == f"; the end of its log:\nline 3\nwrong\n(log: {log})"
     assert process.log_lines()[0] == "of an earlier session"

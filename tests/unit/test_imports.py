@@ -21,6 +21,11 @@ PROCESSES = {
         "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared weights.broadcast "
         "launch.tryout launch.resume launch.stages.generation launch.stages.training report experiments torch",
     ),
+    "launcher, before a run": (
+        "environments.static_check environments.tasks.gcd",
+        "environments.chat environments.data environments.user.function environments.user.pool torch",
+    ),
+    "launcher, after a run": ("report.curves report.terminal", "report.figures report.html report.series torch"),
     "worker": (
         "launch.hosts.worker",
         f"actor engine environments models preprocess serving trainer weights launch.stages.generation torch {LAUNCHER}",

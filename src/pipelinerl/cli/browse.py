@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.cli.parser import Commands, refuse_settings, write
+from pipelinerl.cli.parser import Commands, refuse_settings, say, write
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
@@ -26,25 +26,16 @@ _EPILOG = (
 
 def add_to(commands: Commands) -> None:
     text = "Browse the rollouts of a run, also while it runs: groups, attempts side by side, tokens by version or log-prob."
-    parser = commands.add("browse", text, epilog=_EPILOG)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
-    parser.add_argument(
-        "--find", metavar="QUERY", help="start at the first matching rollout; tables and exports have only matching rollouts"
-    )
-    parser.add_argument(
-        "--evaluations",
-        action="store_true",
-        help="browse the answers to held-out problems instead, all evaluations side by side",
-    )
-    parser.add_argument("--plain", action="store_true", help="print a table (the default without a terminal)")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write one row per rollout to a .jsonl or .parquet file")
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="DIR",
-        help="model folder for log-probs to compare with the engine's (default: the run's newest checkpoint)",
-    )
-    parser.set_defaults(run=run)
+    flag = commands.add("browse", text, _EPILOG, run=run).add_argument
+    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    text = "start at the first matching rollout; tables and exports have only matching rollouts"
+    flag("--find", metavar="QUERY", help=text)
+    text = "browse the answers to held-out problems instead, all evaluations side by side"
+    flag("--evaluations", action="store_true", help=text)
+    flag("--plain", action="store_true", help="print a table (the default without a terminal)")
+    flag("--export", type=Path, metavar="FILE", help="write one row per rollout to a .jsonl or .parquet file")
+    text = "model folder for log-probs to compare with the engine's (default: the run's newest checkpoint)"
+    flag("--weights", type=Path, metavar="DIR", help=text)
 
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -80,7 +71,7 @@ def _browse(options: argparse.Namespace, rollouts: Browsed) -> int:
 def _print(rollouts: Browsed, query: Query | None) -> int:
     from pipelinerl.experiments.browse.groups import plain_table  # noqa: PLC0415
 
-    for line in plain_table(rollouts, query, _warn):
+    for line in plain_table(rollouts, query, say):
         if status := write(line):
             return status
     return 0
@@ -91,8 +82,8 @@ def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query | N
 
     texts = _texts(_config(options.run_dir))
     if texts.missing:
-        _warn(f"prompts, and completions without recorded text, are left out: {texts.missing}")
-    count = export(rollouts, texts, options.export, query, _warn)
+        say(f"prompts, and completions without recorded text, are left out: {texts.missing}")
+    count = export(rollouts, texts, options.export, query, say)
     return write(f"{count} rollouts: {options.export}\n")
 
 
@@ -111,7 +102,3 @@ def _texts(config: RunConfig | str) -> TokenText:
     from pipelinerl.experiments.browse.tokens import TokenText, load_token_text  # noqa: PLC0415
 
     return TokenText(None, config) if isinstance(config, str) else load_token_text(config.model)
-
-
-def _warn(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ _STUDY = (
 
 def add_to(commands: Commands) -> None:
     text = "Compare schedules on this machine, each at its best settings. Without a run file: the demo."
-    flag = commands.add("compare", text, SETTINGS_HELP, run_compare).add_argument
+    flag = commands.add("compare", text, SETTINGS_HELP, run=run_compare).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     flag("--schedules", metavar="LIST", help="e.g. pipeline,conventional:1,conventional:4,async:2 (G after the colon)")
     flag("--seeds", type=int, metavar="K", help="repetitions, each with a different seed (default: 2; with --quick 1)")
@@ -41,7 +41,7 @@ def add_to(commands: Commands) -> None:
     flag("--held-out-arg", action="append", default=[], metavar="KEY=VALUE", help=text)
     flag("--out", type=Path, metavar="DIR", help="a new folder, or one to continue (default: runs/compare-DATE)")
 
-    flag = commands.add("study", "Run a study on the checkpoints of a run.", _STUDY, run_study).add_argument
+    flag = commands.add("study", "Run a study on the checkpoints of a run.", _STUDY, run=run_study).add_argument
     flag("what", choices=["kv-cache"], help="the study")
     flag("run_dir", type=Path, metavar="RUN_DIR", help="a run with consecutive checkpoints")
     text = "g_max, number of steps from version C to the policy (default: 16)"

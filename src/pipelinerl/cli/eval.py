@@ -38,7 +38,7 @@ _EPILOG = (
 
 def add_to(commands: Commands) -> None:
     text = "Measure models on held-out problems: mean@K, pass@k with intervals, a record of every attempt."
-    flag = commands.add("eval", text, _EPILOG, run).add_argument
+    flag = commands.add("eval", text, _EPILOG, run=run).add_argument
     text = "a model to measure; each is a row of the table, compared with the first"
     flag("models", nargs="+", metavar="MODEL", help=text)
     flag("--problems", type=at_least(1), default=100, metavar="N", help="largest number of problems (default: 100)")

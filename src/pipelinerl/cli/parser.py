@@ -53,8 +53,8 @@ class Commands:
         self._subparsers = self.root.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
         self._parsers: dict[str, Parser] = {}
 
-    def add(self, name: str, text: str, epilog: str | None = None, run: Run | None = None) -> Parser:
-        """Add the parser of a subcommand. `run`, if not given, must be set as a default of that name."""
+    def add(self, name: str, text: str, epilog: str | None = None, *, run: Run) -> Parser:
+        """Add the parser of a subcommand, which `run` executes."""
         parser = self._parsers[name] = self._subparsers.add_parser(name, help=text, description=text, epilog=epilog)
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         parser.set_defaults(run=run)

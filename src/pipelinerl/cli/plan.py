@@ -28,7 +28,7 @@ def add_to(commands: Commands) -> None:
         "Find the number of generating accelerators and slots with the highest throughput, and compare it with conventional "
         "RL at equal lag. Without arguments: the paper's case study."
     )
-    flag = commands.add("plan", text, SETTINGS_HELP, run_plan).add_argument
+    flag = commands.add("plan", text, SETTINGS_HELP, run=run_plan).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="plan for this run file")
     flag("--accelerators", type=int, metavar="N", help="accelerators, or processes on a CPU")
     flag("--hardware", metavar="NAME", help="h100, h200, or the .json file that `pipelinerl calibrate` wrote")
@@ -49,7 +49,7 @@ def add_to(commands: Commands) -> None:
         "Measure how long the steps of a run (default: the demo) take on this machine, for `pipelinerl plan` and "
         "`pipelinerl simulate`. Takes under a minute for the demo."
     )
-    flag = commands.add("calibrate", text, SETTINGS_HELP, run_calibrate).add_argument
+    flag = commands.add("calibrate", text, SETTINGS_HELP, run=run_calibrate).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     flag("--out", type=Path, default=CALIBRATION, metavar="FILE", help=f"output file (default: {CALIBRATION})")
 
@@ -57,7 +57,7 @@ def add_to(commands: Commands) -> None:
         "Predict a run (default: the demo) by discrete-event simulation, from the calibration of a machine. With --compare: "
         "simulate a past run, and compare with what it measured."
     )
-    flag = commands.add("simulate", text, SETTINGS_HELP, run_simulate).add_argument
+    flag = commands.add("simulate", text, SETTINGS_HELP, run=run_simulate).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     text = f"the file that `pipelinerl calibrate` wrote (default: {CALIBRATION})"
     flag("--calibration", type=Path, default=CALIBRATION, metavar="FILE", help=text)

@@ -16,42 +16,33 @@ FILES = ("README.md", "problems.jsonl", "rewards.py", "run.yaml")
 
 
 def add_to(commands: Commands) -> None:
-    parser = commands.add(
-        "init", "Write an example project that can be run at once: problems, a reward function, a run file."
-    )
-    parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="the project's folder; existing files are never overwritten"
-    )
-    parser.set_defaults(run=run_init)
+    text = "Write an example project that can be run at once: problems, a reward function, a run file."
+    flag = commands.add("init", text, run=run_init).add_argument
+    flag("folder", type=Path, metavar="DIR", help="the project's folder; existing files are never overwritten")
 
-    parser = commands.add("train", "Train a model. Without a run file: the built-in demo.", SETTINGS_HELP)
-    parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
-    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the settings, the memory, and the environment (with an empty answer), without training",
-    )
-    parser.set_defaults(run=run_train)
+    text = "Train a model. Without a run file: the built-in demo."
+    flag = commands.add("train", text, SETTINGS_HELP, run=run_train).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
+    flag("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
+    text = "check the settings, the memory, and the environment (with an empty answer), without training"
+    flag("--dry-run", action="store_true", help=text)
 
-    parser = commands.add("config", "Print the resolved configuration, with the documentation of every key.", SETTINGS_HELP)
-    parser.add_argument("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (none: the demo's)")
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema of run files instead, for editors")
-    parser.set_defaults(run=run_config)
+    text = "Print the resolved configuration, with the documentation of every key."
+    flag = commands.add("config", text, SETTINGS_HELP, run=run_config).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (none: the demo's)")
+    flag("--schema", action="store_true", help="print the JSON schema of run files instead, for editors")
 
-    parser = commands.add("report", "Write the figures and numbers of one or more runs to a self-contained HTML page.")
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.html", help="output file (default: report.html in the first run directory)"
-    )
-    parser.set_defaults(run=run_report)
+    text = "Write the figures and numbers of one or more runs to a self-contained HTML page."
+    flag = commands.add("report", text, run=run_report).add_argument
+    flag("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
+    text = "output file (default: report.html in the first run directory)"
+    flag("--out", type=Path, metavar="FILE.html", help=text)
 
-    parser = commands.add("convert-gguf", "Convert a GGUF file to a Hugging Face model folder (extra `pipelinerl[gguf]`).")
-    parser.add_argument(
-        "source", metavar="FILE_OR_PACKAGE", help="a .gguf file, or a wheel or installed package that contains one"
-    )
-    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="the new model folder")
-    parser.set_defaults(run=run_convert_gguf)
+    text = "Convert a GGUF file to a Hugging Face model folder (extra `pipelinerl[gguf]`)."
+    flag = commands.add("convert-gguf", text, run=run_convert_gguf).add_argument
+    text = "a .gguf file, or a wheel or installed package that contains one"
+    flag("source", metavar="FILE_OR_PACKAGE", help=text)
+    flag("out_dir", type=Path, metavar="OUT_DIR", help="the new model folder")
 
 
 def run_init(options: argparse.Namespace, settings: Sequence[str]) -> int:

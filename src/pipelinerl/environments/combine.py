@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -127,13 +129,8 @@ def spread(counts: Sequence[int]) -> list[Place]:
 
 
 def _ranked(order: Sequence[int]) -> list[Place]:
-    seen: dict[int, int] = {}
-    places = []
-    for part in order:
-        rank = seen.get(part, 0)
-        places.append(Place(part, rank))
-        seen[part] = rank + 1
-    return places
+    ranks: defaultdict[int, Iterator[int]] = defaultdict(count)
+    return [Place(part, next(ranks[part])) for part in order]
 
 
 def _prefixed(name: str, problem: Problem) -> Problem:

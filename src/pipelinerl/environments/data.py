@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.environments.options import Files, listed
+from pipelinerl.environments.options import Files, listed, names_a_dataset, unreadable
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Problem
 
 # ---- data sets of the Hugging Face hub, or folders in one of its formats (Parquet, CSV, JSON, Arrow, ...)
 # Read by the package `datasets`, which runs no code that comes with a data set.
 
-PREFIX = "dataset:"
 _NAME = re.compile(r"dataset:(?P<path>.+):(?P<split>\w[\w.+-]*(?:\[[^\]]*\])?)")  # a split may be a part of one: train[:10%]
 FORM = "dataset:OWNER/NAME:SPLIT, dataset:OWNER/NAME/CONFIG:SPLIT or dataset:path/to/folder:SPLIT"
 
@@ -31,10 +30,6 @@ class DatasetName(NamedTuple):
     path: str
     config: str | None
     split: str
-
-
-def names_a_dataset(source: Path) -> bool:
-    return str(source).startswith(PREFIX)
 
 
 def parse_name(source: str) -> DatasetName:
@@ -103,12 +98,6 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, _value(line, f"{path}:{number}")
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> EnvironmentSetupError:
-    """The error for a file that can't be read."""
-    place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
-    return EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}")
 
 
 def field_of(row: Any, name: str) -> Any:
@@ -193,13 +182,17 @@ def read_split(data: Files, held_out: float | Files, check: Check, key: Callable
     read = partial(_read_rows, check=check)
     problems = read_problems(data, read)
     if isinstance(held_out, float):
-        parts = split(problems, held_out, key)
-    else:
-        evaluation = read_problems(held_out, read)
-        parts = Split(hold_out(problems, set(map(key, evaluation)), key).training, evaluation)
-    if not parts.training:
+        return split(problems, held_out, key)
+    return without(problems, read_problems(held_out, read), key, data)
+
+
+def without(problems: list[Problem], held_out: list[Problem], key: Callable[[Problem], str], data: Files) -> Split:
+    """Train on the problems of `data` that are not held out. Raises EnvironmentSetupError if there are none."""
+    keys = set(map(key, held_out))
+    training = [problem for problem in problems if key(problem) not in keys]
+    if not training:
         raise EnvironmentSetupError(f"{data}: all of its {len(problems)} problems are held out; give it more")
-    return parts
+    return Split(training, held_out)
 
 
 def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str]) -> Split:
@@ -208,14 +201,9 @@ def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str
     Problems with the same key are in the same part.
     """
     keys = sorted({key(problem) for problem in problems}, key=lambda text: blake2b(text.encode()).digest())
-    count = min(math.ceil(held_out * len(keys)), len(keys) - 1)
-    return hold_out(problems, set(keys[:count]), key)
-
-
-def hold_out(problems: list[Problem], keys: set[str], key: Callable[[Problem], str]) -> Split:
-    """Split off the problems whose key is in `keys`."""
-    training = [problem for problem in problems if key(problem) not in keys]
-    return Split(training, [problem for problem in problems if key(problem) in keys])
+    chosen = set(keys[: min(math.ceil(held_out * len(keys)), len(keys) - 1)])
+    training = [problem for problem in problems if key(problem) not in chosen]
+    return Split(training, [problem for problem in problems if key(problem) in chosen])
 
 
 def _read_rows(path: Path, check: Check) -> list[Problem]:

@@ -11,9 +11,13 @@ from pipelinerl.interfaces import Tokenizer
 Message = Mapping[str, str]
 """One message of a chat: `{"role": "user", "content": "..."}`."""
 
-
 SHOWN_CHARACTERS = 60
 """Characters of a prompt quoted in an error message."""
+
+
+def chat_messages(system: str, question: str) -> list[Message]:
+    """The messages that ask a question; no system message if `system` is empty."""
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": question}]
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:
@@ -102,21 +106,3 @@ def _plain_backend(tokenizer: Tokenizer, outer: str, inner: str) -> Any:
     if modules != ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]:
         return None
     return getattr(tokenizer, "backend_tokenizer", None)
-
-
-def encode_reply(tokenizer: Tokenizer, completion_ids: Sequence[int], reply: str) -> tuple[int, ...]:
-    """The ids that follow a completion in a chat: the user's message `reply`, up to the model's next turn.
-
-    The template is rendered with a placeholder as the model's text, and what follows the placeholder is encoded. So the
-    completion itself is never encoded again. Its stop token, if it ended with one, is not repeated.
-    """
-    placeholder = "[the model's message]"
-    messages = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": placeholder},
-        {"role": "user", "content": reply},
-    ]
-    chat: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    _, _, between = str(chat).partition(placeholder)
-    ids = tuple(tokenizer.encode(between, add_special_tokens=False))
-    return ids[1:] if completion_ids and ids[:1] == tuple(completion_ids[-1:]) else ids

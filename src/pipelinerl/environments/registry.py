@@ -11,7 +11,7 @@ from typing import Any, cast
 from pipelinerl.environments.options import Inner, Options, check_arguments
 from pipelinerl.environments.prompts import try_prompt
 from pipelinerl.environments.single_turn import JudgedTurn
-from pipelinerl.environments.user.code import import_module_or_file, last_line
+from pipelinerl.environments.user.code import import_module_or_file, last_line, names_in, not_defined
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
@@ -100,12 +100,7 @@ def find_class(kind: str) -> type:
     module = import_module_or_file(module_name)
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
-        classes = [
-            name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
-        ]
-        close = get_close_matches(class_name, classes, n=1) or classes[:3]
-        hint = f"; it has {', '.join(close)}" if close else ""
-        raise EnvironmentSetupError(f"{module_name} has no class {class_name!r}{hint} (environment.kind {kind})")
+        raise not_defined(module_name, "class", class_name, names_in(module, inspect.isclass), f" (environment.kind {kind})")
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 from msgspec import Meta
 
 from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import Message, check_chat, encode_prompt, text_decoder
+from pipelinerl.environments.prompts import Message, chat_messages, check_chat, encode_prompt, text_decoder
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
@@ -25,24 +25,42 @@ class Judgement(NamedTuple):
     metrics: Mapping[str, float] = {}
 
 
-class JudgedTurn(ABC):
+class Task(ABC):
+    """A subclass defines `problem` and `rollout`, and `held_out` if evaluations use it.
+
+    Constructor arguments of a subclass (after `tokenizer` and `seed`) are `environment.args` of the run file.
+    """
+
+    max_tokens: int | None = None
+    """Maximum tokens of a turn for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.seed = seed
+
+    @abstractmethod
+    def problem(self, index: int) -> Problem:
+        """Training problem number `index`: a pure function of `index` and `self.seed`."""
+
+    def held_out(self, count: int) -> Sequence[Problem]:  # noqa: ARG002 - for subclasses to use
+        """The first `count` evaluation problems, which `problem` never returns. None by default."""
+        return ()
+
+    @abstractmethod
+    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
+        """One attempt at a problem."""
+
+
+class JudgedTurn(Task):
     """A subclass defines `problem`, `prompt` and `judge`, and `held_out` if evaluations use it.
 
     `judge` may await something, such as a function in another process, while generation continues.
     """
 
-    max_tokens: int | None = None
-    """Maximum tokens of a completion for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
-
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
-        self.tokenizer = tokenizer
-        self.seed = seed
+        super().__init__(tokenizer, seed)
         self._decode = text_decoder(tokenizer)
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
-
-    @abstractmethod
-    def problem(self, index: int) -> Problem:
-        """Training problem number `index`: a pure function of `index` and `self.seed`."""
 
     @abstractmethod
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
@@ -51,10 +69,6 @@ class JudgedTurn(ABC):
     @abstractmethod
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         """Judges the answer `turn.text` (without special tokens)."""
-
-    def held_out(self, count: int) -> Sequence[Problem]:  # noqa: ARG002 - for subclasses to use
-        """The first `count` evaluation problems, which `problem` never returns. None by default."""
-        return ()
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         prompt_ids = self._encode(self.prompt(problem))
@@ -75,10 +89,7 @@ class JudgedTurn(ABC):
 
 
 class SingleTurn(JudgedTurn):
-    """A subclass defines `problem`, `prompt` and `reward`, and `held_out` if evaluations use it.
-
-    Constructor arguments of a subclass (after `tokenizer` and `seed`) are `environment.args` of the run file.
-    """
+    """A subclass defines `problem`, `prompt` and `reward`, and `held_out` if evaluations use it."""
 
     @abstractmethod
     def reward(self, problem: Problem, text: str) -> float:
@@ -122,10 +133,9 @@ class QuestionPrompt:
     def __call__(self, question: str) -> str | Sequence[Message]:
         if not self._chat:
             return self._options.text.replace("{question}", question)
-        system = [{"role": "system", "content": self._options.system}] if self._options.system else []
-        return [*system, {"role": "user", "content": question}]
+        return chat_messages(self._options.system, question)
 
 
 def is_held_out(question: str) -> bool:
-    """One question in ten, by a hash: independent of the order of the file."""
+    """One question in ten, by a hash: independent of the order of a file, of the seed and of the difficulty."""
     return zlib.crc32(question.encode()) % HELD_OUT_IN == 0

@@ -9,14 +9,21 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.environments.data import names_a_dataset, unreadable
-from pipelinerl.environments.options import BASE_SIGNATURE, FileName, FunctionName, Inner, Options, check_arguments
+from pipelinerl.environments.options import (
+    BASE_SIGNATURE,
+    FileName,
+    FunctionName,
+    Inner,
+    Options,
+    check_arguments,
+    names_a_dataset,
+    unreadable,
+)
 from pipelinerl.environments.registry import constructor_of, find_class, no_held_out, options_of
-from pipelinerl.environments.user.code import names_a_function, no_file, summarize_error
+from pipelinerl.environments.user.code import names_a_function, no_file, not_defined, summarize_error
 from pipelinerl.errors import EnvironmentSetupError, UserError
 
 OWN_BASES = {"SingleTurn", "ToolTask"}
@@ -51,7 +58,10 @@ def _check_options(options: Options) -> None:
     for spec in _named(options, FunctionName):
         module, _, name = spec.rpartition(":")
         if names_a_function(spec) and _names_a_file(module):
-            _check_function(_parsed(Path(module)), module, name)
+            tree = _parsed(Path(module))
+            if not _may_define(tree, name):
+                functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+                raise not_defined(module, "function", name, functions)
     for argument in options.__struct_fields__:
         value = getattr(options, argument)
         named = value if isinstance(value, dict) else {"": value}
@@ -88,9 +98,7 @@ def _class(kind: str, tree: ast.Module) -> ast.ClassDef | None:
     if name not in classes:
         if _may_define(tree, name):
             return None
-        near = get_close_matches(name, classes, n=1) or list(classes)[:3]
-        hint = f"; it has {', '.join(near)}" if near else ""
-        raise EnvironmentSetupError(f"{module} has no class {name!r}{hint} (environment.kind {kind})")
+        raise not_defined(module, "class", name, list(classes), f" (environment.kind {kind})")
     return classes[name]
 
 
@@ -107,14 +115,6 @@ def _check_class(kind: str, found: ast.ClassDef, args: Mapping[str, Any], held_o
         check_arguments(kind, BASE_SIGNATURE, args)
     if held_out and known_bases and not _may_define(found, "held_out"):
         raise no_held_out(kind, held_out)
-
-
-def _check_function(tree: ast.Module, module: str, name: str) -> None:
-    if _may_define(tree, name):
-        return
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    near = get_close_matches(name, functions, n=1) or functions[:3]
-    raise EnvironmentSetupError(f"{module} has no function {name!r}" + (f"; it has {', '.join(near)}" if near else ""))
 
 
 def _may_define(tree: ast.AST, name: str) -> bool:

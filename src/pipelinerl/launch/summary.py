@@ -104,20 +104,18 @@ def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> No
     """
     run, metrics = session.run, session.config.metrics
     if metrics.plot:
-        from pipelinerl.report.figures import draw_curves  # noqa: PLC0415 - matplotlib takes a second
+        from pipelinerl.report.curves import draw_curves  # noqa: PLC0415 - matplotlib takes a second
 
         draw_curves(run.root, run.curves)
     if metrics.view == "none" or summary["status"].startswith("failed"):
         return
-    from pipelinerl.report.terminal import Attempt, final_table, largest_gain, sample_before_after  # noqa: PLC0415
+    from pipelinerl.report.terminal import final_table, largest_gain, sample_before_after  # noqa: PLC0415
 
     console = Console(file=stream)
     console.print(final_table(summary))
     sample = largest_gain(_evaluated(run.evaluation("before")), _evaluated(run.evaluation("after")))
     if sample is not None:
-        first, last = sample
-        attempts = (Attempt(first.completion, first.reward), Attempt(last.completion, last.reward))
-        console.print(sample_before_after(first.prompt or last.prompt, *attempts))
+        console.print(sample_before_after(*sample))
     for path in (run.curves, run.summary, run.metrics, run.rollouts, run.checkpoints):
         if path.exists():
             console.print(f"  {path.relative_to(run.root)}", style="dim", highlight=False)

@@ -7,7 +7,7 @@ samples all have zero gradient has no ESS) or that the number was not finite, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
@@ -285,33 +285,46 @@ def quantile(values: Sequence[float], q: float) -> float | None:
     return float(np.quantile(values, q)) if len(values) else None
 
 
+T = TypeVar("T")
 Record = StepRecord | EvaluationRecord
 RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
+
+
+def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lambda _old, _new: False) -> list[T]:
+    """The records of a JSON lines file of a run, without those that a later record `repeats(old, new)`.
+
+    A run that resumes from a checkpoint repeats the steps after it: the later lines count. A last line without a line break
+    is left out: it was being written when the process died.
+
+    Raises FileNotFoundError, and RunDirectoryError for a file that can't be read and for any other line that is not such a
+    record.
+    """
+    try:
+        written = read_json_lines(path, kind)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RunDirectoryError(f"damaged records: {error}; repair or delete the line") from error
+    records: list[T] = []
+    for record in written:
+        while records and repeats(records[-1], record):
+            records.pop()
+        records.append(record)
+    return records
 
 
 def read_records(path: Path, kind: type[RecordT]) -> list[RecordT]:
     """The records of a JSONL file, in order of version; empty if the file is missing or empty.
 
-    A last line without a line break is left out: it was being written when the process died. A run that resumes from a
-    checkpoint repeats the steps after it. So of equal versions the later line counts, and earlier lines with a later version
-    than a repeated one are left out. The same holds for online evaluations that used weights after the checkpoint.
-
-    Raises RunDirectoryError for a file that can't be read and for any other line that is not such a record.
+    Of equal versions the later line counts, and earlier lines with a later version than a repeated one are left out. The
+    same holds for online evaluations that used weights after the checkpoint. Raises RunDirectoryError as `read_lines` does.
     """
     try:
-        written = read_json_lines(path, kind)
+        return read_lines(path, kind, _superseded)
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise RunDirectoryError(f"this is not a {kind.__name__}: {error}; repair or delete the line") from error
-    records: list[RecordT] = []
-    for record in written:
-        while records and _superseded(records[-1], record):
-            records.pop()
-        records.append(record)
-    return records
 
 
 def _superseded(old: Record, new: Record) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -38,29 +37,13 @@ class JsonlSink:
         self._files.clear()
 
 
-class FanOut:
-    """Writes every record to all sinks, in order."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sinks)
-
-    def write(self, record: Record) -> None:
-        for sink in self._sinks:
-            sink.write(record)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-
-
 def make_sink(run_dir: Path, *, tensorboard: bool = False) -> Sink:
     """A sink for JSONL in `run_dir` and, with `tensorboard`, TensorBoard events in `run_dir/tensorboard`.
 
     Raises MissingDependencyError if TensorBoard is wanted but not installed.
     """
-    sinks: list[Sink] = [JsonlSink(run_dir)]
     if tensorboard:
         from pipelinerl.metrics.tensorboard import TensorboardSink  # noqa: PLC0415 - costs a second of imports
 
-        sinks.append(TensorboardSink(run_dir / "tensorboard"))
-    return FanOut(sinks)
+        return TensorboardSink(run_dir)
+    return JsonlSink(run_dir)

@@ -52,7 +52,7 @@ def summarize(
     session = [step for step in steps if resumed_from is None or step.version > resumed_from]
     pauses_s = engine.pauses_s if engine else ()
     handed_over = actor.rollouts_handed_over + actor.rollouts_dropped.get("stream_full", 0) if actor else 0
-    cut = _fraction(actor.rollouts_cut, handed_over) if actor else None
+    cut = _ratio(actor.rollouts_cut, handed_over) if actor else None
     summary: dict[str, Any] = {
         "status": status,
         "schedule": config.schedule.kind,
@@ -64,9 +64,9 @@ def summarize(
         "wall_s": wall_s,
         "optimizer_steps": len(steps),
         "samples_trained": sum(step.samples for step in steps),
-        "samples_per_s": _per_second(sum(step.samples for step in session), wall_s),
+        "samples_per_s": _ratio(sum(step.samples for step in session), wall_s),
         "tokens_generated": engine.tokens_generated if engine else None,
-        "tokens_per_s": _per_second(engine.tokens_generated, wall_s) if engine else None,
+        "tokens_per_s": _ratio(engine.tokens_generated, wall_s) if engine else None,
         "tokens_trained": sum(step.tokens_trained for step in steps),
         "cut_fraction": cut,
         "nothing_learned": nothing_learned(steps, cut, config.actor.max_tokens),
@@ -89,8 +89,8 @@ def summarize(
         "weight_updates": engine.weight_updates if engine else None,
         "update_pause_s_p50": quantile(pauses_s, 0.5),
         "update_pause_s_p99": quantile(pauses_s, 0.99),
-        "engine_busy_fraction": _fraction(engine.busy_s, engine.ready_s) if engine else None,
-        "trainer_busy_fraction": _fraction(trainer.busy_s, trainer.ready_s) if trainer else None,
+        "engine_busy_fraction": _ratio(engine.busy_s, engine.ready_s) if engine else None,
+        "trainer_busy_fraction": _ratio(trainer.busy_s, trainer.ready_s) if trainer else None,
         "peak_memory_bytes": dict(peak_memory_bytes or {}),
     }
     return summary | account_for_rollouts(actor, trainer, stream_rollouts)
@@ -210,9 +210,5 @@ def _weighted(pairs: Iterable[tuple[float | None, int]]) -> float | None:
     return fmean([value for value, _ in known], [weight for _, weight in known]) if known else None
 
 
-def _per_second(count: float, seconds: float) -> float | None:
-    return count / seconds if seconds > 0 else None
-
-
-def _fraction(part_s: float, whole_s: float) -> float | None:
-    return part_s / whole_s if whole_s > 0 else None
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipelinerl.errors import MissingDependencyError
 from pipelinerl.metrics.records import Record
+from pipelinerl.metrics.sinks import JsonlSink
 
 try:
     from tensorboard.summary import Writer
@@ -15,17 +16,20 @@ except ImportError as error:
     ) from error
 
 
-class TensorboardSink:
-    """One chart for each number of a record, over the weights' version. Flushed with every record."""
+class TensorboardSink(JsonlSink):
+    """Also writes one chart for each number of a record, over the weights' version. Flushed with every record."""
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = Writer(str(folder))
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self._writer = Writer(str(run_dir / "tensorboard"))
 
     def write(self, record: Record) -> None:
+        super().write(record)
         for name, value in record.numbers().items():
             if name != "version":
                 self._writer.add_scalar(name, value, record.version)
         self._writer.flush()
 
     def close(self) -> None:
+        super().close()
         self._writer.close()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import JsonLines, read_json_lines
-from pipelinerl.metrics.records import TimelineRecord
+from pipelinerl.files import JsonLines
+from pipelinerl.metrics.records import TimelineRecord, read_lines
 from pipelinerl.types import EngineProgress
 
 EVERY_S = 0.25
@@ -51,22 +51,8 @@ class TimelineWriter:
 
 
 def read_timeline(run_dir: Path) -> list[TimelineRecord]:
-    """The records of all engines of a run, by time. Records that a resumed run has repeated replace the earlier ones.
-
-    Raises RunDirectoryError for a file that can't be read or is damaged.
-    """
+    """The records of all engines of a run, by time. Raises RunDirectoryError for a file that can't be read or is damaged."""
     records: list[TimelineRecord] = []
     for path in sorted(run_dir.glob(f"{_STEM}*.jsonl")):
-        of_engine: list[TimelineRecord] = []
-        try:
-            written = read_json_lines(path, TimelineRecord)
-        except OSError as error:
-            raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise RunDirectoryError(f"this is not a timeline: {error}; repair or delete the line") from error
-        for record in written:
-            while of_engine and of_engine[-1].time_s >= record.time_s:
-                of_engine.pop()
-            of_engine.append(record)
-        records += of_engine
+        records += read_lines(path, TimelineRecord, lambda old, new: old.time_s >= new.time_s)
     return sorted(records, key=lambda record: (record.time_s, record.worker))

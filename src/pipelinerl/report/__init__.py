@@ -1,7 +1,8 @@
 """Reports on runs and experiments. This module writes files and tables for the terminal.
 
-series.py    the records of a run, and the measures for comparing runs      run_report.py  HTML report of runs
-figures.py   the figures of a run, and of several runs                      html.py        HTML pages in a single file
+series.py    the records of a run, and the measures for comparing runs
+curves.py    the figure of one run              figures.py     the figures of several runs
+html.py      HTML pages in a single file        run_report.py  HTML report of runs
 terminal.py  the table and the sample at the end of a run
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,21 +19,17 @@ import numpy as np
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import read_json_lines
 from pipelinerl.metrics.records import (
     EVALUATIONS_FILE,
     METRICS_FILE,
-    REWARD,
     EvaluationRecord,
     StepRecord,
     TimelineRecord,
-    When,
+    read_lines,
     read_records,
 )
 from pipelinerl.metrics.timeline import read_timeline
 from pipelinerl.types import VersionSpan
-
-T = TypeVar("T")
 
 WINDOW = 5
 """Number of steps over which a reward is averaged before it is compared with a target or drawn."""
@@ -86,19 +82,6 @@ class BatchSize(msgspec.Struct, frozen=True):
     in_progress: list[int]
 
 
-class HeldOut(NamedTuple):
-    """One evaluation. `version` is the mean version of its tokens, `oldest` and `newest` the range; `time_s` is its end."""
-
-    when: When
-    version: float
-    oldest: int
-    newest: int
-    time_s: float
-    reward: float
-    standard_error: float
-    metrics: Mapping[str, float]
-
-
 def begin_s(
     steps: Sequence[StepRecord], timeline: Iterable[TimelineRecord] = (), evaluations: Sequence[EvaluationRecord] = ()
 ) -> float:
@@ -115,31 +98,6 @@ def begin_s(
     idle = list(takewhile(lambda record: not record.in_progress, records))
     begin = max([begin, *(record.time_s for record in idle or records[:1])])
     return min(max([begin, *(one.time_s for one in evaluations if one.when == "before")]), latest_s)
-
-
-def held_out(evaluations: Iterable[EvaluationRecord]) -> list[HeldOut]:
-    """The evaluations that have a reward, by version."""
-    found = [
-        HeldOut(
-            when=one.when,
-            version=one.version if one.version_mean is None else one.version_mean,
-            oldest=one.version if one.version_min is None else one.version_min,
-            newest=one.version if one.version_max is None else one.version_max,
-            time_s=one.time_s,
-            reward=one.reward_mean,
-            standard_error=one.reward_standard_error or 0.0,
-            metrics=one.metrics,
-        )
-        for one in evaluations
-        if one.reward_mean is not None
-    ]
-    return sorted(found, key=lambda one: one.version)
-
-
-def environments(steps: Iterable[StepRecord]) -> list[str]:
-    """Names of a mixture's environments, from the metrics called `NAME/reward`; empty if there are fewer than two."""
-    names = {name.removesuffix(REWARD): None for step in steps for name in step.metrics if name.endswith(REWARD)}
-    return sorted(names) if len(names) > 1 else []
 
 
 def pooled(steps: Iterable[StepRecord]) -> dict[str, float]:
@@ -421,28 +379,17 @@ class _Trained(msgspec.Struct):
 
 def read_groups(run_dir: Path) -> list[RecordedGroup]:
     """All groups that a run finished, as recorded. Raises RunDirectoryError if there are no records, or damaged ones."""
-    return _read_rollouts(run_dir, "rollouts.jsonl", RecordedGroup)
-
-
-def _read_rollouts(run_dir: Path, name: str, kind: type[T]) -> list[T]:
-    path = run_dir / "rollouts" / name
+    path = run_dir / "rollouts" / "rollouts.jsonl"
     try:
-        return read_json_lines(path, kind)
+        return read_lines(path, RecordedGroup)
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {path})") from error
-    except OSError as error:
-        raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise RunDirectoryError(f"damaged records: {error}; repair or delete the line") from error
 
 
 def _read_lag(run_dir: Path) -> LagByPosition | None:
-    if not all((run_dir / "rollouts" / name).exists() for name in ("rollouts.jsonl", "trained.jsonl")):
+    folder = run_dir / "rollouts"
+    if not all((folder / name).exists() for name in ("rollouts.jsonl", "trained.jsonl")):
         return None
     spans_of = {rollout.id: list(rollout.spans()) for group in read_groups(run_dir) for rollout in group.rollouts}
-    kept: list[_Trained] = []
-    for record in _read_rollouts(run_dir, "trained.jsonl", _Trained):
-        while kept and kept[-1].version >= record.version:  # a resumed run repeats the steps after its checkpoint
-            kept.pop()
-        kept.append(record)
-    return lag_by_position([(step.version - 1, [sample.id for sample in step.samples]) for step in kept], spans_of)
+    trained = read_lines(folder / "trained.jsonl", _Trained, lambda old, new: old.version >= new.version)
+    return lag_by_position([(step.version - 1, [sample.id for sample in step.samples]) for step in trained], spans_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -16,13 +16,6 @@ from pipelinerl.status.screen import duration, pause, short
 
 Row = tuple[str, str]
 _STYLES = {"held-out reward": "bold", "NOT ACCOUNTED FOR": "bold red", "NOTHING LEARNED": "bold red"}
-
-
-class Attempt(NamedTuple):
-    """One completion of a held-out problem, and its reward."""
-
-    completion: str
-    reward: float
 
 
 def final_table(summary: Mapping[str, Any]) -> Table:
@@ -38,14 +31,14 @@ def final_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def sample_before_after(prompt: str, before: Attempt | None, after: Attempt | None) -> RenderableType:
-    """One held-out problem with the completions before and after training, if there are any."""
-    parts: list[RenderableType] = [Panel(Text(prompt), title="one held-out problem", title_align="left", border_style="dim")]
+def sample_before_after(before: EvaluatedProblem, after: EvaluatedProblem) -> RenderableType:
+    """One held-out problem with the completions before and after training."""
+    prompt = Text(before.prompt or after.prompt)
+    parts = [Panel(prompt, title="one held-out problem", title_align="left", border_style="dim")]
     for name, attempt, style in (("before", before, "yellow"), ("after", after, "green")):
-        if attempt is not None:
-            title = f"{name} training, reward {attempt.reward:.3g}"
-            text = Text(attempt.completion or "(empty)", "" if attempt.completion else "dim")
-            parts.append(Panel(text, title=title, title_align="left", border_style=style))
+        title = f"{name} training, reward {attempt.reward:.3g}"
+        text = Text(attempt.completion or "(empty)", "" if attempt.completion else "dim")
+        parts.append(Panel(text, title=title, title_align="left", border_style=style))
     return Group(*parts)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal, Protocol, TextIO
+from typing import Literal, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -22,52 +22,54 @@ PLAIN_EVERY_S = 10.0
 LONG_WAIT_S = 10.0
 
 
-class View(Protocol):
+class View:
+    """Shows a run to its user. This one, of kind `none`, only prints messages."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         """Show the statuses of all stages at `now` (`time.monotonic`)."""
-        ...
 
     def say(self, text: str) -> None:
         """Print a message that stays on the screen, like a warning or a process's crash message."""
-        ...
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal. May be called twice."""
-        ...
 
 
-class LiveView:
+class LiveView(View):
     """A view redrawn in place. Takes over the terminal at the first update, and releases it in `close`."""
 
-    def __init__(self, console: Console, *, target: int, title: str = "pipelinerl") -> None:
+    def __init__(self, stream: TextIO, *, target: int, title: str = "pipelinerl") -> None:
+        super().__init__(stream)
         self._target = target
         self._title = title
         self._trends = Trends()
-        self._first_s: float | None = None
-        self._drawn_s: float | None = None
+        self._first_s = self._drawn_s = 0.0
         self._last: tuple[Mapping[str, StageStatus], float] | None = None
+        console = Console(file=stream, force_terminal=True)
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        if self._first_s is None:
+        first = self._last is None
+        self._last = (dict(statuses), now)
+        if first:
             self._first_s = now
             self._live.start()
-        self._last = (dict(statuses), now)
-        if self._drawn_s is None or now - self._drawn_s >= REDRAW_S:
-            self._draw()
+        if first or now - self._drawn_s >= REDRAW_S:
+            self._draw(*self._last)
 
     def say(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        if self._live.is_started:
-            self._draw()
+        if self._last is not None and self._live.is_started:
+            self._draw(*self._last)
             self._live.stop()
 
-    def _draw(self) -> None:
-        if self._last is None or self._first_s is None:
-            return
-        statuses, now = self._last
+    def _draw(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         self._drawn_s = now
         self._trends.observe(statuses, now)
         elapsed_s = now - self._first_s
@@ -75,81 +77,53 @@ class LiveView:
         self._live.update(screen, refresh=True)
 
 
-class PlainView:
+class PlainView(View):
     """Prints a line every `every_steps` optimizer steps, and at least every 10 s.
 
     It is followed by a line for each stage that has been waiting, starting, failed or silent for more than 10 s.
     """
 
-    def __init__(self, stream: TextIO, *, target: int, every_steps: int | None = None) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, target: int) -> None:
+        super().__init__(stream)
         self._target = target
-        self._every_steps = every_steps or max(1, target // 20)
+        self._every_steps = max(1, target // 20)
         self._trends = Trends()
-        self._first_s: float | None = None
-        self._observed_s = 0.0
+        self._first_s = 0.0
         self._printed: tuple[int, float] = (0, 0.0)
         self._last: tuple[Mapping[str, StageStatus], float] | None = None
 
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        if self._first_s is None:
+        if self._last is None:
             self._first_s, self._printed = now, (_version(statuses), now)
-        elif now - self._observed_s < REDRAW_S:
+        elif now - self._last[1] < REDRAW_S:
             return
-        self._observed_s = now
         self._trends.observe(statuses, now)
         self._last = (dict(statuses), now)
         version, printed_s = self._printed
         if _version(statuses) >= version + self._every_steps or now - printed_s >= PLAIN_EVERY_S:
-            self._print()
-
-    def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+            self._print(*self._last)
 
     def close(self) -> None:
         if self._last is not None and self._printed != (_version(self._last[0]), self._last[1]):
-            self._print()
+            self._print(*self._last)
 
-    def _print(self) -> None:
-        if self._last is None or self._first_s is None:
-            return
-        statuses, now = self._last
+    def _print(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         self._printed = (_version(statuses), now)
         self.say(plain_line(statuses, self._target, self._trends, now - self._first_s))
         for line in waiting_lines(statuses, now, LONG_WAIT_S):
             self.say(f"            {line}")
 
 
-class SilentView:
-    """Prints only the messages given to `say`."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        """Shows nothing."""
-
-    def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 def make_view(
-    kind: Literal["auto", "live", "plain", "none"],
-    stream: TextIO,
-    *,
-    target: int,
-    title: str = "pipelinerl",
+    kind: Literal["auto", "live", "plain", "none"], stream: TextIO, *, target: int, title: str = "pipelinerl"
 ) -> View:
     """The view of kind `metrics.view`. `auto` is live on a terminal that can move its cursor, and plain elsewhere."""
     if kind == "none":
-        return SilentView(stream)
+        return View(stream)
     if kind == "auto":
         kind = "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
     if kind == "live":
-        return LiveView(Console(file=stream, force_terminal=True), target=target, title=title)
+        return LiveView(stream, target=target, title=title)
     return PlainView(stream, target=target)
 
 

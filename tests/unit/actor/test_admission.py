@@ -428,7 +428,7 @@ def contend(
         trainer(place.board, version=steps, trained=steps * batch, goal_reached=True)
     finally:
         (folder / "end").touch()
-        claims = [worker.communicate(timeout=20)[0].split() for worker in workers]
+        claims = [worker.communicate(timeout=60)[0].split() for worker in workers]
     indices = [int(word) for said in claims for word in said[::2]]
     assert sorted(indices) == list(range(len(indices))), "each index once, without gaps"
     assert sum(len(said) > 0 for said in claims) >= 2, "not everything came from one process"

@@ -39,19 +39,15 @@ class Watched:
         return [request.id for request in self.harness.engine.requests if request.id.startswith("evaluation")]
 
 
-def test_it_goes_on_between_rollouts_in_its_share_of_the_slots():
-    async def main():
-        watched = Watched(groups=40)
-        await watched.iterate(3)
-        assert watched.asked() == []
-        watched.at(2)
-        await watched.iterate(8)
-        watched.at(3)
-        assert "evaluates since version 2" in watched.evaluations.status
-        await watched.iterate(60)
-        return watched
-
-    watched = asyncio.run(main())
+async def test_it_goes_on_between_rollouts_in_its_share_of_the_slots():
+    watched = Watched(groups=40)
+    await watched.iterate(3)
+    assert watched.asked() == []
+    watched.at(2)
+    await watched.iterate(8)
+    watched.at(3)
+    assert "evaluates since version 2" in watched.evaluations.status
+    await watched.iterate(60)
     (evaluation,) = watched.done
     assert (evaluation.name, evaluation.when, evaluation.version) == ("v2", "online", 2)
     assert (evaluation.reward, evaluation.failed, evaluation.skipped) == (1.0, {}, 0)
@@ -83,45 +79,36 @@ def test_rollouts_are_drawn_with_the_numbers_they_have_without_it():
     assert requests(every=1) == requests(every=50)
 
 
-def test_due_at_every_multiple_that_is_passed_and_never_two_at_once(caplog):
+async def test_due_at_every_multiple_that_is_passed_and_never_two_at_once(caplog):
     caplog.set_level(logging.WARNING)
-
-    async def main():
-        watched = Watched(every=5, reached=7, until=40, groups=0)
-        for version in (7, 9):
-            watched.at(version)
-            await watched.iterate(2)
-        assert watched.asked() == [], "that of version 5 has taken place"
-        watched.at(11)
-        await watched.iterate(1)
-        watched.at(23)
-        await watched.iterate(30)
-        watched.at(26)
-        await watched.iterate(30)
-        watched.at(40)
+    watched = Watched(every=5, reached=7, until=40, groups=0)
+    for version in (7, 9):
+        watched.at(version)
         await watched.iterate(2)
-        return watched
-
-    watched = asyncio.run(main())
+    assert watched.asked() == [], "that of version 5 has taken place"
+    watched.at(11)
+    await watched.iterate(1)
+    watched.at(23)
+    await watched.iterate(30)
+    watched.at(26)
+    await watched.iterate(30)
+    watched.at(40)
+    await watched.iterate(2)
     assert [(evaluation.version, evaluation.skipped) for evaluation in watched.done] == [(11, 1), (26, 0)]
     assert "the evaluation due at version 23 is skipped: evaluates since version 11: 0 of 6" in caplog.text
     assert watched.harness.progress().evaluations == {"v26": 1.0}
 
 
-def test_one_that_fails_costs_its_problem_and_no_rollout():
+async def test_one_that_fails_costs_its_problem_and_no_rollout():
     async def unlucky(problem, client):
         rollout = await single_turn(problem, client)
         if problem.id == "h3":
             raise ValueError("unlucky")
         return msgspec.structs.replace(rollout, metrics={"even": 1.0} if int(problem.id[1:]) % 2 == 0 else {})
 
-    async def main():
-        watched = Watched(Task(unlucky), groups=4)
-        watched.at(2)
-        await watched.iterate(60)
-        return watched
-
-    watched = asyncio.run(main())
+    watched = Watched(Task(unlucky), groups=4)
+    watched.at(2)
+    await watched.iterate(60)
     (evaluation,) = watched.done
     assert evaluation.failed == {"raised": 1}
     assert evaluation.reward == pytest.approx(5 / 6)
@@ -129,24 +116,19 @@ def test_one_that_fails_costs_its_problem_and_no_rollout():
     assert watched.harness.progress().rollouts_dropped == {}
 
 
-def test_training_does_not_wait_for_one_at_its_end(caplog):
+async def test_training_does_not_wait_for_one_at_its_end(caplog):
     caplog.set_level(logging.WARNING)
-
-    async def main():
-        watched = Watched(groups=2)
-        watched.at(4)
-        await watched.iterate(3)
-        await watched.harness.actor.stop()
-        assert watched.done == []
-        assert watched.harness.engine.in_progress == 0
-        assert sorted(watched.asked()) == sorted(
-            request for request in watched.harness.engine.cancelled if request.startswith("evaluation")
-        )
-        await watched.harness.actor.stop()
-        await watched.harness.actor.evaluate("after")
-        return watched
-
-    watched = asyncio.run(main())
+    watched = Watched(groups=2)
+    watched.at(4)
+    await watched.iterate(3)
+    await watched.harness.actor.stop()
+    assert watched.done == []
+    assert watched.harness.engine.in_progress == 0
+    assert sorted(watched.asked()) == sorted(
+        request for request in watched.harness.engine.cancelled if request.startswith("evaluation")
+    )
+    await watched.harness.actor.stop()
+    await watched.harness.actor.evaluate("after")
     assert [(evaluation.name, evaluation.skipped) for evaluation in watched.done] == [("after", 1)]
     assert "cancelled because training is over" in caplog.text
 
@@ -162,32 +144,25 @@ def test_an_environment_without_held_out_problems_evaluates_nothing():
     assert (watched.asked(), watched.done) == ([], [])
 
 
-def test_one_that_ends_with_training_is_not_given_up():
-    async def main():
-        watched = Watched(groups=0, every=1, share=1.0)
-        evaluations = watched.evaluations
-        assert evaluations.advance(3)
-        for _ in range(20):
-            await asyncio.sleep(0)
-            await watched.harness.groups.context.engine.advance()
-        evaluations.end()
-        assert [(evaluation.version, evaluation.skipped) for evaluation in watched.done] == [(3, 0)]
-        assert (evaluations.answered, evaluations.running) == (6, 0)
-
-    asyncio.run(main())
+async def test_one_that_ends_with_training_is_not_given_up():
+    watched = Watched(groups=0, every=1, share=1.0)
+    evaluations = watched.evaluations
+    assert evaluations.advance(3)
+    for _ in range(20):
+        await asyncio.sleep(0)
+        await watched.harness.groups.context.engine.advance()
+    evaluations.end()
+    assert [(evaluation.version, evaluation.skipped) for evaluation in watched.done] == [(3, 0)]
+    assert (evaluations.answered, evaluations.running) == (6, 0)
 
 
-def test_tokens_are_counted_by_the_weights_that_sampled_them():
+async def test_tokens_are_counted_by_the_weights_that_sampled_them():
     evaluation = Evaluation(name="v2", when="online", version=2, problems=())
     assert (evaluation.reward, evaluation.tokens_by_version) == (None, {})
     watched = Watched(groups=0, share=1.0)
-
-    async def main():
-        for version in range(2, 30):
-            watched.at(version)
-            await watched.iterate(1)
-
-    asyncio.run(main())
+    for version in range(2, 30):
+        watched.at(version)
+        await watched.iterate(1)
     first = watched.done[0]
     assert first.problems[0].weight_versions == tuple(VersionSpan(2 + i, i, i + 1) for i in range(6))
     assert first.tokens_by_version == dict.fromkeys(range(2, 8), 6)

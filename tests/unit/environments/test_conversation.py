@@ -15,6 +15,7 @@ from pipelinerl.environments.chat.messages import ToolCall, parse_tool_calls
 from pipelinerl.errors import RequestError
 from pipelinerl.preprocess.turns import join_turns
 from tests.unit.chat_parts import ALTERNATES, CHATML, STRIPS_THOUGHTS, TEMPLATES, TRIMS, SamplingClient, make_tokenizer
+from tests.unit.environments.env_client import one_line
 
 FAMILIES = ("byte level", "metaspace")
 TOKENIZERS = {(family, name): make_tokenizer(family, TEMPLATES[name]) for family in FAMILIES for name in TEMPLATES}
@@ -341,9 +342,8 @@ def test_one_question_asked_twice_has_two_answers_and_either_can_go_on() -> None
 )
 def test_messages_that_cannot_be_rendered_are_refused_in_one_line(messages, what) -> None:
     conversation = Conversation(SamplingClient.saying(make_tokenizer(template=ALTERNATES)))
-    with pytest.raises(RequestError, match=what) as refused:
+    with one_line(RequestError, match=what):
         conversation.prompt(messages)
-    assert "\n" not in str(refused.value)
 
 
 def test_without_a_template_there_is_text() -> None:

@@ -7,7 +7,7 @@ import pytest
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.data import DatasetName, parse_name, read_dataset
 from pipelinerl.errors import EnvironmentSetupError
-from tests.unit.environments.env_client import TOKENIZER
+from tests.unit.environments.env_client import TOKENIZER, one_line
 
 ROWS = [{"question": f"{n} + {n}?", "answer": f"twice\n#### {2 * n}"} for n in range(20)]
 
@@ -47,9 +47,8 @@ def test_a_data_set_has_an_owner_a_name_perhaps_a_config_and_a_split(source, nam
     "source", ["dataset:", "dataset:train", "dataset:gsm8k:train", "dataset:a/b/c/d:train", "dataset:a/b:"]
 )
 def test_what_names_no_data_set_is_refused(source):
-    with pytest.raises(EnvironmentSetupError, match="write dataset:OWNER/NAME:SPLIT") as raised:
+    with one_line(EnvironmentSetupError, match="write dataset:OWNER/NAME:SPLIT"):
         parse_name(source)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_folder_of_parquet_is_a_file_of_problems(folder):
@@ -65,9 +64,8 @@ def test_a_folder_of_parquet_is_a_file_of_problems(folder):
 
 def test_what_cannot_be_loaded_is_said_in_one_line(folder):
     write(folder, "train", ROWS)
-    with pytest.raises(EnvironmentSetupError, match=r'the data set can.t be loaded: Unknown split "none"') as raised:
+    with one_line(EnvironmentSetupError, match=r'the data set can.t be loaded: Unknown split "none"'):
         list(read_dataset(f"dataset:{folder}:none"))
-    assert "\n" not in str(raised.value)
 
 
 def test_a_row_that_cannot_be_json_is_named(folder):

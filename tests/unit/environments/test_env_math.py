@@ -14,10 +14,10 @@ from pipelinerl.actor.rollouts import TimeLimits, attempt
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.maths.environment import Maths, answer_of, final_answer, length_penalty
 from pipelinerl.environments.maths.judge import Judge, Verdict, quick_verdict
-from pipelinerl.environments.pool.pool import FunctionPool
+from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Rollout, SamplingParams
-from tests.unit.environments.env_client import TOKENIZER, SayingClient, rollout
+from tests.unit.environments.env_client import TOKENIZER, SayingClient, one_line, rollout
 from tests.unit.scripted_engine import STOP, ScriptedEngine
 
 needs_math_verify = pytest.mark.skipif(
@@ -114,9 +114,8 @@ def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
 )
 def test_a_malformed_line_is_named(tmp_path, row, arguments, complaint):
     path = write(tmp_path / "p.jsonl", [{"problem": "Who?", "answer": 1}, row])
-    with pytest.raises(EnvironmentSetupError, match=complaint) as caught:
+    with one_line(EnvironmentSetupError, match=complaint):
         make_environment("math", {"path": path, "judge": "numbers", **arguments}, TOKENIZER, 0)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +189,7 @@ def test_rewards_and_metrics_of_a_rollout(tmp_path):
     assert rollout(environment, problem, "it is 42").metrics["boxed"] == 0
     assert rollout(environment, problem, "it is 42").reward == 1
     assert rollout(environment, problem, r"\boxed{41}").reward == 0.1
+    assert rollout(environment, problem, "#### 41").reward == 0.1
     assert rollout(environment, problem, "41").reward == 0
     assert rollout(environment, problem, "").reward == 0
     assert TOKENIZER.decode(right.turns[0].prompt_ids) == "P: What is it?"

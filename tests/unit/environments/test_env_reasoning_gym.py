@@ -6,10 +6,9 @@ import pytest
 
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.adapters.reasoning_gym import make_tasks, marked_answer, runs_answers, score
-from pipelinerl.environments.pool.pool import FunctionPool
-from pipelinerl.environments.single_turn import is_held_out
+from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
-from tests.unit.environments.env_client import TOKENIZER, rollout
+from tests.unit.environments.env_client import TOKENIZER, one_line, rollout
 
 SUMS = {"task": "chain_sum", "args": {"min_terms": 2, "max_terms": 2, "max_digits": 2}}
 
@@ -49,22 +48,8 @@ def test_without_marks_the_whole_completion_is_the_answer():
     assert environment.prompt(problem) == problem.payload["question"]
 
 
-def test_problems_are_a_function_of_seed_and_index(sums):
-    again, other = made(**SUMS), made(seed=1, **SUMS)
-    indices = [0, 7, 499, 500, 12345]
-    problems = [sums.problem(index) for index in indices]
-    assert problems == [again.problem(index) for index in reversed(indices)][::-1]
-    assert len({problem.id for problem in problems}) == len(indices)
-    assert problems != [other.problem(index) for index in indices]
-    assert sums.held_out(20) == other.held_out(20)
-
-
-def test_what_is_held_out_is_never_trained_on(sums):
-    held_out = sums.held_out(200)
-    questions = {problem.payload["question"] for problem in held_out}
-    assert len(questions) == len(held_out) == 200
-    assert all(is_held_out(question) for question in questions)
-    assert not any(is_held_out(sums.problem(index).payload["question"]) for index in range(300))
+def test_held_out_questions_are_distinct(sums):
+    assert len({problem.payload["question"] for problem in sums.held_out(200)}) == 200
 
 
 def test_a_task_with_fewer_entries_than_a_chunk_can_be_used():
@@ -110,9 +95,8 @@ def test_tasks_that_run_answers_are_refused_unless_asked_for():
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(args, message):
-    with pytest.raises(EnvironmentSetupError, match=message) as raised:
+    with one_line(EnvironmentSetupError, match=message):
         made(**args)
-    assert "\n" not in str(raised.value)
 
 
 def test_problems_that_differ_from_process_to_process_are_noticed():

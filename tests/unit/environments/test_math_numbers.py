@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.maths.numbers import answer_in, marks_answer, number_of, same_number
-from pipelinerl.environments.single_turn import is_held_out
-from pipelinerl.errors import EnvironmentSetupError
-from tests.unit.environments.env_client import TOKENIZER, rollout
+from pipelinerl.environments.maths.numbers import answer_in, marks_answer, number_of
+from tests.unit.environments.env_client import TOKENIZER
 
 
 def maths(seed=0, **args):
@@ -108,7 +105,7 @@ def test_however_a_number_is_written_it_has_its_value(whole, decimals, before, a
     value = Fraction(whole, 10**decimals)
     digits = f"{abs(whole) // 10**decimals:,}"
     tail = f".{abs(whole) % 10**decimals:0{decimals}d}" if decimals else ""
-    assert same_number(f"{before}{'-' if whole < 0 else ''}{digits}{tail}{after}", value)
+    assert answer_in(f"{before}{'-' if whole < 0 else ''}{digits}{tail}{after}") == value
 
 
 @settings(deadline=None)
@@ -130,29 +127,15 @@ def questions(count, first=0):
     return [{"question": f"How much is {n} + 1?", "answer": f"We add.\n#### {n + 1:,}"} for n in range(first, first + count)]
 
 
-def test_every_problem_once_an_epoch_in_an_order_of_its_own(tmp_path):
-    path = write(tmp_path / "p.jsonl", questions(40))
-    environment, again = maths(3, path=path), maths(3, path=path)
-    size = sum(not is_held_out(row["question"]) for row in questions(40))
-    epochs = [[environment.problem(index).id for index in range(epoch * size, (epoch + 1) * size)] for epoch in range(3)]
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert all(sorted(epoch) == sorted(epochs[0]) and len(set(epoch)) == size for epoch in epochs)
-    assert [again.problem(index).id for index in reversed(range(size))] == epochs[0][::-1]  # whatever was asked before
-    other = maths(4, path=path)
-    assert [other.problem(index).id for index in range(size)] != epochs[0]
-
-
-def test_the_split_is_fixed_and_disjoint(tmp_path):
+def test_the_split_is_a_tenth_and_does_not_depend_on_the_order_of_the_file(tmp_path):
     rows = questions(200)
     path, reversed_path = write(tmp_path / "p.jsonl", rows), write(tmp_path / "r.jsonl", rows[::-1])
     environment, other = maths(0, path=path), maths(1, path=reversed_path)
     held_out = {problem.payload["question"] for problem in environment.held_out(1000)}
     assert 5 < len(held_out) < 40
     assert {problem.payload["question"] for problem in other.held_out(1000)} == held_out
-    trained = {environment.problem(index).payload["question"] for index in range(200)}
-    assert trained.isdisjoint(held_out)
-    assert trained | held_out == {row["question"] for row in rows}
-    assert len(environment.held_out(3)) == 3
+    trained = [environment.problem(index).payload["question"] for index in range(200 - len(held_out))]
+    assert sorted([*trained, *held_out]) == sorted(row["question"] for row in rows)
 
 
 def test_a_held_out_file_wins_over_the_training_file(tmp_path):
@@ -161,38 +144,6 @@ def test_a_held_out_file_wins_over_the_training_file(tmp_path):
     environment = maths(0, path=path, held_out_path=held_out)
     assert [problem.id for problem in environment.held_out(9)] == ["h/1", "h/2"]
     assert sorted(environment.problem(index).id for index in range(4)) == ["a/1", "a/2", "b/2", "b/3"]
-
-
-def test_rewards_and_plain_prompts(tmp_path):
-    path = write(tmp_path / "p.jsonl", [{"q": "How much is 2 * 600?", "a": 1200}, {"q": "And 1/4?", "a": "0.25"}])
-    environment = maths(
-        path=path,
-        held_out_path=write(tmp_path / "h.jsonl", [{"q": "{question}?", "a": "1"}]),
-        question_field="q",
-        answer_field="a",
-        text="Q: {question} A:",
-    )
-    by_answer = {environment.problem(index).payload["answer"]: environment.problem(index) for index in range(2)}
-    problem = by_answer["1200"]
-    assert environment.prompt(problem) == "Q: How much is 2 * 600? A:"
-    assert rollout(environment, problem, "2 * 600 = 1,200. #### $1,200.00").reward == 1.0
-    assert rollout(environment, problem, "about 1201").reward == 0.0
-    assert rollout(environment, problem, "").reward == 0.0
-    assert rollout(environment, by_answer["0.25"], r"\boxed{\frac14} or \boxed{\frac{1}{4}}").reward == 1.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "complaint"),
-    [
-        ("because", r"p\.jsonl:2: 'because' is not a number, but `judge` is `numbers`"),
-        ("We add.\n#### nothing", r"p\.jsonl:2: 'nothing' is not a number"),
-        (True, r"p\.jsonl:2: `answer` has no final answer"),
-    ],
-)
-def test_an_answer_that_is_no_number_is_named(tmp_path, answer, complaint):
-    path = write(tmp_path / "p.jsonl", [questions(1)[0], {"question": "Why?", "answer": answer}])
-    with pytest.raises(EnvironmentSetupError, match=complaint):
-        maths(path=path)
 
 
 @pytest.mark.parametrize(
@@ -208,14 +159,3 @@ def test_an_answer_that_is_no_number_is_named(tmp_path, answer, complaint):
 )
 def test_an_answer_is_marked_where_the_system_message_says(text: str, marked: bool) -> None:
     assert marks_answer(text) is marked
-
-
-def test_a_marked_wrong_answer_is_worth_the_format_reward(tmp_path: Path) -> None:
-    path = write(tmp_path / "one.jsonl", ['{"question": "6 * 7?", "answer": "#### 42"}', '{"question": "q", "answer": "1"}'])
-    other = write(tmp_path / "other.jsonl", ['{"question": "else", "answer": "1"}'])
-    environment = maths(0, path=path, held_out_path=other, format_reward=0.1)
-    problem = next(p for p in (environment.problem(0), environment.problem(1)) if p.payload["question"] == "6 * 7?")
-    assert rollout(environment, problem, "#### 41").reward == 0.1
-    assert rollout(environment, problem, "it is 41").reward == 0.0
-    assert rollout(environment, problem, "it is 42").reward == 1.0
-    assert rollout(environment, problem, r"\boxed{41}").reward == 0.1

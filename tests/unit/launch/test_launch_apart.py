@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipelinerl.config.load import load_config
-from pipelinerl.config.schema import EngineConfig, LaunchConfig, RunConfig, ScheduleConfig, StreamConfig, WeightsConfig
+from pipelinerl.config.schema import (
+    EngineConfig,
+    LaunchConfig,
+    RunConfig,
+    ScheduleConfig,
+    StreamConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import (
@@ -24,17 +32,24 @@ from pipelinerl.launch.roles import (
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import KeptGroup, Session, StartPlan, read_session, write_session
 from pipelinerl.launch.stages import weights
-from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, _wait_for_servers
+from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, make_engine
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.schedule import make_schedule
+from pipelinerl.serving.client.errors import EngineUnavailableError
 from pipelinerl.stream.files import FileStore
 from pipelinerl.stream.redis import RedisStore
 from pipelinerl.weights.broadcast.control import listen
+from tests.unit.scripted_engine import CharTokenizer
 
 LOCAL = RunConfig()
 TWO_SERVERS = RunConfig(engine=EngineConfig(kind="http", servers=2), launch=LaunchConfig(preprocessor="process"))
 ATTACHED = RunConfig(engine=EngineConfig(kind="http", urls=("http://a:1", "http://b:1", "http://c:1")))
 TURNS = ScheduleConfig(kind="conventional")
+
+
+def generating(processes: int, threads: int | None = None, **sections: Any) -> RunConfig:
+    engine = EngineConfig(processes=processes, threads=threads)
+    return RunConfig(engine=engine, launch=LaunchConfig(kind="processes"), **sections)
 
 
 def test_roles_and_stages() -> None:
@@ -55,6 +70,14 @@ def test_roles_and_stages() -> None:
         (TWO_SERVERS.model_copy(update={"schedule": TURNS}), 8, Threads(4, 8), 1),
         (ATTACHED, 8, Threads(1, 8), 1),
         (ATTACHED.model_copy(update={"schedule": TURNS}), 8, Threads(8, 8), 1),
+        (generating(2, schedule=TURNS), 8, Threads(4, 8), 4),
+        (generating(8, schedule=TURNS), 8, Threads(1, 8), 1),
+        (generating(16, schedule=TURNS), 8, Threads(1, 8), 1),
+        (generating(1, schedule=TURNS), 8, Threads(8, 8), 8),
+        (generating(3), 8, Threads(1, 5), 1),
+        (generating(8), 8, Threads(1, 1), 1),
+        (generating(2), 1, Threads(1, 1), 1),
+        (generating(2, threads=3, trainer=TrainerConfig(threads=5)), 8, Threads(3, 5), 3),
     ],
 )
 def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Threads, generation: int) -> None:
@@ -63,28 +86,42 @@ def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Thre
     assert generation_threads(config, schedule, cores) == generation
 
 
-def test_servers_yield_to_the_trainer_only_where_they_share_its_cores() -> None:
-    schedule = make_schedule(TWO_SERVERS)
-    assert trainer_goes_first(TWO_SERVERS, schedule, 2)
-    assert not trainer_goes_first(TWO_SERVERS, schedule, 3)
-    assert not trainer_goes_first(ATTACHED, schedule, 1)
+@pytest.mark.parametrize(
+    ("config", "cores", "first"),
+    [
+        (TWO_SERVERS, 2, True),
+        (TWO_SERVERS, 3, False),
+        (ATTACHED, 1, False),
+        (generating(2), 2, True),
+        (generating(1), 1, True),
+        (generating(1), 2, False),
+        (generating(2, schedule=TURNS), 2, False),  # it sleeps while the trainer computes
+        (RunConfig(engine=EngineConfig(processes=2, device="cuda")), 2, False),
+    ],
+)
+def test_engines_yield_to_the_trainer_only_where_they_share_its_cores(config: RunConfig, cores: int, first: bool) -> None:
+    assert trainer_goes_first(config, make_schedule(config), cores) == first
 
 
 COLLECTIVE = WeightsConfig(kind="collective")
 
 
+def session_of(config: RunConfig, run_dir: Path) -> Session:
+    run = RunDirectory(run_dir)
+    run.make_folders()
+    return Session(config, run, StartPlan(), make_schedule(config), 0.0)
+
+
 @pytest.mark.parametrize(
-    ("config", "receivers", "servers_receive"),
+    ("config", "servers_receive"),
     [
-        (RunConfig(weights=COLLECTIVE, engine=EngineConfig(processes=3)), 3, False),
-        (TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), 2, True),
-        (ATTACHED.model_copy(update={"weights": COLLECTIVE}), 3, True),
-        (TWO_SERVERS, 2, False),
+        (RunConfig(weights=COLLECTIVE, engine=EngineConfig(processes=3)), False),
+        (TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), True),
+        (TWO_SERVERS, False),
     ],
 )
-def test_who_receives_a_broadcast(config: RunConfig, receivers: int, servers_receive: bool, tmp_path: Path) -> None:
-    assert weights._receivers(config) == receivers
-    session = Session(config, RunDirectory(tmp_path), StartPlan(), make_schedule(config), 0.0)
+def test_servers_learn_where_a_broadcast_comes_from(config: RunConfig, servers_receive: bool, tmp_path: Path) -> None:
+    session = session_of(config, tmp_path)
     with listen() as listening:
         address = weights.sender_address(session, listening.fileno())
         assert address == ((*listening.getsockname(), session.plan.weights_key) if servers_receive else None)
@@ -110,20 +147,30 @@ def test_each_session_has_a_key_of_its_own_that_only_its_user_can_read(tmp_path:
 
 def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     def host(*urls: str) -> str:
-        return weights._host(RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", urls=urls)))
+        config = RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", urls=urls))
+        with socket.socket(fileno=weights.make_channel(config)) as listening:
+            found: str = listening.getsockname()[0]
+        return found
 
     assert host() == host("http://127.0.0.1:8000", "http://localhost:8001") == "127.0.0.1"
     with pytest.raises(UserError, match=r"^engine.urls: there is no route to http://no-such-host.invalid:8000"):
         host("http://no-such-host.invalid:8000")
-    ways = {"http://127.0.0.1:8000": "127.0.0.1", "http://far:8000": "10.0.0.5"}
+    ways = {"http://127.0.0.1:8000": "127.0.0.1", "http://far:8000": "127.0.0.2"}
     monkeypatch.setattr(weights, "_source_address", ways.__getitem__)
-    assert host(*ways) == "10.0.0.5"
+    assert host(*ways) == "127.0.0.2"
 
 
-def test_a_broadcast_reaches_so_many_engines_and_no_more() -> None:
-    config = RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", servers=65))
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineConfig(kind="http", servers=65),
+        EngineConfig(kind="http", urls=tuple(f"http://a:{port}" for port in range(1, 66))),
+    ],
+    ids=["servers", "urls"],
+)
+def test_a_broadcast_reaches_so_many_engines_and_no_more(engine: EngineConfig) -> None:
     with pytest.raises(UserError, match=r"^weights\.kind: 65 engine servers.* at most 64; set it to shared$"):
-        weights.make_channel(config)
+        weights.make_channel(RunConfig(weights=COLLECTIVE, engine=engine))
 
 
 def test_servers_with_weights_of_another_run_are_refused() -> None:
@@ -146,13 +193,22 @@ def test_where_streams_lie(tmp_path: Path) -> None:
         stream_store(own, run, None)
 
 
-def test_servers_are_awaited_for_a_while_and_named(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.make_folders()
-    run.ready_file("server-0").write_text('{"url": "http://127.0.0.1:7", "pid": 1}')
-    assert asyncio.run(_wait_for_servers(run, ["server-0"], 0.0)) == ["http://127.0.0.1:7"]
-    with pytest.raises(StalledError, match=r"^server-1 not ready after 0 s; look at .*server-1\.log$"):
-        asyncio.run(_wait_for_servers(run, ["server-0", "server-1"], 0.0))
+@pytest.mark.parametrize(
+    ("engine", "kind", "message"),
+    [
+        (EngineConfig(kind="http", servers=2), StalledError, r"^server-1 not ready after .* s; look at .*server-1\.log$"),
+        (EngineConfig(kind="http", urls=("http://127.0.0.1:9",)), EngineUnavailableError, "http://127.0.0.1:9"),
+    ],
+    ids=["started by the run", "attached"],
+)
+async def test_servers_are_awaited_for_a_while_and_named(
+    engine: EngineConfig, kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    session = session_of(RunConfig(engine=engine, launch=LaunchConfig(startup_timeout_s=0.01)), tmp_path)
+    session.run.ready_file("server-0").write_text('{"url": "http://127.0.0.1:7", "pid": 1}')
+    with pytest.raises(kind, match=message):
+        async with make_engine(session, "engine", CharTokenizer()):
+            pass
 
 
 def test_a_key_that_is_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is known of several generation processes as if they were one: names, sums, threads, the timeline."""
+"""What is known of several generation processes as if they were one: names, sums, the timeline."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.config.schema import EngineConfig, LaunchConfig, RunConfig, TrainerConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import Threads, plan_threads, trainer_goes_first
 from pipelinerl.launch.stages.generation import RolloutWriter
 from pipelinerl.metrics.records import TimelineRecord
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.metrics.timeline import EVERY_S, TimelineWriter, read_timeline
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
-from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.status.screen import Trends, plain_line
 from pipelinerl.stream.memory import memory_stream
@@ -162,39 +159,6 @@ def test_the_view_shows_the_rate_of_all_and_of_each() -> None:
     assert trends.generated.per_s == 50
     assert {stage: rate.per_s for stage, rate in trends.generated_by.items()} == {"engine-0": 30, "engine-1": 20}
     assert "50 tok/s" in plain_line(grown, 9, trends, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("processes", "takes_turns", "cores", "expected"),
-    [
-        (1, False, 8, Threads(4, 4)),
-        (1, True, 8, Threads(8, 8)),
-        (2, True, 8, Threads(4, 8)),
-        (8, True, 8, Threads(1, 8)),
-        (16, True, 8, Threads(1, 8)),
-        (3, False, 8, Threads(1, 5)),
-        (8, False, 8, Threads(1, 1)),
-        (2, False, 1, Threads(1, 1)),
-    ],
-)
-def test_threads(processes: int, takes_turns: bool, cores: int, expected: Threads) -> None:
-    config = RunConfig(engine=EngineConfig(processes=processes), launch=LaunchConfig(kind="processes"))
-    schedule = ConventionalSchedule(8, 2) if takes_turns else PipelineSchedule(8)
-    assert plan_threads(config, schedule, cores) == expected
-    changes = {"engine": EngineConfig(processes=processes, threads=3), "trainer": TrainerConfig(threads=5)}
-    given = config.model_copy(update=changes)
-    assert plan_threads(given, schedule, cores) == Threads(3, 5)
-
-
-def test_engines_yield_to_the_trainer_where_they_share_its_cores() -> None:
-    def first(processes: int, cores: int, schedule: Schedule, device: str = "cpu") -> bool:
-        return trainer_goes_first(RunConfig(engine=EngineConfig(processes=processes, device=device)), schedule, cores)
-
-    assert first(2, 2, PipelineSchedule(8))
-    assert first(1, 1, PipelineSchedule(8))
-    assert not first(1, 2, PipelineSchedule(8))
-    assert not first(2, 2, ConventionalSchedule(8, 2)), "it sleeps while the trainer computes"
-    assert not first(2, 2, PipelineSchedule(8), "cuda")
 
 
 # ------------------------------------------------------------------------------------------------- the timeline

@@ -24,7 +24,7 @@ from pipelinerl.metrics.records import (
     quantile,
     read_records,
 )
-from pipelinerl.metrics.sinks import FanOut, JsonlSink, make_sink
+from pipelinerl.metrics.sinks import JsonlSink, make_sink
 from pipelinerl.status.screen import Rate
 from pipelinerl.types import EngineProgress
 
@@ -37,13 +37,17 @@ def evaluation(when: str, version: int) -> EvaluationRecord:
     return EvaluationRecord(when=when, version=version, time_s=1.0, problems=4, reward_mean=0.5)
 
 
+def write(run_dir: Path, *records: StepRecord | EvaluationRecord) -> None:
+    sink = JsonlSink(run_dir)
+    for record in records:
+        sink.write(record)
+    sink.close()
+
+
 def test_records_survive_the_file(tmp_path: Path) -> None:
     engine = EngineRecord.of(EngineProgress(version=1, in_progress=3, tokens_generated=90, pauses_s=(0.2, 0.1)), 45.0)
     records = [step(1, reward_mean=0.25, dropped={"stale": 2}), step(2, engine=msgspec.to_builtins(engine))]
-    sink = JsonlSink(tmp_path)
-    for record in [evaluation("before", 0), *records, evaluation("after", 2)]:
-        sink.write(record)
-    sink.close()
+    write(tmp_path, evaluation("before", 0), *records, evaluation("after", 2))
     assert read_records(tmp_path / METRICS_FILE, StepRecord) == records
     assert [e.when for e in read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)] == ["before", "after"]
     assert records[1].engine == engine
@@ -73,15 +77,11 @@ def test_no_file_and_an_empty_file_hold_no_records(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_left_out_and_a_resumed_run_writes_on(tmp_path: Path) -> None:
-    first = JsonlSink(tmp_path)
-    first.write(step(1))
-    first.close()
+    write(tmp_path, step(1))
     with (tmp_path / METRICS_FILE).open("ab") as file:
         file.write(b'{"version":2,"time_s":')
     assert [r.version for r in read_records(tmp_path / METRICS_FILE, StepRecord)] == [1]
-    second = JsonlSink(tmp_path)
-    second.write(step(2))
-    second.close()
+    write(tmp_path, step(2))
     assert [r.version for r in read_records(tmp_path / METRICS_FILE, StepRecord)] == [1, 2]
 
 
@@ -99,26 +99,21 @@ def test_a_directory_in_the_place_of_the_file_is_a_run_directory_error(tmp_path:
 
 
 def test_steps_repeated_after_a_resume_replace_the_abandoned_ones(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    for version, loss in [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0), (4, 40.0)]:
-        sink.write(step(version, loss=loss))
+    losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0), (4, 40.0)]
+    write(tmp_path, *(step(version, loss=loss) for version, loss in losses))
     records = read_records(tmp_path / METRICS_FILE, StepRecord)
     assert [(r.version, r.loss) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
 def test_an_evaluation_after_is_repeated_by_a_longer_run_and_the_one_before_stays(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    for record in [evaluation("before", 0), evaluation("after", 5), evaluation("after", 5), evaluation("after", 9)]:
-        sink.write(record)
+    write(tmp_path, evaluation("before", 0), evaluation("after", 5), evaluation("after", 5), evaluation("after", 9))
     records = read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)
     assert [(r.when, r.version) for r in records] == [("before", 0), ("after", 5), ("after", 9)]
 
 
 def test_online_evaluations_of_an_abandoned_past_are_replaced_even_if_they_only_reached_into_it(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
     spans = [(20, 24), (40, 46), (60, 66), (45, 48), (60, 61)]  # a resume from version 45, where that of 40 is caught up
-    for version, newest in spans:
-        sink.write(msgspec.structs.replace(evaluation("online", version), version_max=newest))
+    write(tmp_path, *(msgspec.structs.replace(evaluation("online", start), version_max=end) for start, end in spans))
     records = read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)
     assert [(r.version, r.version_max) for r in records] == [(20, 24), (45, 48), (60, 61)]
 
@@ -227,16 +222,6 @@ def test_without_tensorboard_the_error_names_the_extra(tmp_path: Path, monkeypat
     monkeypatch.delitem(sys.modules, "pipelinerl.metrics.tensorboard", raising=False)
     with pytest.raises(MissingDependencyError, match=r"pipelinerl\[tensorboard\]"):
         make_sink(tmp_path, tensorboard=True)
-
-
-def test_fan_out_reaches_and_closes_every_sink(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    sink = FanOut([JsonlSink(folder) for folder in folders])
-    sink.write(step(1))
-    sink.close()
-    assert [len(read_records(folder / METRICS_FILE, StepRecord)) for folder in folders] == [1, 1]
 
 
 def test_rate_starts_with_the_first_movement() -> None:

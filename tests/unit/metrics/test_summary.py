@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from pipelinerl.config.schema import EnvironmentConfig, ModelConfig, RunConfig
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord
+from pipelinerl.metrics.records import EvaluatedProblem, EvaluationRecord, StepRecord
 from pipelinerl.metrics.summary import account_for_rollouts, summarize
-from pipelinerl.report.terminal import Attempt, final_table, sample_before_after
+from pipelinerl.report.terminal import final_table, sample_before_after
 from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress
 
 CONTRACT = [
@@ -316,9 +316,9 @@ def test_the_table_shows_what_matters() -> None:
 
 
 def test_a_sample_is_shown_literally() -> None:
-    text = as_text(sample_before_after("84,36: [bold]", Attempt("12>[red]", 0.0), Attempt("", 1.0)))
+    before = EvaluatedProblem(problem_id="p", reward=0.0, prompt="84,36: [bold]", completion="12>[red]")
+    text = as_text(sample_before_after(before, EvaluatedProblem(problem_id="p", reward=1.0)))
     assert "84,36: [bold]" in text
     assert "before training, reward 0" in text
     assert "12>[red]" in text
     assert "(empty)" in text
-    assert "after" not in as_text(sample_before_after("p", Attempt("c", 0.5), None))

@@ -15,10 +15,11 @@ from pipelinerl.errors import MissingDependencyError, ModelLoadError, UserError
 gguf = pytest.importorskip("gguf", reason="extra `gguf`")
 pytest.importorskip("accelerate", reason="extra `gguf`")
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402
 from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: E402
 
 from pipelinerl.models.gguf import convert_gguf  # noqa: E402
+from tests.parity.models import tiny_llama  # noqa: E402
 
 TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
 SPECIALS = ["<|text_end|>", "<|start|>", "<|end|>"]
@@ -34,19 +35,9 @@ class Tiny:
 
 
 def write_tiny(file: Path, pre: str = "smollm", template: bool = True, leave_out: str = "") -> Tiny:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-5,
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": len(TOKENS), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    model = tiny_llama(**sizes, **heads, tie_word_embeddings=True, rms_norm_eps=1e-5)
     writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_name("tiny")
     writer.add_context_length(128)

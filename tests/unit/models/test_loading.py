@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -55,6 +56,19 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+def change_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def refusal(load: Callable[[ModelConfig], object], path: str | Path) -> str:
+    """The one line that a user is told."""
+    with pytest.raises(ModelLoadError) as caught:
+        load(ModelConfig(path=str(path)))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_a_model_loads_in_eval_mode_and_the_asked_dtype(folder: Path, dtype: str, expected: torch.dtype) -> None:
     model = load_model(ModelConfig(path=str(folder), dtype=dtype))
@@ -95,21 +109,16 @@ def test_a_model_without_a_tokenizer_says_what_is_missing(folder: Path, left: tu
     for path in folder.glob("tokenizer*"):
         if path.name not in left:
             path.unlink()
-    with pytest.raises(ModelLoadError, match=r"it has no tokenizer \(tokenizer\.json\)") as caught:
-        load_tokenizer(ModelConfig(path=str(folder)))
-    assert "\n" not in str(caught.value)
+    assert "it has no tokenizer (tokenizer.json)" in refusal(load_tokenizer, folder)
 
 
 def test_an_architecture_that_is_not_known_yet(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "of_next_year"}))
-    with pytest.raises(ModelLoadError, match="upgrade transformers"):
-        load_model(ModelConfig(path=str(folder)))
+    change_config(folder, model_type="of_next_year")
+    assert "upgrade transformers" in refusal(load_model, folder)
 
 
 def test_a_missing_folder_is_named() -> None:
-    with pytest.raises(ModelLoadError, match=r"'\./nowhere' does not exist"):
-        load_model(ModelConfig(path="./nowhere"))
+    assert "'./nowhere' does not exist" in refusal(load_model, "./nowhere")
 
 
 def test_a_file_instead_of_a_folder_is_refused(folder: Path) -> None:
@@ -118,15 +127,12 @@ def test_a_file_instead_of_a_folder_is_refused(folder: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"no config\.json"):
-        load_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert "no config.json" in refusal(load_tokenizer, tmp_path)
 
 
 def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match="hub can't be reached") as caught:
-        load_model(ModelConfig(path="nobody/never-downloaded"))
-    assert "\n" not in str(caught.value)
+    assert "hub can't be reached" in refusal(load_model, "nobody/never-downloaded")
 
 
 @pytest.mark.parametrize("name", ["my model", "a--b", "owner/..x", "owner/name.git", "", "a/b/c"])
@@ -191,9 +197,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ],
 )
 def test_what_the_hub_does_not_give_is_said_before_anything_is_loaded(hub: str, name: str, said: str) -> None:
-    with pytest.raises(ModelLoadError, match=said) as caught:
-        load_tokenizer(ModelConfig(path=name))
-    assert "\n" not in str(caught.value)
+    assert re.search(said, refusal(load_tokenizer, name))
 
 
 def test_a_model_of_the_hub_is_asked_for_by_its_id(hub: str) -> None:
@@ -222,30 +226,23 @@ def test_unreadable_weights_are_refused_in_one_line(folder: Path, damage: str) -
         weights.write_bytes(b"not safetensors at all")
     else:
         weights.unlink()
-    with pytest.raises(ModelLoadError, match="can't load the model") as caught:
-        load_model(ModelConfig(path=str(folder)))
-    assert "\n" not in str(caught.value)
+    assert "can't load the model" in refusal(load_model, folder)
 
 
 def test_absent_weights_are_not_replaced_by_random_ones(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(ModelLoadError, match=r"layers\.2.* and \d+ more missing or of another shape"):
-        load_model(ModelConfig(path=str(folder)))
+    change_config(folder, num_hidden_layers=3)
+    assert re.search(r"layers\.2.* and \d+ more missing or of another shape", refusal(load_model, folder))
 
 
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
-    with pytest.raises(ModelLoadError):
-        load_model(ModelConfig(path=str(folder)))
+    change_config(folder, intermediate_size=24)
+    assert "can't load the model" in refusal(load_model, folder)
 
 
 def test_other_kinds_of_model_are_refused(tmp_path: Path) -> None:
     t5 = T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match="not a causal language model"):
-        load_model(ModelConfig(path=str(tmp_path)))
+    assert "not a causal language model" in refusal(load_model, tmp_path)
 
 
 def test_an_encoder_is_not_taken_for_a_language_model(tmp_path: Path) -> None:
@@ -258,11 +255,9 @@ def test_an_encoder_is_not_taken_for_a_language_model(tmp_path: Path) -> None:
 def test_code_that_comes_with_a_model_is_not_run_unless_asked(folder: Path) -> None:
     marker = folder / "ran"
     (folder / "modeling_own.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own", "architectures": ["Own"]}
-    config["auto_map"] = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match=r"model\.trust_remote_code"):
-        load_model(ModelConfig(path=str(folder)))
+    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+    change_config(folder, model_type="own", architectures=["Own"], auto_map=classes)
+    assert "model.trust_remote_code" in refusal(load_model, folder)
     assert not marker.exists()
 
 

@@ -11,30 +11,14 @@ import pytest
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.records import METRICS_FILE, EngineRecord, EvaluationRecord, StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
-from pipelinerl.report.figures import draw_curves, prepare
+from pipelinerl.report.curves import draw_curves, prepare
 
+ENGINE = EngineRecord(version=1, in_progress=8, tokens_generated=900, tokens_per_s=450.0)
+FIRST = {"reward_mean": 0.25, "ess": 1.0, "lag_mean": 0.0, "lag_max": 0, "completion_length_mean": 25.0}
+SECOND = {"reward_mean": 0.5, "completion_length_mean": 40.0, "sampled_length_mean": 42.0, "engine": ENGINE}
 STEPS = [
-    StepRecord(
-        version=1,
-        time_s=4.0,
-        samples=8,
-        tokens_trained=200,
-        reward_mean=0.25,
-        ess=1.0,
-        lag_mean=0.0,
-        lag_max=0,
-        completion_length_mean=25.0,
-    ),
-    StepRecord(
-        version=2,
-        time_s=6.0,
-        samples=6,
-        tokens_trained=300,
-        reward_mean=0.5,
-        completion_length_mean=40.0,
-        sampled_length_mean=42.0,
-        engine=EngineRecord(version=1, in_progress=8, tokens_generated=900, tokens_per_s=450.0),
-    ),
+    StepRecord(version=1, time_s=4.0, samples=8, tokens_trained=200, **FIRST),
+    StepRecord(version=2, time_s=6.0, samples=6, tokens_trained=300, **SECOND),
     StepRecord(version=3, time_s=6.0, samples=8, tokens_trained=10, lag_mean=1.5, lag_max=2),
 ]
 EVALUATIONS = [
@@ -44,9 +28,9 @@ EVALUATIONS = [
 ]
 
 
-def write(run_dir: Path) -> None:
+def write(run_dir: Path, *records: StepRecord | EvaluationRecord) -> None:
     sink = JsonlSink(run_dir)
-    for record in [*STEPS, *EVALUATIONS]:
+    for record in records:
         sink.write(record)
     sink.close()
 
@@ -77,16 +61,8 @@ def test_the_numbers_that_are_drawn() -> None:
 
 
 def test_online_evaluations_lie_at_the_versions_that_answered() -> None:
-    online = EvaluationRecord(
-        when="online",
-        version=1,
-        time_s=5.0,
-        problems=9,
-        reward_mean=0.4,
-        version_min=1,
-        version_max=3,
-        version_mean=1.5,
-    )
+    spanned = {"version_min": 1, "version_max": 3, "version_mean": 1.5}
+    online = EvaluationRecord(when="online", version=1, time_s=5.0, problems=9, reward_mean=0.4, **spanned)
     curves = prepare(STEPS, [EVALUATIONS[0], online, *EVALUATIONS[1:]])
     assert [(one.version, one.oldest, one.newest, one.reward) for one in curves.held_out] == [
         (0, 0, 0, 0.2),
@@ -107,18 +83,13 @@ def test_environments_are_those_with_a_reward_among_the_metrics() -> None:
     assert prepare(with_metrics({"a/reward": 0.5}, {"guesses": 2.0}, {}), []).by_environment == {}
 
 
-def test_a_png_is_drawn(tmp_path: Path) -> None:
-    write(tmp_path)
+@pytest.mark.parametrize("records", [[*STEPS, *EVALUATIONS], STEPS[:1]], ids=["all", "one step"])
+def test_a_png_is_drawn(tmp_path: Path, records: list[StepRecord | EvaluationRecord]) -> None:
+    write(tmp_path, *records)
     draw_curves(tmp_path, tmp_path / "curves.png")
     header = (tmp_path / "curves.png").read_bytes()[:24]
     assert header.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(header[16:20], "big") > 1000
-
-
-def test_a_run_of_one_step_is_drawn(tmp_path: Path) -> None:
-    JsonlSink(tmp_path).write(STEPS[0])
-    draw_curves(tmp_path, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").exists()
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
@@ -130,7 +101,7 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
 
 
 def test_damage_is_named_and_draws_nothing(tmp_path: Path) -> None:
-    write(tmp_path)
+    write(tmp_path, *STEPS)
     with (tmp_path / METRICS_FILE).open("ab") as file:
         file.write(b"\x00\xffnoise\n")
     with pytest.raises(RunDirectoryError, match="line 4"):
@@ -139,6 +110,6 @@ def test_damage_is_named_and_draws_nothing(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cant_be_written_to(tmp_path: Path) -> None:
-    write(tmp_path)
+    write(tmp_path, *STEPS)
     with pytest.raises(RunDirectoryError, match=r"can't write .*curves\.png"):
         draw_curves(tmp_path, tmp_path / "missing" / "curves.png")

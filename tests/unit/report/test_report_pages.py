@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -37,20 +38,9 @@ CONFIG = RunConfig(
 
 
 def steps_of(count: int) -> list[StepRecord]:
+    values = {"ess": 1.0, "lag_mean": 0.5, "lag_max": 1, "completion_length_mean": 4.0, "train_s": 0.25, "wait_s": 0.5}
     return [
-        StepRecord(
-            version=n,
-            time_s=3.0 + n,
-            samples=2,
-            tokens_trained=8,
-            reward_mean=0.05 * n,
-            ess=1.0,
-            lag_mean=0.5,
-            lag_max=1,
-            completion_length_mean=4.0,
-            train_s=0.25,
-            wait_s=0.5,
-        )
+        StepRecord(version=n, time_s=3.0 + n, samples=2, tokens_trained=8, reward_mean=0.05 * n, **values)  # type: ignore[arg-type]
         for n in range(1, count + 1)
     ]
 
@@ -59,13 +49,8 @@ def rollout(name: str, *turns: tuple[VersionSpan, ...]) -> Rollout:
     made = []
     for number, spans in enumerate(turns):
         count = spans[-1].end
-        completion = Completion(
-            request_id=f"{name}.t{number}",
-            token_ids=(1,) * count,
-            logprobs=(-1.0,) * count,
-            weight_versions=spans,
-            finish_reason="stop",
-        )
+        sampled = {"token_ids": (1,) * count, "logprobs": (-1.0,) * count, "weight_versions": spans}
+        completion = Completion(request_id=f"{name}.t{number}", finish_reason="stop", **sampled)
         made.append(Turn(prompt_ids=(1, 2), completion=completion))
     return Rollout(turns=tuple(made), reward=1.0, id=name)
 
@@ -196,26 +181,19 @@ def test_schedules_have_the_names_that_comparisons_use() -> None:
     assert name_of(RunConfig()) == "pipeline"
 
 
-def one_line(error: pytest.ExceptionInfo[RunDirectoryError]) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
-
-
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError) as error:
-        read_run(tmp_path / "nowhere")
-    assert "there is no such folder" in one_line(error)
-    with pytest.raises(RunDirectoryError) as error:
-        read_run(tmp_path)
-    assert "it has no config.yaml" in one_line(error)
-
-
-def test_a_run_without_a_step(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", count=0)
-    with pytest.raises(RunDirectoryError) as error:
-        report_page([run])
-    assert "holds no optimizer step" in one_line(error)
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda path: None, "there is no such folder"),
+        (Path.mkdir, "it has no config.yaml"),
+        (lambda path: write_run(path, count=0), "holds no optimizer step"),
+    ],
+)
+def test_a_folder_without_a_run_or_a_step(tmp_path: Path, made: Callable[[Path], object], said: str) -> None:
+    made(tmp_path / "run")
+    with pytest.raises(RunDirectoryError, match=said) as error:
+        report_page([tmp_path / "run"])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +215,8 @@ def test_damage_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     (run / name).write_bytes(content)
     with pytest.raises(RunDirectoryError) as error:
         report_page([run])
-    assert name.rpartition("/")[2] in one_line(error)
+    assert name.rpartition("/")[2] in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -37,16 +37,8 @@ def status(
     *,
     waits_for: tuple[str, ...] = (),
 ) -> StageStatus:
-    return StageStatus(
-        stage=stage,
-        pid=7,
-        state=state,
-        detail=detail,
-        since_s=5.0,
-        written_s=written_s,
-        waits_for=waits_for,
-        progress=progress,
-    )
+    times = {"since_s": 5.0, "written_s": written_s}
+    return StageStatus(stage=stage, pid=7, state=state, detail=detail, waits_for=waits_for, progress=progress, **times)
 
 
 def watch(watchdog: Watchdog, statuses: Callable[[float], Statuses], seconds: range) -> tuple[float, Stall] | None:
@@ -94,44 +86,46 @@ def test_any_counter_of_any_stage_is_progress(moved: Callable[[int], dict]) -> N
     assert watch(Watchdog(30.0), moving, range(0, 500)) is None
 
 
-@pytest.mark.parametrize("field", ["busy_s", "ready_s"])
-def test_time_spent_is_no_progress(field: str) -> None:
-    def busy(now: float) -> Statuses:
-        progress = TrainerProgress(version=3, latest={"loss": now}, **{field: now})
-        return stuck(now) | {"trainer": status("trainer", "working", "something", progress, now)}
-
-    assert watch(Watchdog(30.0), busy, range(0, 100)) is not None
+def spent(now: float) -> TrainerProgress:
+    return TrainerProgress(version=3, latest={"loss": now}, busy_s=now, ready_s=now)
 
 
-def test_going_from_waiting_to_working_and_back_is_no_progress() -> None:
-    def flapping(now: float) -> Statuses:
-        state: StageState = "working" if now % 2 else "waiting"
-        return stuck(now) | {"engine": status("engine", state, "", EngineProgress(), now)}
+STALLS: dict[str, tuple[Callable[[float], Statuses], int | None]] = {
+    "time spent is no progress": (
+        lambda now: stuck(now) | {"trainer": status("trainer", "working", "", spent(now), now)},
+        30,
+    ),
+    "going from waiting to working and back is no progress": (
+        lambda now: (
+            stuck(now) | {"engine": status("engine", "working" if now % 2 else "waiting", "", EngineProgress(), now)}
+        ),
+        30,
+    ),
+    "a stage that starts late has its own bound": (
+        lambda now: stuck(now) | {"trainer": status("trainer", "starting" if now < 300 else "waiting", "")},
+        330,
+    ),
+    "a finished run": (lambda now: {"trainer": status("trainer", "done", "", TrainerProgress(version=9))}, None),
+    "an empty board": (lambda now: {}, None),
+    "the trainer is done and the engine never ends": (
+        lambda now: stuck(now) | {"trainer": status("trainer", "done", "", TrainerProgress(version=9), now)},
+        30,
+    ),
+    "a waiting stage need not report": (
+        lambda now: {
+            "engine": status("engine", "working", "", EngineProgress(tokens_generated=int(now)), now),
+            "trainer": status("trainer", "waiting", "samples from the actor", TrainerProgress()),
+        },
+        None,
+    ),
+}
 
-    assert watch(Watchdog(30.0), flapping, range(0, 100)) is not None
 
-
-def test_a_stage_that_starts_late_has_its_own_bound() -> None:
-    def starting(now: float) -> Statuses:
-        state: StageState = "starting" if now < 300 else "waiting"
-        return stuck(now) | {"trainer": status("trainer", state, "loading the model", None, 0.0)}
-
-    found = watch(Watchdog(30.0), starting, range(0, 400))
-    assert found is not None
-    assert found[0] == 330
-
-
-def test_a_finished_run_and_an_empty_board_are_no_stall() -> None:
-    done = {"trainer": status("trainer", "done", "", TrainerProgress(version=9))}
-    assert watch(Watchdog(10.0), lambda now: done, range(0, 100)) is None
-    assert watch(Watchdog(10.0), lambda now: {}, range(0, 100)) is None
-
-
-def test_a_run_whose_trainer_is_done_and_whose_engine_never_ends_is_a_stall() -> None:
-    def lingering(now: float) -> Statuses:
-        return stuck(now) | {"trainer": status("trainer", "done", "", TrainerProgress(version=9), now)}
-
-    assert watch(Watchdog(10.0), lingering, range(0, 100)) is not None
+@pytest.mark.parametrize("name", STALLS)
+def test_when_a_run_is_stalled(name: str) -> None:
+    statuses, stalled_s = STALLS[name]
+    found = watch(Watchdog(30.0), statuses, range(0, 400))
+    assert (found and found[0]) == stalled_s
 
 
 def test_a_working_stage_that_stops_reporting_is_the_suspect_while_others_go_on() -> None:
@@ -149,16 +143,6 @@ def test_a_working_stage_that_stops_reporting_is_the_suspect_while_others_go_on(
     assert "trainer hung" in stall.message
     assert "SUSPECT: it has not reported since, 30 s ago" in stall.message.splitlines()[2]
     assert "SUSPECT" not in stall.message.splitlines()[1]
-
-
-def test_a_waiting_stage_need_not_report() -> None:
-    def quiet(now: float) -> Statuses:
-        return {
-            "engine": status("engine", "working", "", EngineProgress(tokens_generated=int(now)), now),
-            "trainer": status("trainer", "waiting", "samples from the actor", TrainerProgress(), 0.0),
-        }
-
-    assert watch(Watchdog(30.0), quiet, range(0, 200)) is None
 
 
 def test_time_in_which_nobody_looked_does_not_make_a_stall() -> None:

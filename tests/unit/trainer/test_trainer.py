@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
@@ -39,22 +39,17 @@ from pipelinerl.types import (
     spans_from_versions,
 )
 from pipelinerl.weights.memory import MemoryChannel
+from tests.parity.models import tiny_llama
 
 K = 4
 PROMPT = (1, 2, 3)
-
-
-def make_model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval()
 
 
 class Engine:
     """Generates whole groups with the newest weights it was sent, recording exact log-probs (off by `noise`)."""
 
     def __init__(self, channel: MemoryChannel, noise: float = 0.0) -> None:
-        self.model = make_model()
+        self.model = tiny_llama()
         self.channel = channel
         self.noise = noise
         self.versions: list[int] = []
@@ -107,7 +102,7 @@ class Setup:
         self.engine = Engine(self.channel, noise)
         self.board = MemoryBoard()
         self.writer, reader = memory_stream(capacity=100)
-        model, state = make_model(), TrainerState()
+        model, state = tiny_llama(), TrainerState()
         path = latest_checkpoint(run_dir) if resume else None
         if path is not None:
             model = AutoModelForCausalLM.from_pretrained(path).eval()
@@ -139,6 +134,10 @@ class Setup:
         self.engine.take_weights()
         for index in indices:
             assert self.writer.try_write(self.engine.group(index))
+
+    def pump_all(self) -> None:
+        while self.trainer.pump():
+            pass
 
     def drive(self) -> None:
         """One group between two turns of the trainer, to the end."""
@@ -261,8 +260,7 @@ def test_the_ess_guard_drops_what_is_off_policy_and_goes_on_with_fresh_rollouts(
     setup = Setup(tmp_path, ess_threshold=0.97, learning_rate=0.3, steps=2, batch_size=8)
     setup.trainer.start()
     setup.feed(range(6))
-    while setup.trainer.pump():
-        pass
+    setup.pump_all()
     assert setup.trainer.version == 1
     assert setup.progress.dropped == {"ess_guard": 16}
     before = weights(setup)
@@ -280,17 +278,14 @@ def test_after_a_refusal_stale_groups_of_the_stream_are_not_the_next_batch(tmp_p
     setup = Setup(tmp_path, ess_threshold=0.97, learning_rate=0.3, steps=2, batch_size=8)
     setup.trainer.start()
     setup.feed(range(4))
-    while setup.trainer.pump():  # the first batch is trained on, the second is refused
-        pass
+    setup.pump_all()  # the first batch is trained on, the second is refused
     for index in (4, 5):  # of the time before the refusal, as its engine has not taken the new weights
         assert setup.writer.try_write(setup.engine.group(index))
-    while setup.trainer.pump():
-        pass
+    setup.pump_all()
     assert setup.trainer.version == 1
     assert setup.progress.dropped == {"ess_guard": 16}
     setup.feed([6, 7])
-    while setup.trainer.pump():
-        pass
+    setup.pump_all()
     assert (setup.trainer.version, setup.records()[-1].lag_max) == (2, 0)
 
 
@@ -298,13 +293,11 @@ def test_what_a_round_leaves_over_is_dropped_before_the_next(tmp_path: Path) -> 
     setup = Setup(tmp_path, ConventionalSchedule(4, 2), steps=4)
     setup.trainer.start()
     setup.feed(range(3))  # a group more than the round needs
-    while setup.trainer.pump():
-        pass
+    setup.pump_all()
     assert setup.trainer.version == 2
     assert setup.progress.dropped == {"round_surplus": K}
     setup.feed([3, 4])
-    while setup.trainer.pump():
-        pass
+    setup.pump_all()
     assert [record.lag_max for record in setup.records()] == [0, 1, 0, 1]
     assert [record.versions_in_batch for record in setup.records()] == [1, 1, 1, 1]
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
@@ -21,23 +21,15 @@ from pipelinerl.trainer import FrozenModelScorer, Learner
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
 from pipelinerl.types import Segment, TrainingSample
+from tests.parity.models import tiny_llama
 
 TEMPERATURE = 0.8
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=23,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    sizes = {"vocab_size": 23, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["num_key_value_heads"] = 2
+    return tiny_llama(seed, **sizes, initializer_range=0.2, tie_word_embeddings=True).to(dtype)
 
 
 def own_logprobs(model: PreTrainedModel, sample: TrainingSample) -> torch.Tensor:

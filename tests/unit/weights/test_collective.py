@@ -29,18 +29,20 @@ from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver, deco
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender, Member
 from pipelinerl.weights.layout import layout_of
 from tests.unit.weights.test_weights import (  # noqa: F401 - the contract of every hand-over, run with this module's `ends`
+    Ends,
     Tied,
+    ends,
     receipt,
-    same,
     test_a_receipt_for_anything_else_is_an_error_from_then_on,
     test_an_update_that_was_taken_and_not_answered_stops_the_next,
+    test_floating_point_weights_are_converted_on_sending,
     test_only_what_was_taken_is_acknowledged,
     test_updates_arrive_exactly_and_once,
     test_versions_rise,
     test_what_was_sent_is_a_copy,
 )
 
-BOUND_S = 20.0
+BOUND_S = 120.0
 KEY = "a key that only this test has"
 DTYPES = [
     torch.float64,
@@ -153,6 +155,13 @@ class Rig:
         self._closing.insert(0, receiver.close)
         return receiver
 
+    def pair(
+        self, second_dies: object = None, **options: object
+    ) -> tuple[CollectiveWeightSender, list[CollectiveWeightReceiver]]:
+        """A sender and its two receivers. `second_dies`: see `Dying`."""
+        sender = self.sender(2, **options)
+        return sender, [self.receiver(sender, 0), self.receiver(sender, 1, dies=second_dies)]
+
     def close(self) -> None:
         for close in self._closing:
             close()
@@ -166,10 +175,13 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture
-def ends(rig: Rig) -> tuple[SettledSender, SettledReceiver]:
-    sender = rig.sender()
-    receiver = rig.receiver(sender)
-    return SettledSender(sender, receiver), SettledReceiver(sender, receiver)
+def make_ends(rig: Rig) -> Callable[..., Ends]:
+    def settled_ends(**options: Any) -> Ends:
+        sender = rig.sender(**options)
+        receiver = rig.receiver(sender)
+        return SettledSender(sender, receiver), SettledReceiver(sender, receiver)
+
+    return settled_ends
 
 
 def taken(receiver: CollectiveWeightReceiver) -> WeightUpdate:
@@ -217,18 +229,6 @@ def test_every_type_arrives_exactly_in_buckets_that_cut_tensors(rig: Rig) -> Non
         assert sorted(one.engine for one in sender.receipts()) == ["engine-0", "engine-1", "engine-2"]
 
 
-def test_floating_point_weights_are_converted_on_sending(rig: Rig) -> None:
-    sender = rig.sender(dtype=torch.bfloat16)
-    receiver = rig.receiver(sender)
-    weights = {**named_weights(Tied()), "steps": torch.tensor([1, 2])}
-    digest = sender.send(0, weights)
-    update = taken(receiver)
-    expected = {name: weight.bfloat16() if weight.is_floating_point() else weight for name, weight in weights.items()}
-    assert same(dict(update.tensors), expected)
-    assert update.tensors["head.weight"].data_ptr() == update.tensors["embed.weight"].data_ptr()
-    assert digest == checksum(expected)
-
-
 def test_changed_weights_are_refused_by_name(rig: Rig) -> None:
     sender = rig.sender()
     weights = named_weights(Tied())
@@ -238,8 +238,7 @@ def test_changed_weights_are_refused_by_name(rig: Rig) -> None:
 
 
 def test_the_next_update_waits_for_every_engine_and_names_the_missing(rig: Rig) -> None:
-    sender = rig.sender(2)
-    receivers = [rig.receiver(sender, index) for index in range(2)]
+    sender, receivers = rig.pair()
     digest = sender.send(0, named_weights(Tied()))
     for receiver in receivers:
         taken(receiver)
@@ -366,8 +365,7 @@ def test_a_listener_that_says_nothing(rig: Rig) -> None:
 
 
 def test_a_receiver_that_leaves_is_named(rig: Rig) -> None:
-    sender = rig.sender(2)
-    receivers = [rig.receiver(sender, index) for index in range(2)]
+    sender, receivers = rig.pair()
     digest = sender.send(0, named_weights(Tied()))
     for receiver in receivers:
         taken(receiver)
@@ -392,8 +390,7 @@ def test_a_sender_that_dies_is_noticed_after_the_last_whole_update(rig: Rig) -> 
 
 
 def test_what_differs_from_what_was_sent_is_applied_by_nobody(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = rig.sender(2)
-    receivers = [rig.receiver(sender, index) for index in range(2)]
+    sender, receivers = rig.pair()
     arrived: list[str] = []
 
     def damaged_once(tensors: Mapping[str, Tensor]) -> str:
@@ -414,8 +411,7 @@ def test_what_differs_from_what_was_sent_is_applied_by_nobody(rig: Rig, monkeypa
 
 @pytest.mark.parametrize("dies", ["ready", "staged"])
 def test_an_update_that_one_receiver_does_not_get_is_applied_by_nobody(rig: Rig, dies: str) -> None:
-    sender = rig.sender(2, stall_s=1.0, timeout_s=BOUND_S)
-    receivers = [rig.receiver(sender, 0), rig.receiver(sender, 1, dies=dies)]
+    sender, receivers = rig.pair(dies, stall_s=5.0, timeout_s=BOUND_S)
     sender.send(0, named_weights(Tied()))
     expected = "engine number 1 (engine-1) is gone: its process exited unexpectedly"
     assert expected in problem(receivers[0])  # and none is offered before, or `problem` would not come up
@@ -425,15 +421,13 @@ def test_an_update_that_one_receiver_does_not_get_is_applied_by_nobody(rig: Rig,
 
 
 def test_a_receiver_that_dies_before_the_group_is_formed_is_named(rig: Rig) -> None:
-    sender = rig.sender(2, stall_s=1.0)
-    receivers = [rig.receiver(sender, 0), rig.receiver(sender, 1, dies="form")]
+    sender, receivers = rig.pair("form", stall_s=1.0)
     sender.send(0, named_weights(Tied()))
     assert "engine number 1 (engine-1) is gone: its process exited unexpectedly" in problem(receivers[0])
 
 
 def test_a_receiver_that_dies_before_it_answers_is_named(rig: Rig) -> None:
-    sender = rig.sender(2, timeout_s=BOUND_S)
-    receivers = [rig.receiver(sender, 0), rig.receiver(sender, 1, dies=control.Answer)]
+    sender, receivers = rig.pair(control.Answer, timeout_s=BOUND_S)
     digest = sender.send(0, named_weights(Tied()))
     for receiver in receivers:
         assert checksum(taken(receiver).tensors) == digest
@@ -445,8 +439,7 @@ def test_a_receiver_that_dies_before_it_answers_is_named(rig: Rig) -> None:
 
 @pytest.mark.parametrize("dies", [control.Offer, "receive", "apply"])
 def test_a_sender_that_dies_leaves_whole_updates_or_none(rig: Rig, dies: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = rig.sender(2, stall_s=1.0)
-    receivers = [rig.receiver(sender, index) for index in range(2)]
+    sender, receivers = rig.pair(stall_s=5.0)
     whole, members = sender._members.send, sender._members
 
     def until_death(message: control.FromSender, to: Sequence[Member] | None = None) -> None:

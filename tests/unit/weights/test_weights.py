@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,15 +147,24 @@ def fd() -> Iterator[int]:
     os.close(descriptor)
 
 
-@pytest.fixture(params=["memory", "shared"])
-def ends(request: pytest.FixtureRequest, fd: int) -> tuple[WeightSender, WeightReceiver]:
-    if request.param == "memory":
-        channel = MemoryChannel()
-        return channel.sender, channel.receiver
-    return SharedWeightSender(fd, 1, timeout_s=0.05), SharedWeightReceiver(fd, 0)
-
-
 Ends = tuple[WeightSender, WeightReceiver]
+
+
+@pytest.fixture(params=["memory", "shared"])
+def make_ends(request: pytest.FixtureRequest, fd: int) -> Callable[..., Ends]:
+    if request.param == "shared":
+        return lambda **options: (SharedWeightSender(fd, 1, timeout_s=0.05, **options), SharedWeightReceiver(fd, 0))
+
+    def memory_ends(**options: Any) -> Ends:
+        channel = MemoryChannel(**options)
+        return channel.sender, channel.receiver
+
+    return memory_ends
+
+
+@pytest.fixture
+def ends(make_ends: Callable[..., Ends]) -> Ends:
+    return make_ends()
 
 
 def test_updates_arrive_exactly_and_once(ends: Ends) -> None:
@@ -244,15 +254,8 @@ def test_an_update_that_was_taken_and_not_answered_stops_the_next(ends: Ends) ->
         sender.send(1, named_weights(Tied()))
 
 
-@pytest.mark.parametrize("kind", ["memory", "shared"])
-def test_floating_point_weights_are_converted_on_sending(kind: str, fd: int) -> None:
-    sender: WeightSender
-    receiver: WeightReceiver
-    if kind == "memory":
-        channel = MemoryChannel(dtype=torch.bfloat16)
-        sender, receiver = channel.sender, channel.receiver
-    else:
-        sender, receiver = SharedWeightSender(fd, 1, dtype=torch.bfloat16), SharedWeightReceiver(fd, 0)
+def test_floating_point_weights_are_converted_on_sending(make_ends: Callable[..., Ends]) -> None:
+    sender, receiver = make_ends(dtype=torch.bfloat16)
     weights = {**named_weights(Tied()), "steps": torch.tensor([1, 2])}
     digest = sender.send(0, weights)
     update = receiver.poll()

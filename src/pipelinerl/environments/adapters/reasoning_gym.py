@@ -8,14 +8,12 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
 
 from pipelinerl.environments.options import AtLeastOne, Seconds
-from pipelinerl.environments.pool.messages import Limits
-from pipelinerl.environments.pool.pool import FunctionPool
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import (
     FormatReward,
@@ -26,6 +24,7 @@ from pipelinerl.environments.single_turn import (
     is_held_out,
 )
 from pipelinerl.environments.user.code import finite_number, try_out
+from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem, Turn
@@ -77,8 +76,12 @@ class ReasoningGym(JudgedTurn):
         self._options = options = ReasoningGymOptions.read(args)
         self.max_tokens = options.max_tokens
         self._ask = QuestionPrompt(tokenizer, options)
-        self._chunk = lru_cache(maxsize=4)(self._make_tasks)
-        _check_safe(options.task, self._make_tasks(0), allowed=options.runs_answers)
+        self._chunk = lru_cache(maxsize=4)(partial(make_tasks, options.task, options.args or {}))
+        if runs_answers(self._chunk(0)) and not options.runs_answers:
+            raise EnvironmentSetupError(
+                f"{options.task} of reasoning-gym evaluates parts of answers as Python, so a model's text would run on this "
+                "machine; set environment.args.runs_answers to true if that is what you want"
+            )
         limits = Limits(timeout_s=options.score_timeout_s)
         # `create` is registered so that a process imports reasoning-gym when it starts: a call has no time for it.
         functions = {"score": f"{__name__}:score", "create": "reasoning_gym.factory:create_dataset"}
@@ -116,7 +119,7 @@ class ReasoningGym(JudgedTurn):
         failed = False
         try:
             score = 0.0 if answer is None else await self._score(problem, answer)
-        except (TimeoutError, MemoryError, ChildProcessError):
+        except CALL_ENDED:
             score, failed = 0.0, True
         reward = max(score, self._options.format_reward) if self._options.marked and answer is not None else score
         return Judgement(reward, {"score": score, "marked": float(answer is not None), "score_failed": float(failed)})
@@ -136,22 +139,11 @@ class ReasoningGym(JudgedTurn):
         payload = {"seed": seed, "index": place, "question": entry["question"], "answer": str(entry["answer"])}
         return Problem(id=f"{self._options.task}/{seed}/{place}", payload=payload)
 
-    def _make_tasks(self, seed: int) -> Any:
-        return make_tasks(self._options.task, self._options.args or {}, seed)
-
 
 def marked_answer(text: str) -> str | None:
     """The text between the last pair of tags, stripped of white space. None if there is no pair."""
     found = _MARKED.findall(text)
     return found[-1].strip() if found else None
-
-
-def _check_safe(task: str, tasks: Any, *, allowed: bool) -> None:
-    if not allowed and runs_answers(tasks):
-        raise EnvironmentSetupError(
-            f"{task} of reasoning-gym evaluates parts of answers as Python, so a model's text would run on this machine; "
-            "set environment.args.runs_answers to true if that is what you want"
-        )
 
 
 # ---- the package: its tasks, and their scores in another process

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.environments.data import ProblemSet, Split, hold_out, split
+from pipelinerl.environments.data import ProblemSet, split, without
 from pipelinerl.environments.options import FunctionName, Options, Share
 from pipelinerl.environments.prompts import has_chat_template
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
@@ -62,7 +62,10 @@ class Verifiers(ProblemSet):
         from pipelinerl.environments.adapters.verifiers_rollouts import Player, load_environment  # noqa: PLC0415
 
         loaded = load_environment(options.environment, options.load, options.args or {})
-        parts = _split(loaded.name, loaded.training, loaded.evaluation, options.held_out)
+        if loaded.evaluation is None:
+            parts = split(loaded.training, options.held_out, _key)
+        else:
+            parts = without(loaded.training, loaded.evaluation, _key, f"the dataset of environment {loaded.name}")
         super().__init__(parts, f"verifiers/{seed}")
         self._player = Player(
             loaded, template=options.template or {}, threads=options.threads, drop_raised=options.drop_raised
@@ -74,16 +77,6 @@ class Verifiers(ProblemSet):
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         return await self._player.play(problem.payload, client)
-
-
-def _split(name: str, training: list[Problem], evaluation: list[Problem] | None, share: float) -> Split:
-    """Split without overlap. Raises EnvironmentSetupError if nothing is left to train on."""
-    if evaluation is None:
-        return split(training, share, _key)
-    remaining = hold_out(training, {_key(problem) for problem in evaluation}, _key).training
-    if not remaining:
-        raise EnvironmentSetupError(f"all {len(training)} rows of the dataset of {name} are also in its eval_dataset")
-    return Split(remaining, evaluation)
 
 
 def _key(problem: Problem) -> str:

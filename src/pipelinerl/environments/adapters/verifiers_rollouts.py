@@ -268,20 +268,16 @@ def prepare_rubrics(environment: Environment, name: str, *, threads: bool) -> No
         rubric.funcs = [_recording_errors(function, threads) for function in rubric.funcs]
 
 
-def _rubrics(environment: Environment) -> Iterator[Rubric]:
-    if isinstance(environment, EnvGroup):
-        for inner in environment.envs:
-            yield from _rubrics(inner)
-    else:
-        yield from _parts(environment.rubric)
-
-
-def _parts(rubric: Rubric) -> Iterator[Rubric]:
-    if isinstance(rubric, RubricGroup):
-        for inner in rubric.rubrics:
-            yield from _parts(inner)
-    else:
-        yield rubric
+def _rubrics(part: Environment | Rubric) -> Iterator[Rubric]:
+    """The rubrics of an environment or a group of environments or rubrics."""
+    match part:
+        case EnvGroup(envs=parts) | RubricGroup(rubrics=parts):
+            for inner in parts:
+                yield from _rubrics(inner)
+        case Environment(rubric=rubric):
+            yield from _rubrics(rubric)
+        case _:
+            yield part
 
 
 def _is_standard(rubric: Rubric) -> bool:

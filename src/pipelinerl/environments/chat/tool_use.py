@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import msgspec
 from pipelinerl.environments.chat.conversation import Conversation
 from pipelinerl.environments.chat.messages import ChatMessage, ToolCall, ToolSchema
 from pipelinerl.environments.prompts import has_chat_template
+from pipelinerl.environments.single_turn import Task
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
@@ -153,30 +154,20 @@ def require_chat(tokenizer: Tokenizer, kind: str) -> None:
         raise EnvironmentSetupError(f"{kind} needs a model with a chat template: its tokenizer has none")
 
 
-class ToolTask(ABC):
-    """A subclass defines `tools`, `problem`, `prompt` and `reward`, and `held_out` if evaluations use it.
-
-    Constructor arguments of a subclass (after `tokenizer` and `seed`) are `environment.args` of the run file.
-    """
+class ToolTask(Task):
+    """A subclass defines `tools`, `problem`, `prompt` and `reward`, and `held_out` if evaluations use it."""
 
     max_turns = 6
     """Turns of the model, including the answer."""
-    max_tokens: int | None = None
-    """Maximum tokens per turn for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         """Raises EnvironmentSetupError for a model without a chat template."""
+        super().__init__(tokenizer, seed)
         require_chat(tokenizer, type(self).__name__)
-        self.tokenizer = tokenizer
-        self.seed = seed
 
     @abstractmethod
     def tools(self, problem: Problem) -> Sequence[Tool]:
         """The tools for one attempt at this problem. Called once per attempt, so tools may have state."""
-
-    @abstractmethod
-    def problem(self, index: int) -> Problem:
-        """Training problem number `index`: a pure function of `index` and `self.seed`."""
 
     @abstractmethod
     def prompt(self, problem: Problem) -> Sequence[ChatMessage]:
@@ -185,10 +176,6 @@ class ToolTask(ABC):
     @abstractmethod
     def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> float:
         """The reward for the model's last text `answer`. `messages` is the whole history."""
-
-    def held_out(self, count: int) -> Sequence[Problem]:  # noqa: ARG002 - for subclasses to use
-        """The first `count` evaluation problems, which `problem` never returns. None by default."""
-        return ()
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         used = await use_tools(

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, hold_out, read_problems, read_rows
+from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, read_problems, read_rows, without
 from pipelinerl.environments.maths.judge import MAX_ANSWER, Judge, Verdict
-from pipelinerl.environments.maths.numbers import answer_in, last_boxed, marks_answer, number_of, same_number
+from pipelinerl.environments.maths.numbers import answer_in, last_boxed, marks_answer, number_of
 from pipelinerl.environments.options import AtLeastOne, Files, Seconds
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import (
@@ -108,7 +108,7 @@ class Maths(ProblemSet, JudgedTurn):
     async def _verdict(self, expected: str, text: str) -> Verdict:
         if self._judge.numbers_only:
             number = number_of(expected)
-            return Verdict(number is not None and same_number(text, number))
+            return Verdict(number is not None and answer_in(text) == number)
         return await self._judge.verdict(expected, answer_of(text))
 
     def _length_penalty(self, turn: Turn) -> float:
@@ -158,10 +158,7 @@ def _read(options: MathsOptions) -> Split:
         held_out = [problem for problem in problems if is_held_out(_question(problem))]
     else:
         held_out = read_problems(options.held_out_path, read)
-    training = hold_out(problems, set(map(_question, held_out)), _question).training
-    if not training:
-        raise EnvironmentSetupError(f"{options.path}: all of its {len(problems)} problems are held out; give it more")
-    return Split(training, held_out)
+    return without(problems, held_out, _question, options.path)
 
 
 def _question(problem: Problem) -> str:

@@ -1,7 +1,7 @@
 """Judges answers: directly where both are plain numbers or the same text, else with `math-verify`.
 
 `math-verify` passes the model's text to sympy, where a few characters (`9^{9^{9}}`) can take unbounded time in C code that
-no signal interrupts. So it runs in a separate process under limits (see `pool`). Its own timeouts are disabled: they use
+no signal interrupts. So it runs in a separate process under limits (`user/pool.py`). Its own timeouts are disabled: they use
 the signal that `actor.deadline` needs, and the pool kills the process anyway.
 """
 
@@ -16,8 +16,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipelinerl.environments.maths.numbers import number_of
-from pipelinerl.environments.pool.messages import Limits
-from pipelinerl.environments.pool.pool import FunctionPool
+from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import MissingDependencyError
 
 CACHED_VERDICTS = 4096
@@ -44,39 +43,33 @@ class Judge:
                 "environment.args.judge to `numbers`"
             )
         self.numbers_only = name == "numbers"
-        self._pool = None if self.numbers_only else _pool(timeout_s, processes)
+        # `verify` is registered so that a process imports math-verify when it starts: a call has no time for it.
+        functions = {"judge": f"{__name__}:same_value", "verify": "math_verify:verify"}
+        limits = Limits(timeout_s=timeout_s)
+        self._pool = None if self.numbers_only else FunctionPool(functions, workers=processes, limits=limits)
         self._cache: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
 
     async def verdict(self, expected: str, answer: str) -> Verdict:
-        """Whether `answer` has the value of `expected`."""
+        """Whether `answer` has the value of `expected`. Errors of the judge itself propagate: they fail the rollout."""
         quick = quick_verdict(expected, answer)
         if quick is not None or self._pool is None:
             return Verdict(bool(quick))
         key = (expected, answer)
         known = self._cache.get(key)
         if known is None:
-            known = self._cache[key] = await self._ask(self._pool, expected, answer)
+            try:
+                known = Verdict(await self._pool.call("judge", expected, answer) is True)
+            except CALL_ENDED:
+                known = Verdict(right=False, failed=True)
+            self._cache[key] = known
             if len(self._cache) > CACHED_VERDICTS:
                 self._cache.popitem(last=False)
         return known
-
-    async def _ask(self, pool: FunctionPool, expected: str, answer: str) -> Verdict:
-        """The judge's verdict. Other errors of the judge propagate: they fail the rollout, and if they persist, the run."""
-        try:
-            return Verdict(await pool.call("judge", expected, answer) is True)
-        except (TimeoutError, MemoryError, ChildProcessError):
-            return Verdict(right=False, failed=True)
 
     def close(self) -> None:
         """End the judge's processes; they also end with this one."""
         if self._pool is not None:
             self._pool.close()
-
-
-def _pool(timeout_s: float, processes: int) -> FunctionPool:
-    # `verify` is registered so that a process imports math-verify when it starts: a call has no time for it.
-    functions = {"judge": f"{__name__}:same_value", "verify": "math_verify:verify"}
-    return FunctionPool(functions, workers=processes, limits=Limits(timeout_s=timeout_s))
 
 
 def same_value(expected: str, answer: str) -> bool:

@@ -6,8 +6,12 @@ minus, and LaTeX's `\$`, `\%`, `{,}`. A minus counts as a sign only where it can
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
 MAX_DIGITS = 40
@@ -39,24 +43,14 @@ def answer_in(text: str) -> Fraction | None:
     That is the first number after the last `####`, else the last one in the last `\boxed{}`, else the last one in the text.
     None if the place chosen has no number.
     """
-    text = _simplified(text)
-    marked = list(_MARKED.finditer(text))
-    if marked:
-        return _first_number(marked[-1]["answer"])
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return _last_number(boxed)
-    return _last_number(text)
+    number, _ = _answer_and_mark(text)
+    return number
 
 
 def marks_answer(text: str) -> bool:
     r"""Whether the text marks its answer: a number after the last `####`, or in the last `\boxed{}`."""
-    text = _simplified(text)
-    marked = list(_MARKED.finditer(text))
-    if marked:
-        return _first_number(marked[-1]["answer"]) is not None
-    boxed = last_boxed(text)
-    return boxed is not None and _last_number(boxed) is not None
+    number, is_marked = _answer_and_mark(text)
+    return is_marked and number is not None
 
 
 def number_of(text: str) -> Fraction | None:
@@ -71,26 +65,21 @@ def number_of(text: str) -> Fraction | None:
     return _value(match)
 
 
-def same_number(text: str, expected: Fraction) -> bool:
-    """Whether the answer in `text` has the value `expected`."""
-    return answer_in(text) == expected
+def _answer_and_mark(text: str) -> tuple[Fraction | None, bool]:
+    """The number at the place where a text gives its answer, and whether that place is marked."""
+    text = _simplified(text)
+    marked = list(_MARKED.finditer(text))
+    if marked:
+        first = _NUMBER.search(marked[-1]["answer"])
+        return (_value(first) if first else None), True
+    boxed = last_boxed(text)
+    numbers = list(_NUMBER.finditer(text if boxed is None else boxed))
+    return (_value(numbers[-1]) if numbers else None), boxed is not None
 
 
 def _simplified(text: str) -> str:
     text = text.translate(_PLAIN).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
     return _FRACTION_COMMAND.sub(r"\1\2/\3", text)
-
-
-def _first_number(text: str) -> Fraction | None:
-    match = _NUMBER.search(text)
-    return _value(match) if match else None
-
-
-def _last_number(text: str) -> Fraction | None:
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match
-    return _value(last) if last else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -138,14 +127,20 @@ def _is_negative(before: str) -> bool:
     return not (spaced and operand.isalpha())  # `x - 5`, but `is -5`
 
 
-# ---- arithmetic expressions: a parser
+# ---- arithmetic expressions, read by Python's parser, which executes nothing
 
 MAX_LENGTH = 200
 MAX_DEPTH = 20
 MAX_OPERAND_DIGITS = 6
 
-_TOKEN = re.compile(r"\s*(?:(\d+)|([-+*/()]))")
 _SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "\\times": "*", "\\cdot": "*", "\\div": "/", "\\left": "", "\\right": ""}  # noqa: RUF001
+_SYMBOLS = re.compile(r"[\d\s()+*/-]+")
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 class Expression(NamedTuple):
@@ -157,86 +152,34 @@ class Expression(NamedTuple):
 
 def read_expression(text: str) -> Expression | None:
     """An expression of whole numbers, `+ - * /` and brackets. None for anything else, or if it is too long or too deep."""
-    for written, meant in _SIGNS.items():
-        text = text.replace(written, meant)
-    tokens = _tokens(text.strip())
-    if not tokens:
+    for sign, meant in _SIGNS.items():
+        text = text.replace(sign, meant)
+    text = text.strip()
+    operands = re.findall(r"\d+", text)
+    depth = max(accumulate({"(": 1, ")": -1}.get(symbol, 0) for symbol in text), default=0)
+    too_long = len(text) > MAX_LENGTH or any(len(operand) > MAX_OPERAND_DIGITS for operand in operands)
+    if too_long or depth > MAX_DEPTH or not _SYMBOLS.fullmatch(text):
         return None
-    reader = _Reader(tokens)
+    # Python's own syntax has no zeros in front of a number, no digits of other scripts, and no line breaks in a sum.
+    written = re.sub(r"\d+", lambda operand: str(int(operand[0])), " ".join(text.split()))
     try:
-        value = reader.sum(0)
-    except _NotAnExpressionError:
+        tree = ast.parse(written, mode="eval").body
+        return Expression(_value_of(tree), tuple(map(int, operands)))
+    except (SyntaxError, _NotAnExpressionError):
         return None
-    return Expression(value, tuple(reader.numbers)) if reader.position == len(tokens) else None
 
 
 class _NotAnExpressionError(Exception):
     pass
 
 
-def _tokens(text: str) -> list[str]:
-    """The tokens of a text. Empty if it is longer than MAX_LENGTH or has anything else in it."""
-    tokens: list[str] = []
-    position = 0
-    while position < len(text) <= MAX_LENGTH:
-        match = _TOKEN.match(text, position)
-        if match is None or len(match[1] or "") > MAX_OPERAND_DIGITS:
-            return []
-        tokens.append(match[1] or match[2])
-        position = match.end()
-    return tokens
-
-
-class _Reader:
-    """Recursive descent: a sum of products of numbers and bracketed sums."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self.position = 0
-        self.numbers: list[int] = []
-
-    def sum(self, depth: int) -> Fraction | None:
-        value = self._product(depth)
-        while self._next() in ("+", "-"):
-            sign = self._take()
-            value = _apply(sign, value, self._product(depth))
-        return value
-
-    def _product(self, depth: int) -> Fraction | None:
-        value = self._factor(depth)
-        while self._next() in ("*", "/"):
-            sign = self._take()
-            value = _apply(sign, value, self._factor(depth))
-        return value
-
-    def _factor(self, depth: int) -> Fraction | None:
-        symbol = self._take()
-        if symbol.isdigit():
-            self.numbers.append(int(symbol))
-            return Fraction(int(symbol))
-        if symbol != "(" or depth == MAX_DEPTH:
-            raise _NotAnExpressionError
-        value = self.sum(depth + 1)
-        if self._take() != ")":
-            raise _NotAnExpressionError
-        return value
-
-    def _next(self) -> str:
-        return self._tokens[self.position] if self.position < len(self._tokens) else ""
-
-    def _take(self) -> str:
-        token = self._next()
-        if not token:
-            raise _NotAnExpressionError
-        self.position += 1
-        return token
-
-
-def _apply(sign: str, left: Fraction | None, right: Fraction | None) -> Fraction | None:
-    if left is None or right is None or (sign == "/" and right == 0):
-        return None
-    if sign == "+":
-        return left + right
-    if sign == "-":
-        return left - right
-    return left * right if sign == "*" else left / right
+def _value_of(node: ast.expr) -> Fraction | None:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
+            one, other = _value_of(left), _value_of(right)
+            if one is None or other is None or (isinstance(sign, ast.Div) and other == 0):
+                return None
+            return _OPERATIONS[type(sign)](one, other)
+    raise _NotAnExpressionError

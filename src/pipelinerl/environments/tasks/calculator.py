@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
@@ -13,7 +12,8 @@ from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, tool_of
 from pipelinerl.environments.maths.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
 from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.single_turn import HELD_OUT_IN
+from pipelinerl.environments.prompts import chat_messages
+from pipelinerl.environments.single_turn import is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
@@ -84,8 +84,7 @@ class Calculator(ToolTask):
         return [self._draw(rng, f"calculator/held-out/{number}", held_out=True) for number in range(count)]
 
     def prompt(self, problem: Problem) -> Sequence[ChatMessage]:
-        question = {"role": "user", "content": f"What is {problem.payload['expression']}?"}
-        return [{"role": "system", "content": self._options.system}, question] if self._options.system else [question]
+        return chat_messages(self._options.system, f"What is {problem.payload['expression']}?")
 
     def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> float:  # noqa: ARG002
         return float(answer_in(answer) == problem.payload["value"])
@@ -97,7 +96,7 @@ class Calculator(ToolTask):
             for number in numbers[1:]:
                 left = f"({expression})" if rng.random() < 0.3 and not expression.isdigit() else expression
                 expression = f"{left} {rng.choice(self._options.operations)} {number}"
-            if (zlib.crc32(expression.encode()) % HELD_OUT_IN == 0) == held_out:
+            if is_held_out(expression) == held_out:
                 found = read_expression(expression)
                 if found is not None and found.value is not None:
                     return Problem(id=name, payload={"expression": expression, "value": int(found.value)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from msgspec import Meta
 
 from pipelinerl.environments.maths.numbers import last_boxed, read_expression
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import HELD_OUT_IN, FormatReward, QuestionOptions, QuestionPrompt, SingleTurn
+from pipelinerl.environments.single_turn import FormatReward, QuestionOptions, QuestionPrompt, SingleTurn, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
@@ -74,11 +73,6 @@ class Task:
         return ",".join(map(str, sorted(self.numbers))) + f"={self.target}"
 
 
-def is_held_out(task: Task) -> bool:
-    """One problem in ten, by a hash: independent of the seed and the difficulty."""
-    return zlib.crc32(task.name.encode()) % HELD_OUT_IN == 0
-
-
 def draw_task(rng: random.Random, options: CountdownOptions, *, held_out: bool, tries: int) -> Task | None:
     """A problem with a solution that uses all of its numbers. None if none was found in this many tries."""
     for _ in range(tries):
@@ -87,7 +81,7 @@ def draw_task(rng: random.Random, options: CountdownOptions, *, held_out: bool, 
         target = _reachable(rng, numbers, options)
         if target is not None and target not in numbers:
             task = Task(numbers, target)
-            if is_held_out(task) == held_out:
+            if is_held_out(task.name) == held_out:
                 return task
     return None
 

@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from pipelinerl.environments.chat.conversation import Conversation
+from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import Message, check_chat, encode_prompt, encode_reply, try_prompt
+from pipelinerl.environments.prompts import chat_messages, check_chat, encode_prompt, try_prompt
 from pipelinerl.interfaces import GenerationClient, Tokenizer
-from pipelinerl.types import Problem, Rollout, Turn
+from pipelinerl.types import Problem, Rollout
 
 _INTEGER = re.compile(r"\d{1,9}")
 
@@ -41,7 +43,9 @@ class GuessNumber:
         numbers = list(range(1, options.highest + 1))
         random.Random(f"guess/{options.highest}").shuffle(numbers)  # the held-out numbers do not depend on the run's seed
         self._held_out, self._training = numbers[: options.highest // 10], numbers[options.highest // 10 :]
-        try_prompt(tokenizer, self._first_prompt())
+        rules = f"I am thinking of a whole number from 1 to {options.highest}. Guess it; I will say higher or lower."
+        self._rules = f"{rules} Answer with a number and nothing else." if self._chat else f"{rules}\nGuess:"
+        try_prompt(tokenizer, chat_messages("", self._rules) if self._chat else self._rules)
 
     def problem(self, index: int) -> Problem:
         number = random.Random(f"guess/{self._seed}/{index}").choice(self._training)
@@ -51,31 +55,25 @@ class GuessNumber:
         return [Problem(id=f"guess/held-out/{number}", payload={"number": number}) for number in self._held_out[:count]]
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        number = int(problem.payload["number"])
-        prompt_ids = encode_prompt(self._tokenizer, self._first_prompt())
-        turns: list[Turn] = []
-        for _ in range(self._options.max_turns):
-            completion = await client.generate(prompt_ids, max_tokens=self._options.max_tokens)
-            text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            turns.append(Turn(prompt_ids=prompt_ids, completion=completion, text=text))
-            guess = guess_in(text)
+        number, limit = int(problem.payload["number"]), self._options.max_tokens
+        conversation = Conversation(client)
+        messages: list[ChatMessage] = [*chat_messages("", self._rules)]
+        prompt_ids = () if self._chat else encode_prompt(self._tokenizer, self._rules)
+        for guesses in range(1, self._options.max_turns + 1):
+            if self._chat:
+                answer = await conversation.ask(messages, max_tokens=limit)
+            else:
+                answer = await conversation.continue_ids(prompt_ids, max_tokens=limit)
+            guess = guess_in(answer.text)
             if guess == number:
-                return Rollout(turns=tuple(turns), reward=1 / len(turns), metrics={"guesses": len(turns)})
-            prompt_ids = (*prompt_ids, *completion.token_ids, *self._feedback(completion.token_ids, guess, number))
-        return Rollout(turns=tuple(turns), reward=0.0, metrics={"guesses": len(turns)})
-
-    def _first_prompt(self) -> str | Sequence[Message]:
-        rules = f"I am thinking of a whole number from 1 to {self._options.highest}. Guess it; I will say higher or lower."
-        if self._chat:
-            content = f"{rules} Answer with a number and nothing else."
-            return [{"role": "user", "content": content}]
-        return f"{rules}\nGuess:"
-
-    def _feedback(self, completion_ids: Sequence[int], guess: int | None, number: int) -> tuple[int, ...]:
-        answer = "not a number" if guess is None else "higher" if number > guess else "lower"
-        if self._chat:
-            return encode_reply(self._tokenizer, completion_ids, answer)
-        return tuple(self._tokenizer.encode(f"\n{answer}\nGuess:", add_special_tokens=False))
+                return Rollout(turns=conversation.turns, reward=1 / guesses, metrics={"guesses": guesses})
+            reply = "not a number" if guess is None else "higher" if number > guess else "lower"
+            if self._chat:
+                messages += [answer.message, {"role": "user", "content": reply}]
+            else:
+                added = self._tokenizer.encode(f"\n{reply}\nGuess:", add_special_tokens=False)
+                prompt_ids = (*prompt_ids, *answer.completion.token_ids, *added)
+        return Rollout(turns=conversation.turns, reward=0.0, metrics={"guesses": self._options.max_turns})
 
 
 def guess_in(text: str) -> int | None:

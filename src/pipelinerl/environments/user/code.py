@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +59,18 @@ def import_file(path: Path) -> ModuleType:
 def no_file(path: Path) -> EnvironmentSetupError:
     """The error for a file that does not exist."""
     return EnvironmentSetupError(f"there is no file {path} (a path is relative to the working directory, {Path.cwd()})")
+
+
+def not_defined(module: str, what: str, name: str, names: Sequence[str], where: str = "") -> EnvironmentSetupError:
+    """The error for a class or function that `module` does not define; `names` are those that it does."""
+    near = get_close_matches(name, names, n=1) or names[:3]
+    hint = f"; it has {', '.join(near)}" if near else ""
+    return EnvironmentSetupError(f"{module} has no {what} {name!r}{hint}{where}")
+
+
+def names_in(module: ModuleType, kind: Callable[[object], bool]) -> list[str]:
+    """The names of a kind of object, such as classes, that the module itself defines."""
+    return [name for name, value in vars(module).items() if kind(value) and value.__module__ == module.__name__]
 
 
 def summarize_error(error: BaseException, file: Path) -> str:
@@ -117,8 +129,9 @@ def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
     module = import_module_or_file(module_name)
     found = getattr(module, name, None)
     if not callable(found):
-        what = f"{name!r} of {module_name} is a {type(found).__name__}, not a function"
-        raise EnvironmentSetupError(what if hasattr(module, name) else _no_such_function(module, module_name, name))
+        if hasattr(module, name):
+            raise EnvironmentSetupError(f"{name!r} of {module_name} is a {type(found).__name__}, not a function")
+        raise not_defined(module_name, "function", name, names_in(module, inspect.isfunction))
     if inspect.iscoroutinefunction(found) and not allow_async:
         raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may block")
     function: UserFunction = found
@@ -156,13 +169,6 @@ def finite_number(value: object, name: str) -> float:
 
 def not_finite(name: str, value: float) -> str:
     return f"{name} returned {value}, not a finite number"
-
-
-def _no_such_function(module: ModuleType, module_name: str, name: str) -> str:
-    own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-    functions = [key for key in own if inspect.isfunction(vars(module)[key])]
-    near = get_close_matches(name, functions, n=1) or functions[:3]
-    return f"{module_name} has no function {name!r}" + (f"; it has {', '.join(near)}" if near else "")
 
 
 # ---- calling user code once when an environment is built, so that its errors appear before the first rollout

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -13,9 +13,7 @@ from msgspec import Meta
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
-from pipelinerl.environments.pool.messages import Limits
-from pipelinerl.environments.pool.pool import FunctionPool
-from pipelinerl.environments.prompts import Message, check_chat, encode_prompt, text_decoder
+from pipelinerl.environments.prompts import Message, chat_messages, check_chat, encode_prompt, text_decoder
 from pipelinerl.environments.user.code import (
     describe,
     find_function,
@@ -24,35 +22,27 @@ from pipelinerl.environments.user.code import (
     summarize_error,
     try_out,
 )
+from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
 CACHED_PROMPTS = 64
-ENDED_BY_LIMIT = (TimeoutError, MemoryError, ChildProcessError)
-"""Raised for a call that exceeded a limit or crashed its process."""
 
 Prompt = str | list[Message]
 
 
-class Calls(Protocol):
-    """Calls user functions by name: `FunctionPool` or `InProcess`."""
+def in_process(specs: dict[str, str]) -> Callable[..., Awaitable[Any]]:
+    """As `FunctionPool.call`, but in this process: no overhead, but no limits and no protection from crashes either."""
+    functions = {name: find_function(spec) for name, spec in specs.items()}
 
-    async def call(self, name: str, *arguments: Any) -> Any: ...
-
-
-class InProcess:
-    """Calls user functions in this process: no overhead, but no limits and no protection from crashes either."""
-
-    def __init__(self, specs: dict[str, str]) -> None:
-        self._specs = specs
-        self._functions = {name: find_function(spec) for name, spec in specs.items()}
-
-    async def call(self, name: str, *arguments: Any) -> Any:
+    async def call(name: str, *arguments: Any) -> Any:
         try:
-            return self._functions[name](*arguments)
+            return functions[name](*arguments)
         except Exception as error:
-            raise RuntimeError(f"{name}: {describe(error, self._specs[name])}") from error
+            raise RuntimeError(f"{name}: {describe(error, specs[name])}") from error
+
+    return call
 
 
 class FunctionOptions(Options, kw_only=True):
@@ -103,11 +93,12 @@ class Function(ProblemSet):
         parts = read_split(options.data, options.held_out, self._check, self._key)
         super().__init__(parts, f"function/{seed}")
         functions = {"reward": options.reward} | ({} if self._field else {"prompt": options.prompt})
-        limits = options.limits
-        self._calls: Calls = (
-            FunctionPool(functions, workers=options.workers, limits=limits) if options.isolate else InProcess(functions)
+        self._call = (
+            FunctionPool(functions, workers=options.workers, limits=options.limits).call
+            if options.isolate
+            else in_process(functions)
         )
-        try_out(self._trial(parts.training[0]), 2 * limits.start_timeout_s, "an empty answer to the first example")
+        try_out(self._trial(parts.training[0]), 2 * options.limits.start_timeout_s, "an empty answer to the first example")
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         key = self._key(problem)
@@ -123,24 +114,23 @@ class Function(ProblemSet):
         ended = 0.0
         try:
             reward = await self._reward(text, example)
-        except ENDED_BY_LIMIT:
+        except CALL_ENDED:
             if self._ended_reward is None:
                 raise
             reward, ended = self._ended_reward, 1.0
         return reward, {} if self._ended_reward is None else {"reward_ended": ended}
 
     async def _reward(self, text: str, example: dict[str, Any]) -> float:
-        return finite_number(await self._calls.call("reward", text, example), "reward")
+        return finite_number(await self._call("reward", text, example), "reward")
 
     async def _prompt(self, example: dict[str, Any]) -> Prompt:
-        value = example[self._field] if self._field else await self._calls.call("prompt", example)
+        value = example[self._field] if self._field else await self._call("prompt", example)
         if wrong := _wrong_prompt(value):
             raise RolloutError(f"prompt returned {wrong}")
         if not self._chat or not isinstance(value, str):
             prompt: Prompt = value
             return prompt
-        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return [*system, {"role": "user", "content": value}]
+        return chat_messages(self._system, value)
 
     def _cache_prompt(self, key: str, prompt: Prompt) -> tuple[int, ...]:
         """Encode a prompt and cache its ids: the attempts of a group share them."""
@@ -206,7 +196,7 @@ def read_tools(specs: Sequence[str], *, isolate: bool, workers: int, limits: Lim
 async def _call_in(pool: FunctionPool, spec: str, arguments: dict[str, Any]) -> Any:
     try:
         outcome = await pool.call("call", spec, arguments)
-    except (TimeoutError, MemoryError, ChildProcessError, RolloutError) as error:
+    except (*CALL_ENDED, RolloutError) as error:
         raise ToolError(str(error).removeprefix("call: ").removeprefix("call ")) from None
     if "error" in outcome:
         raise ToolError(outcome["error"])

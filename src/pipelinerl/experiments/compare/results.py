@@ -16,9 +16,9 @@ import msgspec
 from pipelinerl.experiments.compare.runs import Answered, Execution
 from pipelinerl.experiments.compare.settings import CONVENTIONAL, Contender, Settings
 from pipelinerl.launch.summary import FINISHED
+from pipelinerl.report.curves import HeldOut
 from pipelinerl.report.figures import DrawnRun, drawn_run
 from pipelinerl.report.series import (
-    HeldOut,
     Measured,
     Reached,
     RunRecords,

@@ -16,7 +16,7 @@ from pipelinerl.experiments.planner.plan import Plan, tabulated
 from pipelinerl.experiments.planner.simulation.run import Prediction
 from pipelinerl.experiments.planner.simulation.scenario import Measured
 from pipelinerl.report import new_table, number, rendered, write_file
-from pipelinerl.report.figures import finish_axes, new_figure, png_of
+from pipelinerl.report.curves import finish_axes, new_figure, png_of
 
 BUSY = 0.5
 """Load average per core before measuring, above which other programs are assumed to have disturbed it."""

@@ -15,7 +15,7 @@ from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.kv_cache import PolicyRecord, StartRecord, StudyRecord
 from pipelinerl.files import write_atomically
 from pipelinerl.report import new_table, rendered, writing_to
-from pipelinerl.report.figures import new_figure, png_of
+from pipelinerl.report.curves import new_figure, png_of
 
 _STALE, _RECOMPUTED, _LAGGED = "tab:orange", "tab:blue", "0.45"
 

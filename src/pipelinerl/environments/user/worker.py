@@ -1,6 +1,6 @@
-"""The worker process that runs user functions.
+"""The worker process that runs user functions, and its messages to and from the pool: JSON, one per line.
 
-    python -m pipelinerl.environments.pool.worker START
+    python -m pipelinerl.environments.user.worker START
 
 START is a `Start` as JSON. Standard input is a socket for calls and replies, one at a time. User code can't use it: for user
 code, standard input is empty and standard output goes to standard error.
@@ -18,15 +18,52 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
-from pipelinerl.environments.pool.messages import OUT_OF_MEMORY, Call, Limits, Reply, Start
 from pipelinerl.environments.user.code import UserFunction, describe, find_function, not_finite, plain
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.parent_pipe import take_stdin
 
 EXTRA_CPU_S = 1
+OUT_OF_MEMORY = 77
+"""Exit status of a worker in which a call exceeded its memory limit."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a call: `timeout_s`, and `memory_mb` beyond what the process uses after importing the functions' files.
+
+    `start_timeout_s` limits that import.
+    """
+
+    timeout_s: float = 10.0
+    memory_mb: int = 1024
+    start_timeout_s: float = 60.0
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's only argument: functions (`file.py:function`) by name, and limits."""
+
+    functions: dict[str, str]
+    limits: Limits
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of the function `name`. The reply repeats `number`."""
+
+    number: int
+    name: str
+    arguments: tuple[Any, ...]
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a call: `value` if it returned, else `error` (one line). Number 0 is the outcome of the imports."""
+
+    number: int
+    outcome: Literal["returned", "raised", "bad_value"] = "returned"
+    value: Any = None
+    error: str = ""
 
 
 def main(argument: str) -> int:
@@ -36,15 +73,15 @@ def main(argument: str) -> int:
     try:
         functions = {name: find_function(spec) for name, spec in start.functions.items()}
     except EnvironmentSetupError as error:
-        _send(connection, Reply(number=0, outcome="raised", error=str(error)))
+        connection.sendall(_encode(Reply(number=0, outcome="raised", error=str(error))))
         return 1
     _limit_memory(start.limits)
-    _send(connection, Reply(number=0))
+    connection.sendall(_encode(Reply(number=0)))
     decoder = msgspec.json.Decoder(Call)
     for line in connection.makefile("rb"):
         call = decoder.decode(line)
         _limit_cpu(start.limits)
-        _send(connection, answer(call, functions[call.name], start.functions[call.name]))
+        connection.sendall(answer(call, functions[call.name], start.functions[call.name]))
     return 0
 
 
@@ -85,10 +122,6 @@ def _limit_cpu(limits: Limits) -> None:
 
 def _encode(reply: Reply) -> bytes:
     return msgspec.json.encode(reply) + b"\n"
-
-
-def _send(connection: socket.socket, reply: Reply | bytes) -> None:
-    connection.sendall(reply if isinstance(reply, bytes) else _encode(reply))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,214 @@
+"""A pool of processes that run user functions under limits, awaited from the event loop of generation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from pipelinerl.child import ChildProcess
+from pipelinerl.environments.user.worker import OUT_OF_MEMORY, Call, Limits, Reply, Start
+from pipelinerl.errors import EnvironmentSetupError, RolloutError
+
+__all__ = ["CALL_ENDED", "FunctionPool", "Limits"]
+
+CLOSE_TIMEOUT_S = 2.0
+EXIT_TIMEOUT_S = 1.0
+"""How long a process may take to exit after it closed its socket."""
+POLL_S = 0.005
+MAX_REPLY_BYTES = 4 << 20
+"""Longest reply line of a worker."""
+CALL_ENDED = (TimeoutError, MemoryError, ChildProcessError)
+"""Raised for a call that exceeded a limit or crashed its process."""
+
+
+class FunctionPool:
+    """Calls functions (`path/to/file.py:function` or `package.module:function`) by name, in up to `workers` processes.
+
+    A process is started when a call finds none idle, and imports all the files. Arguments and results are JSON. A call that
+    takes too long, needs too much memory or crashes its process loses that process and nothing else. The processes end with
+    the pool: when it is closed or garbage-collected, or when its own process exits or crashes.
+
+    Functions can't rely on state from earlier calls: each process has its own.
+    """
+
+    def __init__(self, functions: Mapping[str, str], *, workers: int = 2, limits: Limits | None = None) -> None:
+        self._functions = dict(functions)
+        self._workers = workers
+        self._limits = limits or Limits()
+        self._numbers = count(1)
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._close = weakref.finalize(self, _kill_all, self._all)
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes that are running now."""
+        return sorted(worker.pid for worker in self._all if worker.running)
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """What the function returns for these arguments. The wait for a free process has no time limit.
+
+        Raises RuntimeError with one line if the function raised, RolloutError if it returned something that isn't JSON (such
+        as a number that isn't finite), TimeoutError, MemoryError, ChildProcessError if its process died, and
+        EnvironmentSetupError if no process can be started.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._slots.setdefault(loop, asyncio.Semaphore(self._workers)):
+            worker = self._take_idle() or await self._start_worker()
+            try:
+                call = Call(number=next(self._numbers), name=name, arguments=arguments)
+                reply = await worker.ask(call, self._limits.timeout_s)
+            except BaseException as error:
+                worker.kill()
+                if isinstance(error, CALL_ENDED):
+                    ended = "; its process was ended" if isinstance(error, TimeoutError) else ""
+                    raise type(error)(f"{name}: {error}{ended}") from None
+                raise
+            self._idle.append(worker)
+        if reply.outcome == "returned":
+            return reply.value
+        raise (RolloutError if reply.outcome == "bad_value" else RuntimeError)(reply.error)
+
+    def close(self) -> None:
+        """Kill all processes. Idempotent."""
+        self._close()
+
+    def _take_idle(self) -> _Worker | None:
+        """An idle process that is still running, if there is one."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.running:
+                return worker
+            worker.kill()
+        return None
+
+    async def _start_worker(self) -> _Worker:
+        """A new process that is ready for calls."""
+        if not self._close.alive:
+            raise RuntimeError("the pool is closed")
+        self._all -= {worker for worker in self._all if not worker.running}
+        specs = ", ".join(self._functions.values())
+        try:
+            worker = _Worker(self._functions, self._limits)
+        except OSError as error:
+            raise EnvironmentSetupError(f"can't start a process for {specs}: {error}") from error
+        self._all.add(worker)
+        try:
+            reply = await worker.ask(None, self._limits.start_timeout_s)
+        except BaseException as error:
+            worker.kill()
+            if isinstance(error, CALL_ENDED):
+                raise EnvironmentSetupError(f"can't import {specs}: {error}") from None
+            raise
+        if reply.outcome != "returned":
+            worker.kill()
+            raise EnvironmentSetupError(reply.error)
+        return worker
+
+
+class _Worker(ChildProcess):
+    """A process that runs user functions (`worker.py`)."""
+
+    def __init__(self, functions: Mapping[str, str], limits: Limits) -> None:
+        """Returns at once; reply 0 arrives when the process is ready. Raises OSError if it can't be started."""
+        self._memory_mb = limits.memory_mb
+        start = msgspec.json.encode(Start(functions=dict(functions), limits=limits)).decode()
+        self._socket, worker_socket = socket.socketpair()
+        self._socket.setblocking(False)
+        try:
+            super().__init__(
+                [sys.executable, "-P", "-m", "pipelinerl.environments.user.worker", start],
+                stdin=worker_socket.fileno(),
+                environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},  # several workers, one thread each
+            )
+        except OSError:
+            self._socket.close()
+            raise
+        finally:
+            worker_socket.close()
+
+    async def ask(self, call: Call | None, timeout_s: float) -> Reply:
+        """Send a call and return the reply. Without a call: reply 0, which says that the process is ready.
+
+        Raises TimeoutError, MemoryError, or ChildProcessError if the process died or broke the protocol. The caller must
+        kill the process after any of these.
+        """
+        self._timeout_s, self._deadline_s = timeout_s, time.monotonic() + timeout_s
+        loop = asyncio.get_running_loop()
+        unsent = memoryview(msgspec.json.encode(call) + b"\n" if call else b"")
+        while unsent:
+            try:
+                unsent = unsent[self._socket.send(unsent) :]
+            except BlockingIOError:
+                await self._wait(loop.add_writer, loop.remove_writer)
+            except OSError:
+                raise await self._exit_error() from None
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            if len(line) > MAX_REPLY_BYTES:
+                raise ChildProcessError(f"it replied with more than {MAX_REPLY_BYTES} bytes")
+            try:
+                received = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                await self._wait(loop.add_reader, loop.remove_reader)
+                continue
+            except OSError:
+                received = b""
+            if not received:
+                raise await self._exit_error()
+            line += received
+        try:
+            reply = msgspec.json.decode(line, type=Reply)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise ChildProcessError("it wrote something to the pool's socket that is not a reply") from None
+        if reply.number != (number := call.number if call else 0):
+            raise ChildProcessError(f"it replied to call {reply.number}, but was asked {number}")
+        return reply
+
+    def kill(self) -> None:
+        super().kill()
+        self._socket.close()
+
+    async def _wait(self, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
+        """Wait until the socket is ready. Readiness wins over the deadline, because the event loop itself may be late."""
+        ready = asyncio.get_running_loop().create_future()
+        add(self._socket, lambda: None if ready.done() else ready.set_result(None))
+        try:
+            await asyncio.wait({ready}, timeout=max(0.0, self._deadline_s - time.monotonic()))
+        finally:
+            remove(self._socket)
+        if not ready.done():
+            raise TimeoutError(f"it took longer than {self._timeout_s:g} s")
+
+    async def _exit_error(self) -> Exception:
+        """The error that explains why the process closed its socket."""
+        until_s = time.monotonic() + EXIT_TIMEOUT_S
+        while self.running and time.monotonic() < until_s:
+            await asyncio.sleep(POLL_S)
+        if self.status is None:
+            return ChildProcessError("it closed the pool's socket")
+        if self.status == OUT_OF_MEMORY:
+            return MemoryError(f"it needed more than {self._memory_mb} MB")
+        if self.status == -signal.SIGXCPU:
+            return TimeoutError("it used up its CPU time")
+        return ChildProcessError(f"its process {self.how_it_ended()}")
+
+
+def _kill_all(workers: set[_Worker]) -> None:
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.wait(CLOSE_TIMEOUT_S)
+    workers.clear()

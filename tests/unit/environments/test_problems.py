@@ -1,0 +1,63 @@
+"""Problems of every environment: they depend on index and seed only, and held-out ones are never trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.environments import make_environment
+from pipelinerl.interfaces import Environment
+from pipelinerl.types import Problem
+from tests.unit.chat_parts import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "gcd": ({}, 300),
+    "guess_number": ({}, 10),
+    "countdown": ({}, 100),
+    "countdown with few problems": ({"numbers": 2, "highest": 9}, 5),
+    "calculator": ({"numbers": [2, 2], "highest": 10}, 20),
+    "math": ({"path": "rows.jsonl", "judge": "numbers"}, 5),
+    "function": ({"data": "rows.jsonl", "reward": "rewards.py:reward", "prompt": "question", "isolate": False}, 20),
+    "reasoning_gym": ({"task": "chain_sum", "args": {"max_terms": 2, "max_digits": 2}}, 200),
+    "mixture": ({"environments": {"gcd": {"kind": "gcd", "weight": 3}, "numbers": {"kind": "countdown"}}}, 100),
+}
+"""For each kind: arguments, and a number of held-out problems that it has."""
+IDENTIFYING = ("question", "a", "b", "number", "target", "expression")
+
+
+@pytest.fixture(params=KINDS)
+def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Environment], int]:
+    """The same environment twice, and once with another seed; and how many held-out problems there are at least."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"question": f"How much is {n} + 1?", "answer": f"We add.\n#### {n + 1}"}) for n in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "rewards.py").write_text("def reward(completion, example): return 0.0")
+    args, held_out = KINDS[request.param]
+    kind = request.param.partition(" ")[0]
+    return [make_environment(kind, args, TOKENIZER, seed) for seed in (1, 1, 2)], held_out
+
+
+def content(problem: Problem) -> str:
+    """What makes two problems the same, as opposed to their ids and places."""
+    payload = problem.payload.get("problem", problem.payload)
+    return str([sorted(payload.get("numbers", ())), *(payload.get(key) for key in IDENTIFYING)])
+
+
+def test_problems_depend_on_index_and_seed_only(made: tuple[list[Environment], int]) -> None:
+    (one, again, other), _ = made
+    problems = [one.problem(index) for index in (*range(60), 12345)]
+    assert [again.problem(index) for index in (12345, *reversed(range(60)))] == problems[::-1]
+    assert [other.problem(index) for index in (*range(60), 12345)] != problems
+
+
+def test_held_out_problems_do_not_depend_on_the_seed_and_are_never_trained_on(made: tuple[list[Environment], int]) -> None:
+    (one, _, other), count = made
+    held_out = one.held_out(count)
+    assert held_out == other.held_out(count)
+    assert len({problem.id for problem in held_out}) == count
+    assert list(map(content, held_out[:5])) == list(map(content, one.held_out(5)))
+    assert set(map(content, held_out)).isdisjoint(content(one.problem(index)) for index in range(1000))
