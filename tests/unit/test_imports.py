@@ -19,7 +19,8 @@ PROCESSES = {
     "launcher": (
         "cli.train launch.run",
         "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared weights.broadcast "
-        "launch.tryout launch.resume launch.stages.generation launch.stages.training report experiments torch",
+        "launch.dry_run launch.tryout launch.resume launch.stages.generation launch.stages.training report experiments "
+        "torch",
     ),
     "worker": (
         "launch.hosts.worker",

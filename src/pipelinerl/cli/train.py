@@ -80,7 +80,7 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
         run_file = config_of_run(options.resume)
     config = load_config(run_file, settings)
     if options.dry_run:
-        from pipelinerl.launch.checks import dry_run  # noqa: PLC0415 - as below
+        from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415 - as below
 
         return write("\n".join(dry_run(config)) + "\n")
     from pipelinerl.launch.run import train  # noqa: PLC0415 - other commands of this module start no run
