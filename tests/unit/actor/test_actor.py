@@ -34,7 +34,7 @@ from pipelinerl.interfaces import Verdict, WeightUpdate
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.status.watchdog import find_cycle
-from pipelinerl.stream.memory import memory_stream
+from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.types import (
     GenerationRequest,
     Problem,
@@ -565,7 +565,7 @@ class Harness:
         """`groups`: how many there are; after these, admission says no. `until`, `reached`: of `Evaluations`."""
         self.engine = ScriptedEngine(script, slots=slots, version=version)
         self.board, self.receiver, self.records = MemoryBoard(), Receiver(), []
-        self.writer, self.reader = memory_stream(capacity=capacity, when_full=when_full, on_drop=self.dropped)
+        self.writer = self.reader = MemoryStream(capacity=capacity, when_full=when_full, on_drop=self.dropped)
         self.folder = tempfile.TemporaryDirectory()
         make_record(Path(self.folder.name) / "admission", in_stream, settled_before)
         self.admission = Admission(

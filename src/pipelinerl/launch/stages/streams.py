@@ -53,7 +53,7 @@ class StreamStore(Protocol):
         ...
 
     def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        """Rewind the stream to a checkpoint, before a writer or reader is opened; see `stream.files.rewind`."""
+        """Rewind the stream to a checkpoint, before a writer or reader is opened; see `FileStore.rewind`."""
         ...
 
 
