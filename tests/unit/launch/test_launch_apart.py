@@ -23,8 +23,8 @@ from pipelinerl.launch.roles import (
 )
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import KeptGroup, Session, StartPlan, read_session, write_session
-from pipelinerl.launch.stages import weights
-from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, _wait_for_servers
+from pipelinerl.launch.stages import broadcast
+from pipelinerl.launch.stages.servers import _api_key, _refuse_newer, _wait_for_servers
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.schedule import make_schedule
 from pipelinerl.stream.files import FileStore
@@ -74,20 +74,19 @@ COLLECTIVE = WeightsConfig(kind="collective")
 
 
 @pytest.mark.parametrize(
-    ("config", "receivers", "servers_receive"),
+    ("config", "receivers"),
     [
-        (RunConfig(weights=COLLECTIVE, engine=EngineConfig(processes=3)), 3, False),
-        (TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), 2, True),
-        (ATTACHED.model_copy(update={"weights": COLLECTIVE}), 3, True),
-        (TWO_SERVERS, 2, False),
+        (RunConfig(weights=COLLECTIVE, engine=EngineConfig(processes=3)), 3),
+        (TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), 2),
+        (ATTACHED.model_copy(update={"weights": COLLECTIVE}), 3),
     ],
 )
-def test_who_receives_a_broadcast(config: RunConfig, receivers: int, servers_receive: bool, tmp_path: Path) -> None:
-    assert weights._receivers(config) == receivers
+def test_who_receives_a_broadcast(config: RunConfig, receivers: int, tmp_path: Path) -> None:
+    assert broadcast._receivers(config) == receivers
     session = Session(config, RunDirectory(tmp_path), StartPlan(), make_schedule(config), 0.0)
     with listen() as listening:
-        address = weights.sender_address(session, listening.fileno())
-        assert address == ((*listening.getsockname(), session.plan.weights_key) if servers_receive else None)
+        address = broadcast.sender_address(session, listening.fileno())
+        assert address == (*listening.getsockname(), session.plan.weights_key)
 
 
 def test_processes_read_the_session_that_the_launcher_wrote(tmp_path: Path) -> None:
@@ -110,20 +109,20 @@ def test_each_session_has_a_key_of_its_own_that_only_its_user_can_read(tmp_path:
 
 def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     def host(*urls: str) -> str:
-        return weights._host(RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", urls=urls)))
+        return broadcast._host(RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", urls=urls)))
 
     assert host() == host("http://127.0.0.1:8000", "http://localhost:8001") == "127.0.0.1"
     with pytest.raises(UserError, match=r"^engine.urls: there is no route to http://no-such-host.invalid:8000"):
         host("http://no-such-host.invalid:8000")
     ways = {"http://127.0.0.1:8000": "127.0.0.1", "http://far:8000": "10.0.0.5"}
-    monkeypatch.setattr(weights, "_source_address", ways.__getitem__)
+    monkeypatch.setattr(broadcast, "_source_address", ways.__getitem__)
     assert host(*ways) == "10.0.0.5"
 
 
 def test_a_broadcast_reaches_so_many_engines_and_no_more() -> None:
     config = RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", servers=65))
     with pytest.raises(UserError, match=r"^weights\.kind: 65 engine servers.* at most 64; set it to shared$"):
-        weights.make_channel(config)
+        broadcast.listen_for(config)
 
 
 def test_servers_with_weights_of_another_run_are_refused() -> None:

@@ -40,7 +40,7 @@ from pipelinerl.launch.roles import generation_threads, usable_cores, yield_to_t
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
 from pipelinerl.launch.stages.streams import group_writer
-from pipelinerl.launch.stages.weights import SenderAddress, make_receiver, sender_address
+from pipelinerl.launch.stages.weights import make_receiver
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import EvaluationRecord, read_records
 from pipelinerl.metrics.sinks import make_sink
@@ -109,7 +109,7 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
     if config.engine.kind == "local":
         yield_to_the_trainer(config, session.schedule)
     stage = generation_stages(config.engine.processes)[index].engine
-    board, sender = MmapBoard(session.run.control), sender_address(session, weights_fd)
+    board = MmapBoard(session.run.control)
 
     def on_drop(group: Group) -> None:  # generation is made after the stream
         generation.stream_dropped(group)
@@ -117,7 +117,7 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
     with (
         closing(group_writer(session.streams(), config, on_drop)) as writer,
         closing(make_receiver(session, weights_fd, index, stage)) as receiver,
-        closing(build_generation(session, board, writer, receiver, index=index, sender=sender)) as generation,
+        closing(build_generation(session, board, writer, receiver, index=index, weights_fd=weights_fd)) as generation,
     ):
         # The objects of the model and the libraries live until the end: keep the collector from traversing them every time.
         gc.collect()
@@ -174,11 +174,11 @@ def build_generation(
     receiver: WeightReceiver,
     *,
     index: int = 0,
-    sender: SenderAddress | None = None,
+    weights_fd: int | None = None,
 ) -> Generation:
     """Make the environment, then the engine: errors in the environment are found before the slow loading of the model.
 
-    `sender` is the broadcast that engine servers receive weights from; None if they receive them through this process.
+    `weights_fd` is the trainer's channel, for engine servers that join its broadcast.
     """
     config = session.config
     stages = generation_stages(config.engine.processes)[index]
@@ -188,7 +188,7 @@ def build_generation(
     if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
         raise no_held_out(config.environment.kind, config.evaluation.problems)
     starting(board, stages, waits_for(config.engine))
-    engine = make_engine(session, stages.engine, tokenizer, sender)
+    engine = make_engine(session, stages.engine, tokenizer, weights_fd)
     return Generation(
         session=session,
         index=index,
