@@ -19,8 +19,8 @@ PROCESSES = {
     "launcher": (
         "cli.train launch.run",
         "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared weights.broadcast "
-        "launch.dry_run launch.tryout launch.resume launch.stages.generation launch.stages.training report experiments "
-        "torch",
+        "config.help launch.dry_run launch.tryout launch.resume launch.stages.broadcast launch.stages.generation "
+        "launch.stages.training models.hub report experiments torch",
     ),
     "worker": (
         "launch.hosts.worker",
@@ -98,7 +98,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
             HEAVY | {"tensorboard"},
         ),
         ("import pipelinerl.metrics.tensorboard", HEAVY),
-        ("from pipelinerl.config import keys, load; keys.render(load.load_config(None))", HEAVY | {"numpy"}),
+        ("from pipelinerl.config import help, load; help.render(load.load_config(None))", HEAVY | {"numpy"}),
         (CHECK_STATICALLY, HEAVY),
         ("from pipelinerl.weights.shared_file import create_shared_file; create_shared_file()", {"torch"}),
         ("from pipelinerl.weights.broadcast.control import listen; listen().close()", {"torch"}),

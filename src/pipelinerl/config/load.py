@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from pipelinerl.config import yaml_text
 from pipelinerl.config.checks import mistakes
-from pipelinerl.config.keys import MOVED, Key, closest_key, key_of, run_keys, run_sections, settable, show
+from pipelinerl.config.keys import Key, key_of, run_keys, run_sections, settable, show
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -148,7 +148,9 @@ class _Draft:
         """One line about the first mistake that pydantic found."""
         kind, value, place = error["type"], error["input"], ".".join(map(str, error["loc"]))
         if kind == "extra_forbidden":
-            return f"{self.origin(place)}: {_unknown_in_file(place)}"
+            from pipelinerl.config.help import unknown_in_file  # noqa: PLC0415 - only for a mistake
+
+            return f"{self.origin(place)}: {unknown_in_file(place)}"
         if place in run_sections():
             example = next(key.name for key in run_keys().values() if key.section == place)
             hint = f", as in `{place}: {{{example}: {show(value)}}}`" if isinstance(value, str) else ""
@@ -197,20 +199,10 @@ def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> 
             raise ConfigError(f"{flag}: needs a value: {key.allowed}")
 
 
-def _unknown_in_file(key: str) -> str:
-    if key in run_keys():
-        section, _, name = key.partition(".")
-        return f"in a run file this is `{name}` below `{section}:`, indented"
-    if (mapping := settable(key)) is None:
-        return _unknown(key, sections=True)
-    return f"unknown key; this takes {mapping.allowed}" if mapping.inner else f"write `{mapping}` as a mapping"
+def _unknown(key: str, prefix: str = "", *, keys: Collection[str] | None = None) -> str:
+    from pipelinerl.config.help import unknown_key  # noqa: PLC0415 - only for a mistake
 
-
-def _unknown(key: str, prefix: str = "", *, sections: bool = False, keys: Collection[str] | None = None) -> str:
-    if key in MOVED:
-        return f"unknown key; it is now {MOVED[key].format(prefix=prefix)}"
-    closest = closest_key(key, sections=sections, among=keys)
-    return "unknown key; " + (f"did you mean `{prefix}{closest}`?" if closest else "`pipelinerl config` prints all keys")
+    return unknown_key(key, prefix, keys=keys)
 
 
 def _read(path: Path) -> str:
