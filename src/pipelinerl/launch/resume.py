@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained
 from pipelinerl.launch.session import KeptGroup, StartPlan
-from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, first_uncommitted
+from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import StepRecord, read_records
 from pipelinerl.preprocess import newest_version
@@ -136,7 +137,14 @@ def take_back(
             PREPARED, Prepared, position.offset, lambda item: wanted(item.index, item.newest_version)
         ):
             keep(prepared.index, prepared.ids)
-    offset = first_uncommitted(store) if apart else position.offset
+    offset = _first_uncommitted(store) if apart else position.offset
     for group in store.rewind(ROLLOUTS, Group, offset, lambda item: wanted(item.index, newest_version(item))):
         keep(group.index, (rollout.id for rollout in group.rollouts))
     return kept
+
+
+def _first_uncommitted(store: StreamStore) -> int:
+    """The offset at which a new reader of the rollout stream begins."""
+    with closing(group_reader(store)) as reader:
+        found = reader.read(1)
+        return found[0][0] if found else reader.stats().written

@@ -47,10 +47,6 @@ class RunDirectory:
         """Where an engine server of the current session writes its address."""
         return self.control / f"{role}.ready.json"
 
-    def error_report(self, role: str) -> Path:
-        """Where a process of the current session writes the error that it ended with."""
-        return self.control / f"{role}.error.json"
-
-    def result(self, role: str) -> Path:
-        """Where a process of the current session writes its result, if it ended without an error."""
-        return self.control / f"{role}.result.json"
+    def report(self, role: str) -> Path:
+        """Where a process of the current session writes at its end how it ended."""
+        return self.control / f"{role}.report.json"
