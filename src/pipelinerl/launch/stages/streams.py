@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
@@ -22,10 +22,8 @@ from pipelinerl.stream.files import FileStore
 from pipelinerl.types import Group, Prepared
 
 if TYPE_CHECKING:
+    from pipelinerl.stream.redis import RedisStore
     from pipelinerl.stream.redis_server import RedisServer
-
-T = TypeVar("T")
-WhenFull = Literal["block", "drop_oldest"]
 
 ROLLOUTS = "rollouts"
 PREPARED = "prepared"
@@ -36,28 +34,8 @@ OWN_REDIS_PATIENCE_S = 10.0
 """How long a lost connection is retried. The run's own server is never restarted: if it ends, the run ends."""
 
 
-class StreamStore(Protocol):
-    """A store of named streams. The rules of `stream.files` for opening writers and readers hold for every kind."""
-
-    def writer(
-        self,
-        name: str,
-        item_type: type[T],
-        *,
-        capacity: int | None,
-        when_full: WhenFull,
-        on_drop: Callable[[T], None] | None,
-    ) -> StreamWriter[T]: ...
-
-    def reader(self, name: str, item_type: type[T]) -> StreamReader[T]: ...
-
-    def waiting(self, name: str, item_type: type[T]) -> list[T]:
-        """The items that were written but neither read nor dropped, oldest first."""
-        ...
-
-    def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        """Rewind the stream to a checkpoint, before a writer or reader is opened; see `FileStore.rewind`."""
-        ...
+StreamStore: TypeAlias = "FileStore | RedisStore"
+"""Named streams. The rules of `stream.files` for opening writers and readers hold for every kind."""
 
 
 def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StreamStore:
