@@ -1,17 +1,18 @@
-"""Help with the keys of the run file: what each takes, in words; which one a wrong key means; the documented run file."""
+"""Help with the keys of the run file: what each takes, in words; what is wrong with one; and the documented run file."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import textwrap
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ErrorDetails
 
 from pipelinerl.config import yaml_text
-from pipelinerl.config.keys import Key, run_keys, run_sections, settable, spell
+from pipelinerl.config.keys import Key, key_of, run_keys, run_sections, settable, show, spell
 from pipelinerl.config.schema import RunConfig
 
 WIDTH = 100
@@ -63,10 +64,41 @@ MOVED = {"trainer.clamp": "`{prefix}correction.token_high` (with `correction.tok
 """Keys of earlier versions and where to set the same thing now."""
 
 
-# ---- a wrong key
+# ---- a wrong key or value
 
 
-def unknown_in_file(key: str) -> str:
+class Mistake(NamedTuple):
+    """What is wrong with the value at `place`, which lies in `key` if its place alone may not be known."""
+
+    place: str
+    text: str
+    key: Key | None = None
+
+
+def explain(error: ErrorDetails, given: Callable[[str], Any]) -> Mistake:
+    """A mistake that pydantic found, in one line. `given(key)` is the value of a key in the run file."""
+    kind, value, place = error["type"], error["input"], ".".join(map(str, error["loc"]))
+    if kind == "extra_forbidden":
+        return Mistake(place, _unknown_in_file(place))
+    if place in run_sections():
+        example = next(key.name for key in run_keys().values() if key.section == place)
+        hint = f", as in `{place}: {{{example}: {show(value)}}}`" if isinstance(value, str) else ""
+        return Mistake(place, f"this is a section; its keys go below it, indented{hint}")
+    key = key_of(place)
+    if "recursion" in kind:
+        text = "nested too deeply, or a value that contains itself"
+    elif kind == "invalid_key" or error["loc"][-1] == "[key]":
+        text = f"the key {show(value)} is not text; put it in quotes"
+    elif kind == "finite_number":
+        text = f"{value} is not a finite number"
+    elif kind == "invalid-json-value" or key is None:
+        text = f"a value of type {type(value).__name__} can't be written as JSON"
+    else:
+        place, text = str(key), f"{show(given(str(key)))} is not allowed here; this takes {key.allowed}"
+    return Mistake(place, text, key)
+
+
+def _unknown_in_file(key: str) -> str:
     """What is wrong with a key that a run file has and must not have there."""
     if key in run_keys():
         section, _, name = key.partition(".")
