@@ -29,7 +29,8 @@ PROCESSES = {
     "generation": (
         "launch.hosts.worker launch.stages.generation weights.shared engine",
         "checkpoint environments.chat environments.static_check models.lora models.packed preprocess serving trainer "
-        f"weights.broadcast launch.stages.training launch.stages.preprocessing {LAUNCHER}",
+        "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
+        f"launch.stages.preprocessing {LAUNCHER}",
     ),
     "generation with engine servers": (
         "launch.hosts.worker launch.stages.generation",
@@ -41,7 +42,8 @@ PROCESSES = {
     ),
     "training": (
         "launch.hosts.worker launch.stages.training weights.shared",
-        f"actor engine environments serving weights.broadcast launch.stages.generation launch.stages.engines {LAUNCHER}",
+        f"actor engine environments serving weights.broadcast launch.stages.broadcast launch.stages.generation "
+        f"launch.stages.engines models.hub {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",
