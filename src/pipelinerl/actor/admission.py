@@ -171,8 +171,10 @@ class LocalAdmission(Admission):
         return admission
 
     def open(self) -> None:
-        with self._transaction() as state:
+        with self._locked():
+            state = self.read()
             state.opened = True
+            self._write(state)
 
     def claim(self, engine_version: int, own: int, rollouts: int) -> Admitted:
         asked = Asked(engine_version, own, rollouts)
@@ -219,13 +221,6 @@ class LocalAdmission(Admission):
 
     def close(self) -> None:
         self._database.close()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[Outstanding]:
-        with self._locked():
-            state = self.read()
-            yield state
-            self._write(state)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

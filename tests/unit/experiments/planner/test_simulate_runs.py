@@ -7,7 +7,7 @@ import pytest
 
 from pipelinerl.cli import plan as command
 from pipelinerl.cli.parser import Commands
-from pipelinerl.config.keys import render
+from pipelinerl.config.help import render
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.planner.calibration import (
