@@ -20,6 +20,7 @@ from pipelinerl.launch.roles import (
     generation_roles,
     plan_threads,
     server_roles,
+    trainer_goes_first,
 )
 
 
@@ -50,6 +51,13 @@ class Place(NamedTuple):
     role: str
     machine: str
     gpus: tuple[int, ...] = ()
+
+
+class Share(NamedTuple):
+    """The CPU threads of a process, and whether it yields to the trainer, which computes on the same cores."""
+
+    threads: int
+    yields: bool
 
 
 def roles_of(config: RunConfig) -> list[Role]:
@@ -95,19 +103,23 @@ def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str,
     return [places[role.name] for role in roles]
 
 
-def threads_of(
+def shares_of(
     config: RunConfig, schedule: Schedule, places: Sequence[Place], machines: Sequence[Machine]
-) -> dict[str, int]:
-    """CPU threads of each process: as the run file sets them, or the share of its machine that `plan_threads` gives it."""
+) -> dict[str, Share]:
+    """The CPUs of each process: threads as the run file sets them, or as `plan_threads` divides its machine."""
     computing = {*server_roles(config)} or ({*generation_roles(config)} if config.engine.kind == "local" else set())
-    threads: dict[str, int] = {}
+    shares: dict[str, Share] = {}
     for machine in machines:
         here = [place.role for place in places if place.machine == machine.name]
         engines, trains = sum(role in computing for role in here), any(map(is_trainer, here))
         planned = plan_threads(config, schedule, machine.cpus, engines=engines, trains=trains)
+        behind = trains and trainer_goes_first(config, schedule, machine.cpus, engines)
         for role in here:
-            threads[role] = planned.training if is_trainer(role) else planned.generation if role in computing else 1
-    return threads
+            if role in computing:
+                shares[role] = Share(planned.generation, behind)
+            else:
+                shares[role] = Share(planned.training if is_trainer(role) else PREPROCESSING_THREADS, False)
+    return shares
 
 
 def is_trainer(role: str) -> bool:

@@ -7,12 +7,15 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Schedule
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.types import PREPROCESSOR, TRAINER
+
+if TYPE_CHECKING:
+    from pipelinerl.launch.session import Here
 
 TRAINING = "training"
 PREPROCESSING = "preprocessing"
@@ -48,6 +51,13 @@ def worker_stages(config: RunConfig) -> list[str]:
     preprocessor = [PREPROCESSOR] if config.launch.preprocessor == "process" else []
     generation = [stage for stages in generation_stages(config.engine.processes) for stage in stages]
     return [*generation, *preprocessor, TRAINER]
+
+
+def stages_of(config: RunConfig, role: str) -> list[str]:
+    """The names on the status board of the stages of one process. Engine servers have none."""
+    if role in (roles := generation_roles(config)):
+        return [*generation_stages(config.engine.processes)[roles.index(role)]]
+    return {TRAINING: [TRAINER], PREPROCESSING: [PREPROCESSOR]}.get(role, [])
 
 
 # ---- the share of the machine that each gets
@@ -105,14 +115,18 @@ def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int
     return plan_threads(config, schedule, cores).generation if config.engine.kind == "local" else 1
 
 
-def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int) -> bool:
-    """Whether generation yields to the trainer, because both compute at the same time on the same cores."""
-    return config.engine.device == "cpu" and not schedule.takes_turns() and engines_here(config) + 1 > cores
+def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int, engines: int | None = None) -> bool:
+    """Whether generation yields to the trainer, because both compute at the same time on the same cores.
+
+    `engines`: how many processes generate tokens beside the trainer; None: all of the run.
+    """
+    engines = engines_here(config) if engines is None else engines
+    return config.engine.device == "cpu" and not schedule.takes_turns() and engines + 1 > cores
 
 
-def yield_to_the_trainer(config: RunConfig, schedule: Schedule) -> None:
-    """Lower the priority of this process if `trainer_goes_first`."""
-    if trainer_goes_first(config, schedule, usable_cores()):
+def yield_to_the_trainer(here: Here) -> None:
+    """Lower the priority of this process if it shall yield."""
+    if here.yields:
         os.nice(GENERATION_NICENESS)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
-from pipelinerl.launch.placement import Machine, Place, Role, place, placement_lines, roles_of, threads_of
+from pipelinerl.launch.placement import Machine, Place, Role, Share, place, placement_lines, roles_of, shares_of
 from pipelinerl.schedule import make_schedule
 
 RAY = ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"]
@@ -101,13 +101,15 @@ def test_the_processes_of_a_run_and_what_they_need() -> None:
     assert lines[1].startswith("  m0 (10.0.0.0), 8 CPUs, 2 GPUs: training (GPU 0), preprocessing")
 
 
-def test_threads_are_shares_of_the_machine_that_a_process_is_on() -> None:
+def test_cpus_are_shares_of_the_machine_that_a_process_is_on() -> None:
     config = load_config(None, [*RAY, "--engine.processes=3"])
     places = [Place("training", "m0"), *(Place(f"generation-{i}", name) for i, name in enumerate(("m0", "m1", "m1")))]
-    threads = threads_of(config, make_schedule(config), places, cluster(0, 0))
-    assert threads == {"training": 4, "generation-0": 4, "generation-1": 4, "generation-2": 4}
-    alone = threads_of(config, make_schedule(config), [Place("training", "m0")], cluster(0))
-    assert alone == {"training": 8}
+    shares = shares_of(config, make_schedule(config), places, cluster(0, 0))
+    assert shares == {role: Share(4, False) for role in ("training", "generation-0", "generation-1", "generation-2")}
+    small = shares_of(config, make_schedule(config), places, cluster(0, 0, cpus=1))
+    assert [share.yields for share in small.values()] == [False, True, False, False], "only where the trainer is"
+    alone = shares_of(config, make_schedule(config), [Place("training", "m0")], cluster(0))
+    assert alone == {"training": Share(8, False)}
 
 
 @pytest.mark.parametrize(

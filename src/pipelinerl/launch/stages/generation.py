@@ -34,7 +34,7 @@ from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
 from pipelinerl.launch.interrupts import stop_on_sigterm
-from pipelinerl.launch.roles import generation_threads, usable_cores, yield_to_the_trainer
+from pipelinerl.launch.roles import yield_to_the_trainer
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
 from pipelinerl.launch.stages.streams import group_writer, redis_of
@@ -103,11 +103,10 @@ YOUNG_OBJECTS = 50_000
 def run_generation(session: Session, index: int, weights_fd: int) -> None:
     """Generation process number `index`, to its end. SIGTERM asks it to stop."""
     config = session.config
-    torch.set_num_threads(generation_threads(config, session.schedule, usable_cores()))
-    if config.engine.kind == "local":
-        yield_to_the_trainer(config, session.schedule)
+    torch.set_num_threads(session.here.threads)
+    yield_to_the_trainer(session.here)
     stage = generation_stages(config.engine.processes)[index].engine
-    board = MmapBoard(session.run.control)
+    board = MmapBoard(session.run.scratch)
 
     def on_drop(group: Group) -> None:  # generation is made after the stream
         generation.stream_dropped(group)
@@ -248,7 +247,11 @@ async def _generate(
     )
     generation.groups = GroupRunner(context, config.actor)
     with (
-        closing(RolloutWriter(generation.writer, session.run.rollouts / "rollouts.jsonl")) as rollout_writer,
+        closing(
+            RolloutWriter(
+                generation.writer, session.run.rollouts_of(generation.index, shared=session.config.launch.kind == "ray")
+            )
+        ) as rollout_writer,
         closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
         closing(_actor_of(generation, rollout_writer, timeline)) as actor,
     ):

@@ -63,8 +63,10 @@ def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> tup
 
 
 @contextmanager
-def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[RedisServer | None]:
+def running_broker(config: RunConfig, run: RunDirectory, address: str | None = None) -> Iterator[RedisServer | None]:
     """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
+
+    `address`: where other machines reach this one, if processes there need the server.
 
     Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
     """
@@ -73,7 +75,7 @@ def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[RedisServer
         return
     from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - as above
 
-    with start_server(run.streams / "redis", durable=True) as server:
+    with start_server(run.streams / "redis", durable=True, address=address) as server:
         yield server
 
 

@@ -15,7 +15,6 @@ from pipelinerl.checkpoint import Checkpoint, load_checkpoint
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.interrupts import stop_on_sigterm
-from pipelinerl.launch.roles import plan_threads, usable_cores
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import prepared_groups
 from pipelinerl.launch.stages.weights import make_sender
@@ -32,9 +31,9 @@ from pipelinerl.types import TRAINER, Prepared
 
 def run_training(session: Session, weights_fd: int) -> None:
     """The training process, to its end. SIGTERM asks it to stop with a checkpoint."""
-    torch.set_num_threads(plan_threads(session.config, session.schedule, usable_cores()).training)
+    torch.set_num_threads(session.here.threads)
     stopping = threading.Event()
-    board = MmapBoard(session.run.control)
+    board = MmapBoard(session.run.scratch)
     policy = load_policy(session, board)
     with (
         closing(prepared_groups(session, policy.lora)) as reader,

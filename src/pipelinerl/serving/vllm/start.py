@@ -16,6 +16,7 @@ from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.errors import StageDiedError, StalledError, UserError
 from pipelinerl.ports import free_port
 from pipelinerl.serving.vllm.guard import LOG_PREFIX
+from pipelinerl.serving.vllm.key import KEY_VARIABLE
 from pipelinerl.serving.vllm.messages import BACKEND
 
 HOST = "127.0.0.1"
@@ -51,25 +52,31 @@ class VllmSettings:
     arguments: tuple[str, ...] = ()
 
 
-def command_line(settings: VllmSettings, port: int) -> list[str]:
-    """The command that starts vLLM as an engine; docs/vllm.md explains each flag."""
+def command_line(settings: VllmSettings, port: int, host: str = HOST, *, guarded: bool = False) -> list[str]:
+    """The command that starts vLLM as an engine; docs/vllm.md explains each flag.
+
+    `guarded`: all its routes ask for the key of `environment`. vLLM's own key does not protect the routes for weights.
+    """
     command = [settings.python, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", settings.model, "--served-model-name", "policy", "--host", HOST, "--port", str(port)]
+    command += ["--model", settings.model, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     command += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
     command += ["--max-num-seqs", str(settings.slots), "--logprobs-mode", "processed_logprobs"]
     command += ["--enable-scale-out", "--no-enable-prefix-caching", "--generation-config", "vllm"]
     if settings.device == "cpu":
         command += ["--enforce-eager"]
     command += ["--weight-transfer-config", msgspec.json.encode({"backend": BACKEND}).decode()]
+    if guarded:
+        command += ["--middleware", "pipelinerl.serving.vllm.key.RequireKey"]
     if settings.kv_cache_bytes is not None:
         command += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
     return [*command, *settings.arguments]
 
 
-def environment(settings: VllmSettings, outer: Mapping[str, str]) -> dict[str, str]:
-    """The environment for vLLM: `outer`, with the variables that vLLM needs."""
+def environment(settings: VllmSettings, outer: Mapping[str, str], key: str | None = None) -> dict[str, str]:
+    """The environment for vLLM: `outer`, with the variables that vLLM needs. `key`: of a guarded server."""
     return {
         **outer,
+        **({} if key is None else {KEY_VARIABLE: key}),
         **_visible(settings.device, outer),
         "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for weight updates
         "VLLM_PLUGINS": BACKEND,
