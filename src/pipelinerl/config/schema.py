@@ -375,7 +375,7 @@ class LaunchConfig(Section, frozen=True):
     ray_address: str | None = None
     """ray: the cluster, like `10.0.0.5:6379`. null: the environment variable RAY_ADDRESS, or the cluster of this machine."""
     ray_without_token: bool = False
-    """ray: accept a cluster of several machines without token authentication. Whoever reaches its ports can run code there."""
+    """ray: accept a cluster of several machines without token authentication, where whoever reaches a port can run code."""
     lost_s: Positive = 30.0
     """ray: a machine that has not been heard for so long is lost, and so is a launcher; what it runs ends."""
     place: dict[str, str] = {}

@@ -49,10 +49,11 @@ def start_server(
 ) -> Iterator[RedisServer]:
     """A server that runs within the `with`, or until this process has ended.
 
-    It listens on a socket file that only this user can open; with `address`, for other machines, on a port of that address of
-    this one, and asks for a random password, which is in the URL. Configuration, log and data are in `directory`. Nothing is
-    kept on disk unless `durable`: then the next server in `directory` has everything that this one confirmed, even if it
-    was killed. (If the machine loses power, the last second may be missing.)
+    It listens on a socket file that only this user can open. With `address`, it listens for other machines, on a port of
+    that address of this one, and asks for a random password, which is in the URL. Configuration, log and data are in
+    `directory`. Nothing is kept on disk unless `durable`: then the next server in `directory` has everything that this one
+    confirmed, even if it was killed. (If the machine loses power, the last second may be missing.)
+
     Raises MissingDependencyError if there is no such program, StreamError if it does not start.
     """
     path = shutil.which(program)

@@ -4,9 +4,9 @@
                           ▲  ╲
         heartbeats, Redis │   ╲──mirror──▶ the machine's status board ◀─▶ Redis
 
-An agent does not know what carries the calls; all arguments and results are strings, numbers and JSON. Workers hold the end of
-a pipe of their agent and end with it. The agent ends when it is told to, or when it has not heard the launcher's heartbeat for
-`launch.lost_s`: then the launcher is gone, or the network between them, and another run may need the machine.
+An agent does not know what carries the calls; all arguments and results are strings, numbers and JSON. Workers hold the end
+of a pipe of their agent and end with it. The agent ends when it is told to, or when it has not heard the launcher's beats
+for `launch.lost_s`: then the launcher is gone, or the network between them, and another run may need the machine.
 
 The run directory is shared by all machines, which is checked with a file that the launcher has just written there. What
 processes share by maps or locks is in a scratch folder of each machine, which network file systems can't offer.

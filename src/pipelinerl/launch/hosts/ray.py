@@ -104,8 +104,8 @@ def connected(config: LaunchConfig) -> Iterator[Cluster]:
         cluster = _cluster()
         if len(cluster.machines) > 1 and not _authenticated() and not config.ray_without_token:
             raise UserError(
-                "launch.kind: this Ray cluster has no token authentication, so whoever reaches its ports can run code on its "
-                "machines; start it with RAY_AUTH_MODE=token (docs/cluster.md), or set launch.ray_without_token to true"
+                "launch.kind: this Ray cluster has no token authentication, so whoever reaches its ports can run code on "
+                "its machines; start it with RAY_AUTH_MODE=token (docs/cluster.md), or set launch.ray_without_token to true"
             )
         yield cluster
     finally:
@@ -359,8 +359,8 @@ class RayHost:
         except StageDiedError as error:
             gpus = sum(len(self._places[role].gpus) for role in seat.roles)
             raise UserError(
-                f"{seat.name}: no agent could be started in {bound_s:.0f} s ({error}); it needs {gpus} of its {seat.machine.gpus} "
-                "GPUs, which others may use"
+                f"{seat.name}: no agent could be started in {bound_s:.0f} s ({error}); it needs {gpus} of the machine's "
+                f"{seat.machine.gpus} GPUs, which others may use"
             ) from error
         measured = []
         for _ in range(CLOCK_CALLS):

@@ -246,12 +246,9 @@ async def _generate(
         stop_token_ids=handle.stop_token_ids,
     )
     generation.groups = GroupRunner(context, config.actor)
+    records = session.run.rollouts_of(generation.index, shared=session.config.launch.kind == "ray")
     with (
-        closing(
-            RolloutWriter(
-                generation.writer, session.run.rollouts_of(generation.index, shared=session.config.launch.kind == "ray")
-            )
-        ) as rollout_writer,
+        closing(RolloutWriter(generation.writer, records)) as rollout_writer,
         closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
         closing(_actor_of(generation, rollout_writer, timeline)) as actor,
     ):
