@@ -96,6 +96,10 @@ class Mirror:
         return msgspec.structs.replace(status, machine=machine, **times)
 
 
+MOST_BETWEEN_S = 2.0
+"""Most of the time between two beats of one's own that counts as silence of others: this process may have been stopped."""
+
+
 class Heartbeats:
     """Who still beats, in Redis: everybody counts up its own field. Nobody compares clocks of different machines."""
 
@@ -104,7 +108,9 @@ class Heartbeats:
     ) -> None:
         self._connection, self._name, self._clock = connection, name, clock
         self._key = f"{{{prefix}}}alive"
-        self._heard: dict[str, tuple[bytes, float]] = {}
+        self._heard: dict[str, bytes] = {}
+        self._silent_s: dict[str, float] = {}
+        self._beaten_s = self._clock()
 
     def beat(self) -> None:
         """Count up one's own field, and look at those of the others."""
@@ -115,17 +121,19 @@ class Heartbeats:
             found: dict[bytes, bytes] = client.hgetall(self._key)
             return found
 
+        found = self._connection.patiently(exchange)
         now = self._clock()
-        for name, count in self._connection.patiently(exchange).items():
-            known = self._heard.get(name.decode())
-            if known is None or known[0] != count:
-                self._heard[name.decode()] = (count, now)
+        passed_s, self._beaten_s = min(now - self._beaten_s, MOST_BETWEEN_S), now
+        for name in {*self._silent_s, *(name.decode() for name in found)}:
+            count = found.get(name.encode(), b"")
+            if self._heard.get(name) == count:
+                self._silent_s[name] += passed_s
+            else:
+                self._heard[name], self._silent_s[name] = count, 0.0
 
     def silent_s(self, name: str) -> float:
-        """For how long `name` has not counted, as far as `beat` has looked; since the first call if it never has."""
-        if name not in self._heard:
-            self._heard[name] = (b"", self._clock())
-        return self._clock() - self._heard[name][1]
+        """For how long `name` has not counted, as `beat` has seen; at first since this was asked."""
+        return self._silent_s.setdefault(name, 0.0)
 
     def clear(self) -> None:
         """Forget those of an earlier session."""

@@ -254,8 +254,10 @@ class RayHost:
             self._heartbeats.clear()
             self._heartbeats.beat()
             stop = threading.Event()
+            beating = threading.Thread(target=self._beat, args=(stop,), name="heartbeats", daemon=True)
+            beating.start()
+            self._stack.callback(beating.join)
             self._stack.callback(stop.set)
-            threading.Thread(target=self._beat, args=(stop,), name="heartbeats", daemon=True).start()
             self._stack.callback(self._end_agents)
             for machine in self._cluster.machines:
                 if roles := [place.role for place in self._places.values() if place.machine == machine.name]:
