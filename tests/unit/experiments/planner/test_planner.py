@@ -26,7 +26,6 @@ from pipelinerl.experiments.planner.analytic import (
     flash_s,
     pipeline,
     pipeline_max_lag,
-    powers_of_two,
     roofline,
     tau_from_mfu,
 )
@@ -134,11 +133,6 @@ def test_units() -> None:
     assert tau_from_mfu(0.5) == 6
     with pytest.raises(ValueError, match="MFU"):
         tau_from_mfu(1.2)
-
-
-@pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_sizes_to_measure(largest: int, sizes: list[int]) -> None:
-    assert list(powers_of_two(largest)) == sizes
 
 
 # ------------------------------------------------------------------------------------------------ formulas

@@ -19,7 +19,6 @@ from pipelinerl.experiments.planner.analytic import (
     conventional,
     parse_lengths,
     pipeline,
-    read_run_lengths,
 )
 from pipelinerl.experiments.planner.calibration import (
     Calibration,
@@ -107,8 +106,7 @@ def test_lengths_of_a_run_are_sampled_tokens_of_all_turns(tmp_path: Path) -> Non
         group(0, (completion(3, (0, 1, 1)),), (completion(2), completion(5))),
         group(1, (completion(7),), (completion(0),), ()),
     )
-    assert histogram_of(read_run_lengths(run)) == pytest.approx({3: 1 / 3, 7: 2 / 3})
-    assert parse_lengths(str(run)).mean == pytest.approx(17 / 3)
+    assert histogram_of(parse_lengths(str(run))) == pytest.approx({3: 1 / 3, 7: 2 / 3})
 
 
 def test_lengths_by_name_and_from_a_histogram(tmp_path: Path) -> None:
