@@ -33,7 +33,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def this_machine() -> Machine:
     return Machine(
-        cpu=_cpu_model(),
+        cpu=processor(),
         cores=usable_cores(),
         memory_gib=_memory_gib(),
         system=f"{platform.system()} {platform.machine()}",
@@ -52,7 +52,7 @@ def load_average() -> float | None:
         return None
 
 
-def _cpu_model() -> str:
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
