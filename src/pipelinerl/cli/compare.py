@@ -100,19 +100,21 @@ def _result_text(contents: dict[str, Any], out: Path) -> str:
 
 def run_study(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(config_of_run(options.run_dir), settings)
-    from pipelinerl.experiments.study.kv_cache import StudyOptions, study_kv_cache  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.study.kv_cache import study_kv_cache  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.study.page import make_folder, study_table, write_study  # noqa: PLC0415 (matplotlib)
 
-    chosen = StudyOptions(
+    out = options.out or options.run_dir / "study"
+    make_folder(out)
+    study = study_kv_cache(
+        options.run_dir,
+        config,
         lag=options.lag,
         starts=[name.strip() for name in options.starts.split(",") if name.strip()],
         problems=options.problems,
         attempts=options.attempts,
         max_tokens=options.max_tokens,
         seed=options.seed,
+        on_progress=say,
     )
-    out = options.out or options.run_dir / "study"
-    make_folder(out)
-    study = study_kv_cache(options.run_dir, config, chosen, say)
     numbers, picture = write_study(study, out)
     return write(f"{study_table(study)}\n{numbers}\n{picture}\n")
