@@ -17,8 +17,8 @@ from pipelinerl.cli.parser import Commands
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RunDirectoryError, UserError
-from pipelinerl.experiments.evaluate.evaluate import Questions, answer, problems_of
-from pipelinerl.experiments.evaluate.models import Target, find_targets, run_config_of
+from pipelinerl.experiments.evaluate.evaluate import answer, problems_of
+from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, find_targets, run_config_of
 from pipelinerl.experiments.evaluate.results import (
     AttemptRecord,
     EvaluationFolder,
@@ -31,7 +31,7 @@ from pipelinerl.experiments.evaluate.results import (
 )
 from pipelinerl.experiments.statistics import Interval, pass_at_k
 from pipelinerl.files import read_json_lines
-from pipelinerl.types import GenerationRequest, Problem, SamplingParams
+from pipelinerl.types import GenerationRequest, Problem
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TARGET = Target("m", "m", ModelConfig(path="somewhere"))
@@ -83,14 +83,16 @@ def script(request: GenerationRequest) -> list[int]:
 
 def play(engine: ScriptedEngine, *, stop_after: int | None = None, seed: int = 0, slots: int = 4) -> list[AttemptRecord]:
     environment = Letters(CharTokenizer(), 0)
-    sampling = SamplingParams(max_tokens=8, stop_token_ids=(STOP,))
-    questions = Questions(environment, environment.held_out(3), 4, sampling, LIMITS, 1.0, seed)
+    ready = EvaluationEngine(EngineClient(engine), slots, (STOP,), None)
+    settings = msgspec.structs.replace(SETTINGS, seed=seed)
     records: list[AttemptRecord] = []
 
     def stop() -> bool:
         return stop_after is not None and len(records) >= stop_after
 
-    done = asyncio.run(answer(questions, EngineClient(engine), CharTokenizer(), slots, stop=stop, on_attempt=records.append))
+    problems, tokenizer = environment.held_out(3), CharTokenizer()
+    work = answer(problems, environment, tokenizer, ready, settings, limits=LIMITS, stop=stop, on_attempt=records.append)
+    done = asyncio.run(work)
     assert done == (stop_after is None)
     return records
 
