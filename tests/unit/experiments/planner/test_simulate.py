@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 
 from pipelinerl.experiments.planner import analytic
 from pipelinerl.experiments.planner.analytic import H100, PAPER_TAU, LengthDistribution, Utilisation, roofline
-from pipelinerl.experiments.planner.simulation import Costs, DrawnWorkload, GroupWork, ReplayedWorkload, Scenario, simulate
-from pipelinerl.experiments.planner.simulation.run import Timeline
-from pipelinerl.experiments.planner.simulation.scenario import first_fifth
+from pipelinerl.experiments.planner.simulation.run import Timeline, simulate
+from pipelinerl.experiments.planner.simulation.scenario import (
+    Costs,
+    DrawnWorkload,
+    GroupWork,
+    ReplayedWorkload,
+    Scenario,
+    first_fifth,
+)
 from pipelinerl.interfaces import Verdict
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from tests.unit.experiments.planner.slow_simulation import SlowSimulation

@@ -18,7 +18,7 @@ from pipelinerl.experiments.planner.calibration import (
     TrainingCost,
     write_calibration,
 )
-from pipelinerl.experiments.planner.simulation import simulate
+from pipelinerl.experiments.planner.simulation.run import simulate
 from pipelinerl.experiments.planner.simulation.scenario import (
     calibrated_costs,
     calibrated_workload,
