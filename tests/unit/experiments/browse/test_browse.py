@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from pipelinerl.cli.browse import add_to
-from pipelinerl.cli.parser import Commands
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError, ModelLoadError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.export import export
@@ -27,6 +26,7 @@ from pipelinerl.experiments.browse.records import (
 )
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
 from tests.unit.experiments.browse.browse_parts import Bytes, group, lines, rollout, run_directory, some_groups, step, turn
+from tests.unit.experiments.parts import invoke
 
 
 def opened(folder: Path) -> RunRollouts:
@@ -311,12 +311,7 @@ def test_the_plain_table_names_groups_hits_and_damage(tmp_path: Path) -> None:
 
 
 def command(*arguments: str) -> int:
-    commands = Commands()
-    add_to(commands)
-    own, settings = commands.split(["browse", *arguments])
-    options = commands.root.parse_args(own)
-    status: int = options.run(options, settings)
-    return status
+    return invoke(add_to, "browse", *arguments)
 
 
 def test_the_command_prints_a_table_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import TimeLimits
 from pipelinerl.cli import eval as command
-from pipelinerl.cli.parser import Commands
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RunDirectoryError, UserError
@@ -32,6 +31,7 @@ from pipelinerl.experiments.evaluate.results import (
 from pipelinerl.experiments.statistics import Interval, pass_at_k
 from pipelinerl.files import read_json_lines
 from pipelinerl.types import GenerationRequest, Problem
+from tests.unit.experiments.parts import invoke
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TARGET = Target("m", "m", ModelConfig(path="somewhere"))
@@ -352,12 +352,7 @@ URL = ("--engine.kind", "http", "--engine.urls", "[http://127.0.0.1:1]")
 
 
 def run_command(*arguments: str) -> int:
-    commands = Commands()
-    command.add_to(commands)
-    own, settings = commands.split(["eval", *arguments])
-    options = commands.root.parse_args(own)
-    status: int = options.run(options, settings)
-    return status
+    return invoke(command.add_to, "eval", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,9 @@ from pipelinerl.experiments.planner.analytic import (
     tau_from_mfu,
 )
 from pipelinerl.experiments.planner.plan import PipelineGrid, compare
+from tests.unit.experiments.parts import histogram_of
 
 histograms = st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6)
-
-
-def histogram_of(lengths: LengthDistribution) -> dict[int, float]:
-    """Length -> share, for lengths that occur."""
-    return {length: share for length, share in enumerate(lengths.probabilities.tolist(), start=1) if share}
 
 
 def workload(histogram: dict[int, int], accelerators: int = 6, batch_size: int = 8) -> Workload:
