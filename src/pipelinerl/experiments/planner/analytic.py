@@ -10,6 +10,7 @@ time `tau` is in the same unit. Rates are in sampled tokens per unit.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,7 @@ class LengthDistribution:
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> LengthDistribution:
         """The empirical distribution of `lengths`. Raises ValueError if it is empty or a length is below 1."""
-        values, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
-        return cls.of_histogram(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        return cls.of_histogram(Counter(lengths))
 
     @classmethod
     def of_histogram(cls, weights: Mapping[int, float]) -> LengthDistribution:

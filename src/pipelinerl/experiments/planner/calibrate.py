@@ -86,7 +86,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         group_size=config.actor.group_size,
         processes=config.engine.processes,
         side_by_side=together,
-        generation=msgspec.structs.replace(generation_cost, threads=threads.generation),
+        generation=generation_cost,
         training=training_cost,
         lengths=dict(sorted(Counter(_lengths(sampled)).items())),
         reward_mean=fmean(rollout.reward for group in sampled for rollout in group.rollouts),

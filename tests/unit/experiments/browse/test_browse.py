@@ -25,7 +25,17 @@ from pipelinerl.experiments.browse.records import (
     printable,
 )
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
-from tests.unit.experiments.browse.browse_parts import Bytes, group, lines, rollout, run_directory, some_groups, step, turn
+from tests.unit.experiments.browse.browse_parts import (
+    Bytes,
+    answer,
+    group,
+    lines,
+    rollout,
+    run_directory,
+    some_groups,
+    step,
+    turn,
+)
 from tests.unit.experiments.parts import invoke
 
 
@@ -126,21 +136,6 @@ def test_which_rollouts_the_trainer_left_out_is_known_if_it_said_so(tmp_path: Pa
 
 
 # Evaluations
-
-
-def answer(problem: int, reward: float, version: int = 0, **fields: object) -> dict[str, object]:
-    text = f"{problem} is {reward:g}"
-    return {
-        "problem_id": f"h{problem}",
-        "reward": reward,
-        "prompt": f"what is {problem}?",
-        "completion": text,
-        "token_ids": list(text.encode()),
-        "weight_versions": [{"version": version, "start": 0, "end": len(text)}],
-        "length": len(text),
-        "finish_reason": "stop",
-        **fields,
-    }
 
 
 def evaluated_run(folder: Path) -> Path:
