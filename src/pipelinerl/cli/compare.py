@@ -63,8 +63,9 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(options.run_file, settings)
     out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
-    from pipelinerl.experiments.compare.request import make_request, this_machine  # noqa: PLC0415
+    from pipelinerl.experiments.compare.request import make_request  # noqa: PLC0415
     from pipelinerl.experiments.compare.runs import answer_held_out, check_held_out  # noqa: PLC0415
+    from pipelinerl.experiments.machine import this_machine  # noqa: PLC0415
     from pipelinerl.launch.run import train  # noqa: PLC0415
 
     request = make_request(

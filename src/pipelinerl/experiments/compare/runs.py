@@ -30,7 +30,8 @@ from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
-from pipelinerl.experiments.compare.request import Request, load_average
+from pipelinerl.experiments.compare.request import Request
+from pipelinerl.experiments.machine import load_average
 from pipelinerl.files import JsonLines, read_json_lines
 from pipelinerl.launch.interrupts import counted_interrupts
 from pipelinerl.launch.roles import thread_environment

@@ -27,7 +27,7 @@ from pipelinerl.child import ChildProcess
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
-from pipelinerl.experiments.compare.request import load_average, processor
+from pipelinerl.experiments.machine import load_average, processor
 from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, Machine, TrainingCost
 from pipelinerl.experiments.planner.measure_generation import (
