@@ -13,11 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import os
 import random
 import statistics
+import sys
 import tempfile
+import urllib.request
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +31,15 @@ from transformers import DynamicCache
 
 from benchmarks import common
 from benchmarks.common import Record
+from pipelinerl.child import ChildProcess
 from pipelinerl.models.loading import resolve_path
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.ports import free_port
 from pipelinerl.serving.client.adapter import SavedWeights
 from pipelinerl.serving.client.weights_file import write_safetensors
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes
-from pipelinerl.serving.vllm.start import VllmSettings, running_vllm
+from pipelinerl.serving.vllm.start import HOST, VllmSettings, command_line, environment
 from pipelinerl.types import (
     Completion,
     GenerationRequest,
@@ -46,6 +52,37 @@ from pipelinerl.types import (
 
 BEFORE_SWITCH = 3
 """Tokens before the first update, and again before the second."""
+
+
+class VllmProcess(ChildProcess):
+    """A vLLM server under its guard, as the launcher starts it."""
+
+    def __init__(self, settings: VllmSettings, log: Path) -> None:
+        port = free_port()
+        self.url = f"http://{HOST}:{port}"
+        super().__init__(
+            [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port)],
+            log=log,
+            environment=environment(settings, os.environ),
+            watches_parent=True,
+            patience_s=30.0,
+        )
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as answer:  # noqa: S310 - our own server
+                return answer.status == 200
+        except OSError:
+            return False
+
+
+@contextmanager
+def running_vllm(settings: VllmSettings, log: Path, timeout_s: float = 180.0) -> Iterator[VllmProcess]:
+    """A server that is healthy. Raises RuntimeError with the end of its log if it ends or is not healthy in time."""
+    with VllmProcess(settings, log) as server:
+        if not server.wait_until(server.healthy, timeout_s, 0.25):
+            raise RuntimeError(f"vLLM is not ready{server.log_excerpt()}")
+        yield server
 
 
 @dataclass(frozen=True)
@@ -207,7 +244,7 @@ def main() -> None:
     )
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
-        running_vllm(settings, [Path(directory) / "vllm.log"]) as (vllm,),
+        running_vllm(settings, Path(directory) / "vllm.log") as vllm,
     ):
         work = measure(
             vllm.url, path, Path(directory), streams=options.streams, tokens=options.tokens, change=options.change
