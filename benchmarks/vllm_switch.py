@@ -35,11 +35,11 @@ from pipelinerl.child import ChildProcess
 from pipelinerl.models.loading import resolve_path
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.ports import free_port
-from pipelinerl.serving.client.adapter import SavedWeights
 from pipelinerl.serving.client.weights_file import write_safetensors
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes
 from pipelinerl.serving.vllm.start import HOST, VllmSettings, command_line, environment
+from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import (
     Completion,
     GenerationRequest,
@@ -106,12 +106,12 @@ def perturbed(model: Any, seed: int, change: float = 0.4) -> Any:
     return changed
 
 
-def save(model: Any, version: int, directory: Path) -> SavedWeights:
+def save(model: Any, version: int, directory: Path) -> WeightUpdateRequest:
     """Save the model's weights as an update file."""
     tensors = named_weights(model)
     path = directory / f"v{version}.safetensors"
     write_safetensors(path, tensors)
-    return SavedWeights(version, checksum(tensors), path)
+    return WeightUpdateRequest(version=version, checksum=checksum(tensors), path=str(path))
 
 
 def make_requests(count: int, vocabulary: int, max_tokens: int) -> list[GenerationRequest]:
@@ -129,7 +129,7 @@ def make_requests(count: int, vocabulary: int, max_tokens: int) -> list[Generati
 
 
 async def switch_in_flight(
-    server: VllmServer, requests: Sequence[GenerationRequest], updates: Sequence[SavedWeights]
+    server: VllmServer, requests: Sequence[GenerationRequest], updates: Sequence[WeightUpdateRequest]
 ) -> Switched:
     """Generate all at once. Apply the next update whenever the streamed request has a few tokens of the previous weights."""
     seen: Counter[int] = Counter()

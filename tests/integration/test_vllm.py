@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from benchmarks.vllm_switch import VllmProcess, measure, perturbed, running_vllm, save
@@ -23,7 +24,6 @@ from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateErro
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model, resolve_path
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.serving.client.adapter import BroadcastWeights, SavedWeights
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import ServerUnreachableError
 from pipelinerl.serving.client.weights_file import write_safetensors
@@ -31,7 +31,7 @@ from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.guard import members
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts
 from pipelinerl.serving.vllm.start import VllmSettings
-from pipelinerl.serving.wire import ProcessGroupRequest
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
 from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
@@ -195,18 +195,18 @@ def test_a_refused_update_changes_nothing_and_generation_goes_on(vllm: VllmProce
     part = {name: tensor for name, tensor in named_weights(model).items() if "layers.1" not in name}
     write_safetensors(tmp_path / "part.safetensors", part)
     bad = {
-        "checksum": good._replace(checksum="0" * 32),
-        "can't be read": good._replace(path=tmp_path / "nothing.safetensors"),
-        "are missing": SavedWeights(held + 1, checksum(part), tmp_path / "part.safetensors"),
-        "older": good._replace(version=held - 1),
+        "checksum": {"checksum": "0" * 32},
+        "can't be read": {"path": str(tmp_path / "nothing.safetensors")},
+        "are missing": {"checksum": checksum(part), "path": str(tmp_path / "part.safetensors")},
+        "older": {"version": held - 1},
     }
 
     async def refuse(client: VllmServer) -> Completion:
         running = asyncio.ensure_future(client.generate(request("r", max_tokens=LONGEST)))
         await asyncio.sleep(0.1)
-        for why, update in bad.items():
+        for why, change in bad.items():
             with pytest.raises(WeightUpdateError, match=why):
-                await client.update_weights(update)
+                await client.update_weights(msgspec.structs.replace(good, **change))
         assert (await client.info()).version == held
         return await running
 
@@ -220,8 +220,9 @@ def test_a_tied_head_follows_the_embedding(vllm: VllmProcess, tmp_path: Path) ->
     newest = perturbed(load_model(ModelConfig()), 3)
     tensors = {name: tensor for name, tensor in named_weights(newest).items() if name != "lm_head.weight"}
     version = version_at(vllm) + 1
-    update = SavedWeights(version, checksum(tensors), tmp_path / "tied.safetensors")
-    write_safetensors(update.path, tensors)
+    path = tmp_path / "tied.safetensors"
+    update = WeightUpdateRequest(version=version, checksum=checksum(tensors), path=str(path))
+    write_safetensors(path, tensors)
 
     async def twice(client: VllmServer) -> tuple[Completion, list[float]]:
         receipts = [await client.update_weights(update), await client.update_weights(update)]
@@ -312,7 +313,7 @@ def test_a_broadcast_that_never_begins_leaves_it_as_it_was(vllm: VllmProcess) ->
             with pytest.raises(WeightUpdateError, match=r"did not join .* in 0\.5 s"):
                 await client.join_broadcast(group)
         with pytest.raises(WeightUpdateError, match="no broadcast was joined"):
-            await client.update_weights(BroadcastWeights(held + 1, "0" * 32))
+            await client.update_weights(WeightUpdateRequest(version=held + 1, checksum="0" * 32))
         return await client.generate(request("still"))
 
     assert {span.version for span in at(vllm, join).weight_versions} == {held}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import RequestError, WeightUpdateError
-from pipelinerl.serving.client.adapter import BroadcastWeights, TokenListener, WeightSource
+from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.errors import ServerUnreachableError
-from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
 
 VOCABULARY = 50
@@ -70,7 +71,7 @@ class FakeServer:
         self.calls: list[GenerationRequest] = []
         self.made: dict[str, Completion] = {}
         self.cancelled: list[str] = []
-        self.updates: list[WeightSource] = []
+        self.updates: list[WeightUpdateRequest] = []
         self.joined: ProcessGroupRequest | None = None
         self.join_problem: Exception | None = None
         self.running = self.most_running = 0
@@ -135,16 +136,16 @@ class FakeServer:
             raise self.join_problem
         self.joined = group
 
-    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+    async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         await asyncio.sleep(0)
         if self.problem is not None:
             raise self.problem
         if self.update_problem is not None:
             raise self.update_problem
-        if isinstance(update, BroadcastWeights):
+        if update.path is None:
             if self.joined is None:
                 raise WeightUpdateError("no process group to receive from")
-        elif not update.path.is_file():
+        elif not Path(update.path).is_file():
             raise WeightUpdateError(f"{update.path} is not there")
         self.updates.append(update)
         self.version, self.checksum = update.version, update.checksum

@@ -74,7 +74,8 @@ class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Apply the weights in the safetensors file at `path`, which must be in a directory that the server allows.
 
-    Without a path: apply the weights that the trainer has broadcast to the process group.
+    The file has all weights under the names of the Hugging Face model, tied ones under each of their names. `checksum` is
+    `models.state.checksum` of its tensors. Without a path: apply the weights that the trainer has broadcast to the group.
     """
 
     version: int

@@ -15,35 +15,12 @@ Errors, the same for every kind of server:
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
 
 TokenListener = Callable[[TokenEvent], None]
-
-
-class SavedWeights(NamedTuple):
-    """All weights in one safetensors file, under the names of the Hugging Face model.
-
-    The file has data for every name, including tied ones, so that `checksum` is `models.state.checksum` of the file's
-    tensors. The file must not change until `update_weights` has returned.
-    """
-
-    version: int
-    checksum: str
-    path: Path
-
-
-class BroadcastWeights(NamedTuple):
-    """Weights that the trainer has broadcast; the servers that joined have already received and verified them."""
-
-    version: int
-    checksum: str
-
-
-WeightSource = SavedWeights | BroadcastWeights
 
 
 class EngineServer(Protocol):
@@ -74,8 +51,10 @@ class EngineServer(Protocol):
         """Join the trainer's broadcast as a receiver. Returns when all receivers have joined; raises after its timeout."""
         ...
 
-    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+    async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         """Apply the weights from the file or the broadcast in flight, between two tokens: all of them or none.
+
+        A broadcast has already been received and verified. A file does not change before this has returned.
 
         The receipt's checksum is of the weights that the server then holds; a server that can't compute it returns the
         checksum that it verified before loading. Applying the version and checksum that it already holds is no error.

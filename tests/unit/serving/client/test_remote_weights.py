@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
-from pipelinerl.serving.client.adapter import BroadcastWeights, SavedWeights, WeightSource
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import Bounds, EngineUnavailableError, ServerUnreachableError
 from pipelinerl.serving.client.weights_file import WeightFiles, write_safetensors
-from pipelinerl.serving.wire import ProcessGroupRequest
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
 from tests.unit.fake_engine_servers import FakeServer, in_event_loop, wait_until
 
@@ -52,8 +51,8 @@ async def engine_over(servers: Sequence[FakeServer], directory: Path, **options:
         yield engine
 
 
-def files(directory: Path) -> list[Path]:
-    return sorted(directory.rglob("*.safetensors"))
+def files(directory: Path) -> list[str]:
+    return sorted(map(str, directory.rglob("*.safetensors")))
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
@@ -70,13 +69,13 @@ def test_a_file_is_written_over_once_it_is_not_needed(tmp_path: Path) -> None:
     larger = {**tensors(), "more": torch.ones(500)}
     first = weights.write(WeightUpdate(1, checksum(larger), larger))
     second = weights.write(update(2))
-    weights.remove(first)
+    weights.remove(first.path)
     third = weights.write(update(3))
     assert files(tmp_path) == sorted([second.path, third.path])
     for saved in (second, third):  # the smaller ends where it should
         assert checksum(load_file(saved.path)) == saved.checksum == update(saved.version).checksum
     for saved in (second, third):
-        weights.remove(saved)
+        weights.remove(saved.path)
     assert files(tmp_path) == [third.path]
     weights.close()
     assert not files(tmp_path)
@@ -96,7 +95,6 @@ async def test_all_servers_take_an_update_and_the_receipt_is_for_all(tmp_path: P
             assert engine.version == version
         assert [server.version for server in servers] == [2, 2]
         (kept,) = [offer for offer in servers[0].updates if offer.version == 2]
-        assert isinstance(kept, SavedWeights)
         assert kept.path in files(tmp_path)  # the last one stays, for servers that come back
         assert engine.progress().weight_updates == 2
         assert engine.progress().pauses_s == (1.0, 1.0)
@@ -120,7 +118,7 @@ async def test_a_refusal_is_in_the_receipt_and_names_the_server(tmp_path: Path) 
 @in_event_loop
 async def test_an_echo_of_other_weights_is_an_error(tmp_path: Path) -> None:
     class Liar(FakeServer):
-        async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+        async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
             receipt = await super().update_weights(update)
             return UpdateReceipt(engine="", version=receipt.version, checksum="0" * 32, pause_s=0.0, sequences_in_flight=0)
 
@@ -134,7 +132,7 @@ async def test_an_echo_of_other_weights_is_an_error(tmp_path: Path) -> None:
 @in_event_loop
 async def test_a_server_that_does_not_answer_an_update_is_named(tmp_path: Path) -> None:
     class Stuck(FakeServer):
-        async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+        async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
             await asyncio.sleep(60)
             raise AssertionError
 
@@ -146,7 +144,7 @@ async def test_a_server_that_does_not_answer_an_update_is_named(tmp_path: Path) 
 @in_event_loop
 async def test_an_answer_that_came_while_the_event_loop_was_blocked_is_in_time(tmp_path: Path) -> None:
     class Blocked(FakeServer):
-        async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+        async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
             receipt = await super().update_weights(update)
             time.sleep(2 * FAST.update_s)
             await asyncio.sleep(0)  # the answer is there, and takes some passes to read
@@ -160,7 +158,7 @@ async def test_an_answer_that_came_while_the_event_loop_was_blocked_is_in_time(t
 @in_event_loop
 async def test_an_update_whose_answer_was_lost_is_sent_again(tmp_path: Path) -> None:
     class Breaking(FakeServer):
-        async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+        async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
             receipt = await super().update_weights(update)
             if len(self.updates) < 3:
                 raise ServerUnreachableError(self.url, "broke off")
@@ -221,7 +219,7 @@ async def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_ta
         )
         receipt = await engine.update_weights(WeightUpdate(1, "c0ffee", {}))
         assert (receipt.error, receipt.version, receipt.checksum) == (None, 1, "c0ffee")
-        assert a.updates == b.updates == [BroadcastWeights(1, "c0ffee")]
+        assert a.updates == b.updates == [WeightUpdateRequest(version=1, checksum="c0ffee")]
         assert engine.progress().pauses_s == (1.0,)
     assert list(tmp_path.iterdir()) == []
 
@@ -263,7 +261,7 @@ def test_the_first_directory_with_room_is_taken_and_the_error_names_all(tmp_path
     there.mkdir()
     weights = WeightFiles(tmp_path / "missing", there)
     saved = weights.write(update(1))
-    assert saved.path.is_relative_to(there)
+    assert Path(saved.path).is_relative_to(there)
     weights.close()
     with pytest.raises(WeightUpdateError, match=str(tmp_path / "missing")):
         WeightFiles(tmp_path / "missing").write(update(1))
@@ -278,7 +276,7 @@ def test_what_a_dead_process_left_is_removed_but_not_what_a_living_one_uses(tmp_
     assert not dead.exists()
     another = WeightFiles(tmp_path)
     another.write(update(2))
-    assert kept.path.is_file()
+    assert Path(kept.path).is_file()
     another.close()
     living.close()
     assert list(tmp_path.iterdir()) == []
