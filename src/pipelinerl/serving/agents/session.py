@@ -36,10 +36,10 @@ class TextRequest(CompletionBody, frozen=True, kw_only=True):
     """`prompt` is a text or token ids. `max_tokens` defaults to the run's limit, not to OpenAI's 16."""
 
 
-Request = ChatRequest | TextRequest
+ModelRequest = ChatRequest | TextRequest
 
 
-def check(request: Request, sampling: SamplingParams) -> None:
+def check(request: ModelRequest, sampling: SamplingParams) -> None:
     """Raises RequestError for parameters that differ from this rollout's sampling."""
     for name, requested, of_run in (
         ("temperature", request.temperature, sampling.temperature),
@@ -71,7 +71,7 @@ class Session:
         self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
 
-    async def answer(self, request: Request) -> Answer:
+    async def answer(self, request: ModelRequest) -> Answer:
         """One call of the model, added to the conversation when it is complete.
 
         Raises RequestError for invalid requests, RefusedError (`not_found`) if the rollout has ended or ends meanwhile.
@@ -98,7 +98,7 @@ class Session:
         for task in self._calls:
             task.cancel()
 
-    async def _ask(self, request: Request) -> Answer:
+    async def _ask(self, request: ModelRequest) -> Answer:
         most = request.most_tokens
         if isinstance(request, ChatRequest):
             return await self.conversation.ask(request.messages, request.offered_tools, max_tokens=most)

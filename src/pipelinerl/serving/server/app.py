@@ -11,15 +11,12 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipelinerl.errors import PipelineRLError
-from pipelinerl.serving.server.http import RefusedError, answer_bug, answer_error, error_answer
+from pipelinerl.serving.server.http import RefusedError, application, error_answer
 from pipelinerl.serving.server.native import Native
 from pipelinerl.serving.server.openai.endpoints import OpenAI
 from pipelinerl.serving.server.service import ServiceHolder
@@ -138,14 +135,7 @@ def make_apps(holder: ServiceHolder, *, api_key: str | None, apart: bool) -> tup
 
 
 def _app(routes: list[Route], metrics: Metrics, api_key: str | None) -> ASGIApp:
-    handlers = {
-        PipelineRLError: answer_error,
-        ClientDisconnect: _answer_disconnect,
-        HTTPException: _answer_not_found,
-        Exception: answer_bug,
-    }
-    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
-    return CountedApp(Guard(app, api_key), metrics, frozenset(route.path for route in routes))
+    return CountedApp(Guard(application(routes), api_key), metrics, frozenset(route.path for route in routes))
 
 
 class Guard:
@@ -178,11 +168,3 @@ def _is_local(origin: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _answer_not_found(request: Request, error: HTTPException) -> Response:
-    return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {error.detail}"))
-
-
-def _answer_disconnect(_: Request, __: ClientDisconnect) -> Response:
-    return Response(status_code=499)
