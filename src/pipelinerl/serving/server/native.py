@@ -48,7 +48,7 @@ class Native:
         wanted = decoded(await body_of(request), GenerationRequest)
         check_request(wanted)
         with ExitStack() as stack:
-            generation = await service.once.generation(wanted)
+            generation = await service.exchange.submit_once(wanted)
             stack.enter_context(service.exchange.following(generation, RETRY_GRACE_S))
             if not wanted.stream:
                 return answer(await unless_gone(request, generation.completion()))

@@ -197,7 +197,7 @@ class HostedServer:
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
         async def work() -> Completion:
-            generation = await self.service.once.generation(request)
+            generation = await self.service.exchange.submit_once(request)
             with self.service.exchange.following(generation, 1.0):
                 return await generation.completion()
 
