@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError
 from pipelinerl.serving.client.http import HttpClient, RefusedError
 from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, require
+from pipelinerl.serving.wire import token_events
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, versions_from_spans
 
 _TOLERANCE = 1e-4
@@ -48,13 +49,7 @@ async def streams(subject: Subject) -> str:
     completion = await subject.complete(request, tokens.append)
     if not tokens:
         raise NotSupportedError("the server does not stream tokens")
-    versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
-    expected = [
-        TokenEvent(request.id, index, token_id, logprob, version)
-        for index, (token_id, logprob, version) in enumerate(
-            zip(completion.token_ids, completion.logprobs, versions, strict=True)
-        )
-    ]
+    expected = token_events(completion)
     require(tokens == expected, f"streamed tokens {tokens[:3]}... differ from the completion's, {expected[:3]}...")
     return f"{len(tokens)} tokens"
 

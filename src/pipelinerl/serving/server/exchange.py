@@ -13,7 +13,8 @@ import msgspec
 
 from pipelinerl.errors import PipelineRLError, RequestError
 from pipelinerl.serving.server.engine_thread import Delivery, EngineThread
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, versions_from_spans
+from pipelinerl.serving.wire import token_events
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent
 
 
 class Generation:
@@ -74,17 +75,6 @@ class Generation:
         """Wake all waiting coroutines; each checks its condition again."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def token_events(completion: Completion) -> list[TokenEvent]:
-    """The token events that a stream of this completion would have."""
-    versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
-    return [
-        TokenEvent(completion.request_id, index, token_id, logprob, version)
-        for index, (token_id, logprob, version) in enumerate(
-            zip(completion.token_ids, completion.logprobs, versions, strict=True)
-        )
-    ]
 
 
 class _Kept(NamedTuple):

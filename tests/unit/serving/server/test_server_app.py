@@ -15,10 +15,9 @@ import openai
 import pytest
 
 from pipelinerl.serving.server.app import Guard
-from pipelinerl.serving.server.exchange import token_events
 from pipelinerl.serving.server.http import MAX_BODY_BYTES
 from pipelinerl.serving.server.service import Service
-from pipelinerl.serving.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine
+from pipelinerl.serving.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine, token_events
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, client_of, running, until
 

@@ -18,8 +18,9 @@ from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError,
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.server.engine_thread import Delivery, EngineThread
-from pipelinerl.serving.server.exchange import Exchange, token_events
+from pipelinerl.serving.server.exchange import Exchange
 from pipelinerl.serving.server.http import RefusedError
+from pipelinerl.serving.wire import token_events
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
 from tests.parity.models import make_model
 from tests.unit.fake_engine_servers import in_event_loop

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipelinerl.errors import RequestError
-from pipelinerl.serving.server.http import MAX_STOP_STRING, MAX_STOPS, check_sampling
+from pipelinerl.serving.server.http import MAX_STOP_STRING, MAX_STOPS, check_sampling, decoded
 from pipelinerl.types import SamplingParams
 
 _HARMLESS: dict[str, tuple[object, ...]] = {
@@ -87,15 +87,12 @@ BodyT = TypeVar("BodyT", bound="Body")
 
 def read_body(data: bytes, body_type: type[BodyT]) -> BodyT:
     """Decode a body. Raises RequestError if it is malformed, or uses a key that is not supported."""
-    try:
-        body = msgspec.json.decode(data, type=body_type)
-        for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
-            if name not in _HARMLESS or name in body_type.__struct_fields__:
-                continue
-            if (value := msgspec.json.decode(raw)) is not None and value not in _HARMLESS[name]:
-                raise RequestError(f"{name}: this server does not support it; leave it out")
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"the body is invalid: {error}") from error
+    body = decoded(data, body_type)
+    for name, raw in decoded(data, dict[str, msgspec.Raw]).items():
+        if name not in _HARMLESS or name in body_type.__struct_fields__:
+            continue
+        if (value := decoded(bytes(raw), object)) is not None and value not in _HARMLESS[name]:
+            raise RequestError(f"{name}: this server does not support it; leave it out")
     return body
 
 
