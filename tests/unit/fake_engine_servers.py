@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import RequestError, WeightUpdateError
 from pipelinerl.serving.client.adapter import TokenListener
-from pipelinerl.serving.client.errors import ServerUnreachableError
+from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.errors import Bounds, ServerUnreachableError
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
 
@@ -32,9 +34,10 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0) -> Completion:
@@ -48,6 +51,18 @@ def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0)
         weight_versions=(VersionSpan(version, 0, count),),
         finish_reason="length",
     )
+
+
+FAST = Bounds(
+    startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3, overload_s=0.3, cancel_s=0.1, tries=8
+)
+
+
+@asynccontextmanager
+async def engine_over(*servers: FakeServer, **options: Any) -> AsyncIterator[RemoteEngine]:
+    """An engine that does not wait long for its servers."""
+    async with RemoteEngine.connect(servers, **{"bounds": FAST} | options) as engine:
+        yield engine
 
 
 class FakeServer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,3 @@ async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> 
 def client_of(app: ASGIApp, **options: Any) -> httpx2.AsyncClient:
     """Speaks to the application without a network; streams come whole."""
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test", timeout=30, **options)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    import asyncio
-
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.001)

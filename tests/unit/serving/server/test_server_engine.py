@@ -23,9 +23,8 @@ from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
 from tests.parity.models import make_model
-from tests.unit.fake_engine_servers import in_event_loop
+from tests.unit.fake_engine_servers import in_event_loop, wait_until
 from tests.unit.scripted_engine import ScriptedEngine
-from tests.unit.server_parts import until
 
 ENDLESS = 10**8
 TOO_LONG = 2 * ENDLESS
@@ -307,7 +306,7 @@ async def test_within_the_grace_somebody_else_may_take_over() -> None:
         with exchange.following(generation, grace_s=0.02):
             await asyncio.sleep(0.04)
             assert not generation.abandoned
-        await until(lambda: generation.abandoned)
+        await wait_until(lambda: generation.abandoned)
         assert (await generation.completion()).finish_reason == "cancelled"
 
 

@@ -22,7 +22,8 @@ from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.parity.models import make_model
-from tests.unit.server_parts import byte_model, client_of, running, until
+from tests.unit.fake_engine_servers import wait_until
+from tests.unit.server_parts import byte_model, client_of, running
 
 HELD = named_weights(make_model("llama"))
 TIED = "lm_head.weight"
@@ -179,13 +180,13 @@ def test_weights_may_be_broadcast_to_a_process_group(tmp_path: Path) -> None:
                 response = await update(1, checksum(newer))
                 assert await sending == checksum(newer) == response.json()["checksum"]
                 assert service.engine.holding == (1, checksum(newer))
-                await until(lambda: not sender.unanswered())
+                await wait_until(lambda: not sender.unanswered())
                 assert [receipt.version for receipt in sender.receipts()] == [1]
 
                 await asyncio.to_thread(sender.send, 2, newest)
                 assert (await update(2, "0" * 32)).status_code == 422, "not what was broadcast"
                 assert service.engine.holding == (1, checksum(newer))
-                await until(lambda: not sender.unanswered())
+                await wait_until(lambda: not sender.unanswered())
                 with pytest.raises(WeightUpdateError, match="nothing was changed"):
                     sender.receipts()
             await service.updates.close()
