@@ -17,7 +17,7 @@ from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdat
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
 
 VOCABULARY = 50
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 
 
 def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -10,22 +10,16 @@ from pipelinerl.environments.chat.conversation import Answer, Conversation
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.serving.server.http import RefusedError
-from pipelinerl.serving.server.openai.bodies import Body, CompletionBody
+from pipelinerl.serving.server.openai.bodies import AnyChatBody, CompletionBody
 from pipelinerl.types import SamplingParams
 
 # ---- requests of agents; the run file sets the sampling parameters, so requests that would change them are refused
 
 
-class ChatRequest(Body, frozen=True, kw_only=True):
+class ChatRequest(AnyChatBody, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    logprobs: bool | None = None
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

@@ -23,8 +23,7 @@ import msgspec
 
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import CANCELLED_KEPT
-from pipelinerl.serving.client.adapter import TokenListener
-from pipelinerl.serving.client.checks import find_fault
+from pipelinerl.serving.client.adapter import TokenListener, find_fault
 from pipelinerl.serving.client.errors import (
     Bounds,
     EngineUnavailableError,
@@ -349,7 +348,7 @@ class Dispatcher:
         if eligible is not None and not eligible:
             waiting.replica.set_exception(next(iter(ticket.rejections.values())))
             return True
-        url = self._router.place(ticket.name, ticket.request.prompt_ids, self._clock(), only=eligible)
+        url = self._router.place(ticket.name, ticket.request.prompt_ids, only=eligible)
         if url is None:
             return False
         waiting.replica.set_result(next(replica for replica in self._pool.replicas if replica.url == url))

@@ -21,8 +21,7 @@ import msgspec
 
 from pipelinerl.errors import RequestError, UserError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.serving.client.adapter import EngineServer, TokenListener
-from pipelinerl.serving.client.checks import Limits, check_request
+from pipelinerl.serving.client.adapter import EngineServer, Limits, TokenListener, check_request
 from pipelinerl.serving.client.dispatch import Dispatcher
 from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.client.fleet import ReplicaPool

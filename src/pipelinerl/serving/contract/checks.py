@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.serving.client.adapter import EngineServer, TokenListener
-from pipelinerl.serving.client.checks import find_fault
+from pipelinerl.serving.client.adapter import EngineServer, TokenListener, find_fault
 from pipelinerl.serving.wire import ServerInfo
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 

@@ -83,7 +83,7 @@ def version_of(label: str) -> int:
 def completion_of(request: GenerationRequest, tokens: Sequence[TokenLogprob], end: Choice) -> Completion:
     """Build the completion from its tokens. `end`: the last choice. Raises InvalidAnswerError.
 
-    Whether it can be the answer to the request is checked by its caller (`client.checks.find_fault`).
+    Whether it can be the answer to the request is checked by its caller (`client.adapter.find_fault`).
     """
     if (reason := _FINISH_REASONS.get(end.finish_reason or "")) is None:
         raise InvalidAnswerError(f"it ended with reason {end.finish_reason!r}")

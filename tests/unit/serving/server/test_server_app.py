@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pipelinerl.serving.server.http import MAX_BODY_BYTES
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine, token_events
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
-from tests.unit.fake_engine_servers import wait_until
+from tests.unit.fake_engine_servers import in_event_loop, wait_until
 from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, client_of, running
 
 TOKENIZER = byte_tokenizer()
@@ -29,14 +30,11 @@ PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 12, "seed": 1, "temp
 CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 1}
 
 
-def served(directory: Path, scenario: Callable[[httpx2.AsyncClient, Service], Awaitable[None]], **changes: Any) -> None:
-    """Run `scenario` with a client of a service of its own."""
-
-    async def run() -> None:
-        async with running(directory, **changes) as (service, app), client_of(app) as client:
-            await scenario(client, service)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def serving(directory: Path, **changes: Any) -> AsyncIterator[tuple[httpx2.AsyncClient, Service]]:
+    """A client of a service of its own."""
+    async with running(directory, **changes) as (service, app), client_of(app) as client:
+        yield client, service
 
 
 def events(response: httpx2.Response) -> list[dict[str, Any]]:
@@ -267,19 +265,18 @@ def test_chats_that_can_not_be_had(shared: Shared, change: dict[str, Any], words
         ({"add_generation_prompt": False, "continue_final_message": True}, "u:hi"),
     ],
 )
-def test_what_a_chat_may_change_about_its_template(tmp_path: Path, change: dict[str, Any], prompt: str) -> None:
+@in_event_loop
+async def test_what_a_chat_may_change_about_its_template(tmp_path: Path, change: dict[str, Any], prompt: str) -> None:
     template = TEMPLATE.replace(
         "{% if add", "{% if enable_thinking is defined and not enable_thinking %}!{% endif %}{% if add"
     )
     tokenizer = byte_tokenizer(template=template)
 
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
+    async with serving(tmp_path, tokenizer=tokenizer) as (client, _):
         asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "return_token_ids": True}
         response = await client.post("/v1/chat/completions", json=asked | change)
         assert response.status_code == 200
         assert tokenizer.decode(response.json()["choices"][0]["prompt_token_ids"]) == prompt
-
-    served(tmp_path, scenario, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -290,13 +287,15 @@ def test_what_a_chat_may_change_about_its_template(tmp_path: Path, change: dict[
         ("/v1/completions", PLAIN | {"stream": True}, "can't encode"),
     ],
 )
-def test_what_the_models_tokenizer_can_not_do_is_said(tmp_path: Path, path: str, body: dict[str, Any], words: str) -> None:
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
+@in_event_loop
+async def test_what_the_models_tokenizer_can_not_do_is_said(
+    tmp_path: Path, path: str, body: dict[str, Any], words: str
+) -> None:
+    of_numbers = load_tokenizer(ModelConfig(path="demo"))
+    async with serving(tmp_path, tokenizer=of_numbers) as (client, _):
         response = await client.post(path, json=body)
         assert response.status_code == 400
         assert words in error_of(response).error.message
-
-    served(tmp_path, scenario, tokenizer=load_tokenizer(ModelConfig(path="demo")))  # of numbers only
 
 
 @pytest.mark.parametrize(
@@ -348,19 +347,19 @@ def test_lines_are_the_tokens_and_then_the_completion(shared: Shared) -> None:
     assert msgspec.json.decode(again.content, type=Completion) == last.completion
 
 
-def test_the_same_id_is_generated_once(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_the_same_id_is_generated_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
         both = await asyncio.gather(*(generate(client, native("a", 80)) for _ in range(2)))
         assert both[0] == both[1] == await generate(client, native("a", 80))
         assert service.engine.progress().tokens_generated == 80
         changed = await client.post("/generate", content=msgspec.json.encode(native("a", 81)))
         assert changed.status_code == 400
 
-    served(tmp_path, scenario)
 
-
-def test_cancelling_ends_a_request_with_what_it_has(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_cancelling_ends_a_request_with_what_it_has(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
         running_ = asyncio.create_task(generate(client, native("a", 90)))
         await wait_until(lambda: service.engine.progress().tokens_generated > 0)
         assert (await client.post("/cancel", json={"request_id": "a"})).json() == {}
@@ -369,11 +368,10 @@ def test_cancelling_ends_a_request_with_what_it_has(tmp_path: Path) -> None:
         assert done.finish_reason == "cancelled"
         assert 0 < len(done.token_ids) < 90
 
-    served(tmp_path, scenario)
 
-
-def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
         await generate(client, native("a"))
         info = msgspec.json.decode((await client.get("/info")).content, type=ServerInfo)
         assert (info.name, info.slots, info.max_length, info.vocabulary) == ("bytes", 4, MAX_LENGTH, 259)
@@ -397,11 +395,10 @@ def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
             assert "retry-after" in response.headers
             assert error_of(response).error.message == "the server stops"
 
-    served(tmp_path, scenario)
 
-
-def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_queue=2) as (client, service):
         waiting = [asyncio.create_task(generate(client, native(f"r{i}", 90))) for i in range(6)]
         await wait_until(lambda: service.engine.open_requests == 6)
         for path, body in (("/v1/completions", PLAIN), ("/generate", json.loads(msgspec.json.encode(native("more"))))):
@@ -409,10 +406,9 @@ def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
             assert response.status_code == 429
             assert response.headers["retry-after"] == "1"
             assert error_of(response).error.code == "overloaded"
+            assert "4 requests are in progress and 2 wait" in error_of(response).error.message
         await asyncio.gather(*waiting)
         assert (await client.post("/v1/completions", json=PLAIN)).status_code == 200
-
-    served(tmp_path, scenario, max_queue=2)
 
 
 def test_paths_methods_and_what_is_not_built(shared: Shared) -> None:
@@ -432,8 +428,9 @@ def test_updates_may_only_name_files_in_the_directory(shared: Shared) -> None:
 # ---------------------------------------------------------------------------------------------- who is let in
 
 
-def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
+@in_event_loop
+async def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
+    async with serving(tmp_path, api_key="secret") as (client, _):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer "}):
             for path in ("/v1/completions", "/generate", "/request_weight_update", "/nowhere"):
                 assert (await client.post(path, json=PLAIN, headers=headers)).status_code == 401
@@ -441,8 +438,6 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
             assert (await client.get("/health", headers=headers)).status_code == 200
         right = {"authorization": "Bearer secret", "origin": "https://elsewhere.example"}
         assert (await client.post("/v1/completions", json=PLAIN, headers=right)).status_code == 200
-
-    served(tmp_path, scenario, api_key="secret")
 
 
 @pytest.mark.parametrize(
@@ -481,8 +476,9 @@ def test_log_probabilities_are_numbers_json_can_say(shared: Shared) -> None:
 # ---------------------------------------------------------------------------------------------- OpenAI's own client
 
 
-def test_openais_client_chats(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
+@in_event_loop
+async def test_openais_client_chats(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
         official = openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client, max_retries=0)
         create = official.chat.completions.create
         messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -502,11 +498,10 @@ def test_openais_client_chats(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="tools: this server does not support it"):
             await create(model="bytes", messages=messages, tools=[{"type": "function", "function": {"name": "f"}}])
 
-    served(tmp_path, scenario)
 
-
-def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
         body = PLAIN | {"stream": True, "max_tokens": 90, "ignore_eos": True}
         asking = asyncio.create_task(client.post("/v1/completions", json=body))
         lines = asyncio.create_task(client.post("/generate", content=msgspec.json.encode(native("a", 90, stream=True))))
@@ -518,5 +513,3 @@ def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
         assert (error.code, error.message) == ("unavailable", "the request was cancelled")
         completion = json.loads((await lines).content.splitlines()[-1])["completion"]
         assert completion["finish_reason"] == "cancelled"
-
-    served(tmp_path, scenario)

@@ -121,21 +121,6 @@ def test_a_step_makes_at_most_one_delivery_and_none_without_news() -> None:
     ]
 
 
-def test_overload_is_refused_and_room_is_found_again() -> None:
-    with Running(scripted(), max_queue=2) as running:
-        for i in range(6):
-            running.thread.submit(request(f"r{i}", ENDLESS))
-        with pytest.raises(RefusedError, match="4 requests are in progress and 2 wait") as caught:
-            running.thread.submit(request("more"))
-        assert (caught.value.code, caught.value.retry_after_s) == ("overloaded", 1)
-        running.thread.cancel("r0")
-        running.inbox.wait(lambda: "r0" in running.inbox.finished)
-        running.thread.submit(request("more"))
-        running.thread.cancel_all()
-        running.inbox.wait(lambda: len(running.inbox.finished) == 7)
-    assert {done.finish_reason for name, done in running.inbox.finished.items() if name != "more"} == {"cancelled"}
-
-
 def test_what_the_engine_refuses_fails_alone() -> None:
     with Running(scripted()) as running:
         running.thread.submit(request("good"))

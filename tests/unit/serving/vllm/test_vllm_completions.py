@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError
-from pipelinerl.serving.client.checks import find_fault
+from pipelinerl.serving.client.adapter import find_fault
 from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, worker_error
 from pipelinerl.serving.vllm.requests import completion_of, generate_body, same_versions, tokens_of, version_of
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan

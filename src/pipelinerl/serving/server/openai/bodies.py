@@ -202,7 +202,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
+class AnyChatBody(Body, frozen=True, kw_only=True):
+    """Fields of every chat."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class ChatBody(AnyChatBody, frozen=True, kw_only=True):
     """`chat_template_kwargs`: variables of the model's chat template, such as Qwen3's `enable_thinking`.
 
     If `add_generation_prompt` is false, the prompt ends with the last message. With `continue_final_message` too, that
@@ -210,15 +221,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
     """
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def template_options(self) -> dict[str, Any]:
