@@ -53,7 +53,6 @@ class RemoteEngine:
         self._files = files
         self._step_s = step_s
         self._clock = clock
-        self._last_update: WeightUpdateRequest | None = None
         self._joined = False
         self._open: set[str] = set()
         self._busy_s = 0.0
@@ -235,21 +234,17 @@ class RemoteEngine:
             request = WeightUpdateRequest(version=update.version, checksum=update.checksum)
         else:
             request = await asyncio.to_thread(self._files.write, update)
+        previous = self._pool.last_update
         receipt = await self._pool.update(request)
+        unused = previous if receipt.error is None else request
+        if unused is not None and unused.path is not None:
+            self._files.remove(unused.path)
         if receipt.error is not None:
-            self._release(request)
             return receipt
-        self._release(self._last_update)
-        self._last_update = request
         self._version = update.version
         self._updates += 1
         self._pauses_s.append(receipt.pause_s)
         return msgspec.structs.replace(receipt, engine=self.name)
-
-    def _release(self, request: WeightUpdateRequest | None) -> None:
-        """Free the file of weights that will not be sent again."""
-        if request is not None and request.path is not None:
-            self._files.remove(request.path)
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

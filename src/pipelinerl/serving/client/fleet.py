@@ -126,7 +126,10 @@ class Replica:
 
 
 class ReplicaPool:
-    """All servers of an engine, in one event loop. `on_change` is called whenever the state of one may have changed."""
+    """All servers of an engine, in one event loop. `on_change` is called whenever the state of one may have changed.
+
+    `last_update`: the newest weights that all servers have acknowledged, except those that are gone; None before the first.
+    """
 
     def __init__(self, servers: Sequence[EngineServer], bounds: Bounds, clock: Callable[[], float]) -> None:
         self.on_change: Callable[[], None] = lambda: None
@@ -134,11 +137,11 @@ class ReplicaPool:
         self._bounds = bounds
         self._clock = clock
         self._update_lock = asyncio.Lock()
-        self._last_update: WeightUpdateRequest | None = None
+        self.last_update: WeightUpdateRequest | None = None
 
     def accepts(self, replica: Replica) -> bool:
         """Whether it gets new requests: it is healthy and holds the newest weights that all servers have acknowledged."""
-        return replica.healthy and (self._last_update is None or replica.holds(self._last_update.version))
+        return replica.healthy and (self.last_update is None or replica.holds(self.last_update.version))
 
     @property
     def all_gone(self) -> bool:
@@ -248,7 +251,7 @@ class ReplicaPool:
                 raise self.unavailable()
             receipt = _combined_receipt(receipts, weights)
             if receipt.error is None:
-                self._last_update = weights
+                self.last_update = weights
         self.on_change()
         return receipt
 
@@ -272,14 +275,14 @@ class ReplicaPool:
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
         """Send the last update to a server that does not hold it: it was restarted, or unreachable during the update."""
-        if self._last_update is None or replica.holds(self._last_update.version) or self._update_lock.locked():
+        if self.last_update is None or replica.holds(self.last_update.version) or self._update_lock.locked():
             return
-        if self._last_update.path is None:
+        if self.last_update.path is None:
             raise WeightUpdateError(
                 f"engine server {replica.url} was restarted and has left the trainer's broadcast; resume the run"
             )
         async with self._update_lock:
-            receipt = await self._send(replica, self._last_update, self._bounds.update_s)
+            receipt = await self._send(replica, self.last_update, self._bounds.update_s)
             if receipt.error is not None:
                 raise WeightUpdateError(receipt.error)
 

@@ -97,6 +97,13 @@ def require(condition: bool, problem: str) -> None:
         raise ViolationError(problem)
 
 
+async def first_event(begun: asyncio.Event, tasks: Sequence[asyncio.Task[Completion]], timeout_s: float = 1.0) -> None:
+    """Wait until a first token has set `begun` or one of `tasks` has ended; not for long, as servers may not stream."""
+    waiting = asyncio.create_task(begun.wait())
+    await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
+    waiting.cancel()
+
+
 async def run_checks(
     server: EngineServer,
     checks: Sequence[Check],

@@ -22,7 +22,7 @@ from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
 from pipelinerl.serving.client.weights_file import WeightFiles
-from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, require
+from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, first_event, require
 from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt, versions_from_spans
 
@@ -129,9 +129,7 @@ class WeightChecks:
         begun = asyncio.Event()
         tasks = [asyncio.create_task(subject.complete(request, lambda _: begun.set())) for request in wanted]
         try:
-            first = asyncio.create_task(begun.wait())
-            await asyncio.wait({first, *tasks}, return_when=asyncio.FIRST_COMPLETED, timeout=5.0)
-            first.cancel()
+            await first_event(begun, tasks, timeout_s=5.0)
             receipt = await subject.server.update_weights(saved)
             return receipt, await asyncio.gather(*tasks)
         finally:
