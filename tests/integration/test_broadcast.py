@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.runs import assert_provenance, endless, run_processes, wait
 from tests.integration.test_remote import Server
+from tests.integration.test_remote import servers as servers  # noqa: PLC0414 - a fixture
 
 pytestmark = pytest.mark.slow
 BROADCAST = {"engine__kind": "http", "weights__kind": "collective"}
-
-
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[list[Server]]:
-    """Two that anybody has started; no directory is shared with them."""
-    running = [Server(tmp_path / name) for name in ("a", "b")]
-    try:
-        for server in running:
-            server.wait()
-        yield running
-    finally:
-        for server in running:
-            server.kill()
 
 
 def test_a_run_broadcasts_to_the_servers_that_it_starts(tmp_path: Path) -> None:
