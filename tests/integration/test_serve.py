@@ -123,7 +123,7 @@ def serving(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
     hold = HOLD.format(tokens=HELD_AFTER, path=str(weights_dir / "hold"))
     process = launch("demo", "--port", "0", "--engine.threads", "1", *files, *flags, prepare=hold, **options)
     try:
-        until(ready_file.exists, process, 90)
+        until(ready_file.exists, process)
         yield Server(process, msgspec.json.decode(ready_file.read_bytes()), weights_dir)
     finally:
         process.kill()
