@@ -496,7 +496,7 @@ def configurations(draw: st.DrawFn) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(configurations())
 def test_what_is_printed_loads_back_equal(config: RunConfig) -> None:
     plain, documented = config_to_yaml(config), render(config)
@@ -506,7 +506,7 @@ def test_what_is_printed_loads_back_equal(config: RunConfig) -> None:
     assert max(map(len, comments)) <= 100
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(json_values)
 def test_written_values_mean_the_same_to_other_yaml_readers(value: Any) -> None:
     config = RunConfig(environment=EnvironmentConfig(args={"value": value}))

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
@@ -278,7 +278,6 @@ def test_a_lost_rollout_is_an_error_with_the_numbers() -> None:
     at_trainer=st.dictionaries(st.sampled_from("bcd"), st.integers(0, 9)),
     lost=st.integers(-3, 3),
 )
-@settings(deadline=None)
 def test_conservation(
     *,
     trained: int,

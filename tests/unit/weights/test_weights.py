@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -90,7 +90,6 @@ def test_the_checksum_is_of_names_types_shapes_and_bytes() -> None:
 
 
 @given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]), st.integers(0, 3))
-@settings(deadline=None)
 def test_the_checksum_sees_values_not_memory_layout(dtype: torch.dtype, rows: int) -> None:
     tensor = torch.arange(rows * 5).reshape(rows, 5).to(dtype)
     strided = torch.empty(5, rows, dtype=dtype).t().copy_(tensor)

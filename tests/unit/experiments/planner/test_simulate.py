@@ -155,7 +155,7 @@ def test_token_by_token_and_every_rollout_is_somewhere(name):
     assert 0 < predicted.trainer_busy_fraction <= 1
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     kind=st.sampled_from(("pipeline", "bounded", "conventional", "async")),
     K=st.sampled_from((1, 3, 4)),
