@@ -47,46 +47,6 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-class AppendFile:
-    """An append-only file with one writer. Each append is atomic: all of the data is written, or none."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._size = os.fstat(self._fd).st_size
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def closed(self) -> bool:
-        return self._fd < 0
-
-    def alone(self) -> bool:
-        """Whether no other process has written to the file since this writer did."""
-        return os.fstat(self._fd).st_size == self._size
-
-    def append(self, data: bytes) -> None:
-        """On OSError (disk full, file too large) the file is unchanged."""
-        try:
-            done = os.write(self._fd, data)
-            while done < len(data):  # A nearly full disk accepts a part; the next call raises.
-                done += os.write(self._fd, data[done:])
-        except BaseException:
-            self.truncate(self._size)
-            raise
-        self._size += len(data)
-
-    def truncate(self, size: int) -> None:
-        os.ftruncate(self._fd, size)
-        self._size = size
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
 class JsonLines:
     """Writes records as JSON lines, each with one system call, so that readers only see complete lines.
 
@@ -95,26 +55,41 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = AppendFile(path)
-        self._file.truncate(_end_of_last_line(path))
         self._encoder = msgspec.json.Encoder()
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._truncate(_end_of_last_line(path))
 
     def write(self, record: Any) -> None:
-        """Raises OSError if the record can't be written; no part of it is then in the file."""
-        self._file.append(self._encoder.encode(record) + b"\n")
+        """Raises OSError if the record can't be written (disk full, file too large); no part of it is then in the file."""
+        line = self._encoder.encode(record) + b"\n"
+        try:
+            done = os.write(self._fd, line)
+            while done < len(line):  # A nearly full disk accepts a part; the next call raises.
+                done += os.write(self._fd, line[done:])
+        except BaseException:
+            self._truncate(self._size)
+            raise
+        self._size += len(line)
 
     def alone(self) -> bool:
         """Whether no other process has written since. If one has, reopen the file, which truncates a partial last line."""
-        return self._file.alone()
+        return os.fstat(self._fd).st_size == self._size
 
     def close(self) -> None:
-        self._file.close()
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _truncate(self, size: int) -> None:
+        os.ftruncate(self._fd, size)
+        self._size = size
 
 
 def read_json_lines(path: Path, record_type: type[T]) -> list[T]:

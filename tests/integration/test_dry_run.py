@@ -15,7 +15,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch import memory as memory_check
 from pipelinerl.launch.checks import check_before_the_start
-from pipelinerl.launch.checks import try_environment as in_a_process
+from pipelinerl.launch.dry_run import try_environment as in_a_process
 from pipelinerl.launch.memory import Memory, check_memory
 from pipelinerl.launch.tryout import try_environment
 from tests.integration.runs import flags, small_run, write_environment

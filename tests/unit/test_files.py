@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.files import AppendFile, JsonLines, SharedRecord, map_file, read_json_lines, reserve, write_atomically
+from pipelinerl.files import JsonLines, SharedRecord, map_file, read_json_lines, reserve, write_atomically
 from tests.limits import small_files
 
 
@@ -89,18 +89,13 @@ def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path) -> N
     assert [json.loads(line)[0] for line in path.read_text().splitlines()] == ["a", "c"]
 
 
-def test_append_file_knows_its_size(tmp_path: Path) -> None:
+def test_a_writer_sees_that_another_has_written(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_bytes(b"abc")
-    file = AppendFile(path)
-    file.append(b"defg")
-    assert file.size == 7
-    file.truncate(1)
-    file.append(b"x")
-    file.close()
-    file.close()
-    assert file.closed
-    assert path.read_bytes() == b"ax"
+    one, other = JsonLines(path), JsonLines(path)
+    one.write(1)
+    assert (one.alone(), other.alone()) == (True, False)
+    for lines in (one, one, other):
+        lines.close()
 
 
 def test_reserving_what_is_not_there_changes_nothing(tmp_path: Path) -> None:

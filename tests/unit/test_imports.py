@@ -19,7 +19,8 @@ PROCESSES = {
     "launcher": (
         "cli.train launch.run",
         "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared weights.broadcast "
-        "launch.tryout launch.resume launch.stages.generation launch.stages.training report experiments torch",
+        "config.help launch.dry_run launch.tryout launch.resume launch.stages.broadcast launch.stages.generation "
+        "launch.stages.training models.hub report experiments torch",
     ),
     "launcher, before a run": (
         "environments.static_check environments.tasks.gcd",
@@ -33,7 +34,8 @@ PROCESSES = {
     "generation": (
         "launch.hosts.worker launch.stages.generation weights.shared engine",
         "checkpoint environments.chat environments.static_check models.lora models.packed preprocess serving trainer "
-        f"weights.broadcast launch.stages.training launch.stages.preprocessing {LAUNCHER}",
+        "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
+        f"launch.stages.preprocessing {LAUNCHER}",
     ),
     "generation with engine servers": (
         "launch.hosts.worker launch.stages.generation",
@@ -45,7 +47,8 @@ PROCESSES = {
     ),
     "training": (
         "launch.hosts.worker launch.stages.training weights.shared",
-        f"actor engine environments serving weights.broadcast launch.stages.generation launch.stages.engines {LAUNCHER}",
+        f"actor engine environments serving weights.broadcast launch.stages.broadcast launch.stages.generation "
+        f"launch.stages.engines models.hub {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",
@@ -102,7 +105,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
             HEAVY | {"tensorboard"},
         ),
         ("import pipelinerl.metrics.tensorboard", HEAVY),
-        ("from pipelinerl.config import keys, load; keys.render(load.load_config(None))", HEAVY | {"numpy"}),
+        ("from pipelinerl.config import help, load; help.render(load.load_config(None))", HEAVY | {"numpy"}),
         (CHECK_STATICALLY, HEAVY),
         ("from pipelinerl.weights.shared_file import create_shared_file; create_shared_file()", {"torch"}),
         ("from pipelinerl.weights.broadcast.control import listen; listen().close()", {"torch"}),

@@ -84,8 +84,10 @@ class Admission:
 
     def open(self) -> None:
         """Allow groups to be started from now on."""
-        with self._transaction() as state:
+        with self._locked():
+            state = self.read()
             state.opened = True
+            self._write(state)
 
     def claim(self, engine_version: int, own: int, rollouts: int) -> Admitted:
         """Count a group of `rollouts` attempts as started, if the schedule allows it now.
@@ -167,13 +169,6 @@ class Admission:
             processes=self._processes,
         )
         return self._schedule.may_start(seen, rollouts)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[Outstanding]:
-        with self._locked():
-            state = self.read()
-            yield state
-            self._write(state)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -42,10 +42,6 @@ class OpenGroup:
         return len(self.outcomes) == self.size
 
     @property
-    def running(self) -> int:
-        return self.size - len(self.outcomes)
-
-    @property
     def in_progress(self) -> int:
         """Attempts that are running, or finished and waiting for the rest of the group. Failed ones are excluded."""
         return self.size - self.failed

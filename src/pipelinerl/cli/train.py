@@ -8,7 +8,6 @@ from importlib import resources
 from pathlib import Path
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, config_of_run, refuse_settings, write
-from pipelinerl.config.keys import json_schema, render
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
@@ -71,7 +70,7 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
         run_file = config_of_run(options.resume)
     config = load_config(run_file, settings)
     if options.dry_run:
-        from pipelinerl.launch.checks import dry_run  # noqa: PLC0415 - as below
+        from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415 - as below
 
         return write("\n".join(dry_run(config)) + "\n")
     from pipelinerl.launch.run import train  # noqa: PLC0415 - other commands of this module start no run
@@ -82,6 +81,8 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def run_config(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(options.run_file, settings)
+    from pipelinerl.config.help import json_schema, render  # noqa: PLC0415 - as above
+
     return write(json_schema() if options.schema else render(config))
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from pipelinerl.config import yaml_text
 from pipelinerl.config.checks import mistakes
-from pipelinerl.config.keys import MOVED, Key, closest_key, key_of, run_keys, run_sections, settable, show
+from pipelinerl.config.keys import Key, run_keys, run_sections, settable, show
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -135,7 +134,10 @@ class _Draft:
         try:
             return RunConfig.model_validate(self.values)
         except ValidationError as error:
-            raise ConfigError(self._message(error.errors(include_url=False)[0])) from error
+            from pipelinerl.config.help import explain  # noqa: PLC0415 - only for a mistake
+
+            mistake = explain(error.errors(include_url=False)[0], self.get)
+            raise ConfigError(f"{self.origin(mistake.place, mistake.key)}: {mistake.text}") from error
 
     def checked(self) -> RunConfig:
         config = self.config()
@@ -143,28 +145,6 @@ class _Draft:
             key, _, text = mistake.partition(": ")
             raise ConfigError(f"{self.origin(key)}: {text}" if key in self.origins else mistake)
         return config
-
-    def _message(self, error: ErrorDetails) -> str:
-        """One line about the first mistake that pydantic found."""
-        kind, value, place = error["type"], error["input"], ".".join(map(str, error["loc"]))
-        if kind == "extra_forbidden":
-            return f"{self.origin(place)}: {_unknown_in_file(place)}"
-        if place in run_sections():
-            example = next(key.name for key in run_keys().values() if key.section == place)
-            hint = f", as in `{place}: {{{example}: {show(value)}}}`" if isinstance(value, str) else ""
-            return f"{self.origin(place)}: this is a section; its keys go below it, indented{hint}"
-        key = key_of(place)
-        if "recursion" in kind:
-            text = "nested too deeply, or a value that contains itself"
-        elif kind == "invalid_key" or error["loc"][-1] == "[key]":
-            text = f"the key {show(value)} is not text; put it in quotes"
-        elif kind == "finite_number":
-            text = f"{value} is not a finite number"
-        elif kind == "invalid-json-value" or key is None:
-            text = f"a value of type {type(value).__name__} can't be written as JSON"
-        else:
-            place, text = str(key), f"{show(self.get(str(key)))} is not allowed here; this takes {key.allowed}"
-        return f"{self.origin(place, key)}: {text}"
 
 
 def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> Iterator[tuple[str, Any]]:
@@ -197,20 +177,10 @@ def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> 
             raise ConfigError(f"{flag}: needs a value: {key.allowed}")
 
 
-def _unknown_in_file(key: str) -> str:
-    if key in run_keys():
-        section, _, name = key.partition(".")
-        return f"in a run file this is `{name}` below `{section}:`, indented"
-    if (mapping := settable(key)) is None:
-        return _unknown(key, sections=True)
-    return f"unknown key; this takes {mapping.allowed}" if mapping.inner else f"write `{mapping}` as a mapping"
+def _unknown(key: str, prefix: str = "", *, keys: Collection[str] | None = None) -> str:
+    from pipelinerl.config.help import unknown_key  # noqa: PLC0415 - only for a mistake
 
-
-def _unknown(key: str, prefix: str = "", *, sections: bool = False, keys: Collection[str] | None = None) -> str:
-    if key in MOVED:
-        return f"unknown key; it is now {MOVED[key].format(prefix=prefix)}"
-    closest = closest_key(key, sections=sections, among=keys)
-    return "unknown key; " + (f"did you mean `{prefix}{closest}`?" if closest else "`pipelinerl config` prints all keys")
+    return unknown_key(key, prefix, keys=keys)
 
 
 def _read(path: Path) -> str:

@@ -1,76 +1,14 @@
-"""The checks before a run, and `train --dry-run`: devices and model exist, the run fits into memory, the environment works.
-
-User code runs in a separate process (`tryout`), which has a time limit and is killed with all processes that it started.
-"""
+"""The checks before a run: the devices and the model exist, the run fits into memory, the environment's code is right."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
-import msgspec
-
-from pipelinerl import errors
-from pipelinerl.child import ChildProcess
-from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.static_check import check_statically
-from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
+from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch.memory import Judgement, check_memory
-from pipelinerl.launch.roles import check_devices
-
-SHOWN_CHARACTERS = 80
-OUTPUT_LINES = 5
-
-
-class Step(msgspec.Struct, frozen=True, tag="step"):
-    """What the process does next, as a phrase that continues "it ..."."""
-
-    doing: str
-
-
-class Mistake(msgspec.Struct, frozen=True, tag="mistake"):
-    """The process ended with an error: its class in `errors`, and its message."""
-
-    kind: str
-    message: str
-
-
-class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """The result of a successful trial.
-
-    `prompt` is the first problem's prompt, `reward` and `metrics` are those of an empty answer to it. `prompt_tokens` are
-    the prompt lengths of the first problems. `single_turn`: an attempt has one prompt only. `built_s` is how long it took
-    to build the environment, `held_out` the number of held-out problems.
-    """
-
-    built_s: float
-    prompt: str
-    prompt_tokens: tuple[int, ...]
-    single_turn: bool
-    reward: float
-    metrics: dict[str, float]
-    held_out: int
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """The longest prompt of the first problems, in tokens; None if prompts of later turns are not known."""
-        return max(self.prompt_tokens, default=None) if self.single_turn else None
-
-
-TryoutMessage = Step | Mistake | TryoutReport
-
-
-def dry_run(config: RunConfig) -> list[str]:
-    """Check everything that can be checked without the model's weights. Returns the report, as lines of text.
-
-    Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
-    """
-    _check_without_running(config)
-    report = try_environment(config)
-    return [*check_memory(config, report.longest_prompt).report(), *_report_lines(report, config)]
+from pipelinerl.launch.roles import engines_here
 
 
 def check_before_the_start(config: RunConfig) -> Judgement:
@@ -79,74 +17,37 @@ def check_before_the_start(config: RunConfig) -> Judgement:
     If the run may not fit into memory, it is judged again with the environment's actual prompt lengths: the first prediction
     assumes that a prompt may be as long as a slot. If the environment can't be tried, the first judgement stands.
     """
-    memory = _check_without_running(config)
+    memory = check_without_running(config)
     if memory.warnings:
+        from pipelinerl.launch.dry_run import try_environment  # noqa: PLC0415 - few runs need it
+
         with suppress(EnvironmentSetupError):
             return check_memory(config, try_environment(config).longest_prompt)
     return memory
 
 
-def _check_without_running(config: RunConfig) -> Judgement:
+def check_without_running(config: RunConfig) -> Judgement:
     """Check the devices, the model and its memory, and the environment's code statically. Raises UserError."""
-    check_devices(config)
+    _check_devices(config)
     memory = check_memory(config)
     check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
     return memory
 
 
-def try_environment(config: RunConfig) -> TryoutReport:
-    """Build the environment and try an empty answer, in a separate process.
+def _check_devices(config: RunConfig) -> None:
+    """Raise UserError if a device that the run computes on does not exist. Imports torch only if one is not the CPU.
 
-    Raises the error that this ended with. Raises EnvironmentSetupError if it took longer than `launch.startup_timeout_s`
-    or crashed its process.
+    vLLM's device is not checked: it has its own Python environment and PyTorch.
     """
-    kind, bound_s = config.environment.kind, config.launch.startup_timeout_s
-    with tempfile.TemporaryDirectory(prefix="pipelinerl-tryout-") as name:
-        folder = Path(name)
-        settings, messages = folder / "config.yaml", folder / "messages.jsonl"
-        settings.write_text(config_to_yaml(config), encoding="utf-8")
-        messages.touch()
-        command = [sys.executable, "-m", "pipelinerl.launch.tryout", str(settings), str(messages)]
-        with ChildProcess(command, log=folder / "output") as process:
-            process.wait_until(lambda: not isinstance(_last_message(messages), Step), bound_s)
-            message = _last_message(messages)
-            if isinstance(message, TryoutReport):
-                return message
-            if isinstance(message, Mistake):
-                raise _to_error(message)
-            if process.running:
-                raise EnvironmentSetupError(
-                    f"environment {kind} was not ready after {bound_s:g} s (launch.startup_timeout_s): it {message.doing}"
-                )
-            last = "\n".join(process.log_lines()[-OUTPUT_LINES:])
-            raise EnvironmentSetupError(
-                f"environment {kind}: its process {process.how_it_ended()} while it {message.doing}"
-                + (f"; the end of its output:\n{last}" if last else "")
-            )
+    devices = {"trainer.device": config.trainer.device}
+    if config.engine.kind != "vllm" and engines_here(config):
+        devices["engine.device"] = config.engine.device
+    for setting, device in devices.items():
+        if device == "cpu":
+            continue
+        from pipelinerl.models.loading import require_device  # noqa: PLC0415 - loads torch into this process
 
-
-def _last_message(path: Path) -> TryoutMessage:
-    """The last complete line that the process wrote."""
-    *_, last, _ = ["", *path.read_text(encoding="utf-8").split("\n")]
-    return msgspec.json.decode(last, type=TryoutMessage) if last else Step("loads this package")
-
-
-def _to_error(mistake: Mistake) -> PipelineRLError:
-    kind = getattr(errors, mistake.kind, EnvironmentSetupError)
-    error: PipelineRLError = kind(mistake.message)
-    return error
-
-
-def _report_lines(report: TryoutReport, config: RunConfig) -> list[str]:
-    tokens = report.prompt_tokens
-    longest = f", {min(tokens)} to {max(tokens)} in the first {len(tokens)} problems" if len(tokens) > 1 else ""
-    shown = report.prompt if len(report.prompt) <= SHOWN_CHARACTERS else f"{report.prompt[:SHOWN_CHARACTERS]}..."
-    metrics = "".join(f", {name} {value:g}" for name, value in report.metrics.items())
-    lines = [
-        f"environment: {config.environment.kind} was built in {report.built_s:.1f} s",
-        f"  the first prompt has {tokens[0]} tokens{longest}: {shown!r}",
-        f"  an empty answer to it gets reward {report.reward:g}{metrics}",
-    ]
-    if config.evaluation.problems:
-        lines.append(f"  {report.held_out} held-out problems (evaluation.problems: {config.evaluation.problems})")
-    return lines
+        try:
+            require_device(device)
+        except UserError as error:
+            raise UserError(f"{setting}: {error}") from error

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
-from pipelinerl.models.folder import downloaded, find_model
+from pipelinerl.models.folder import find_model
 from pipelinerl.models.shape import ModelShape, read_shape
 
 # ---- prediction: pure functions of the configuration and the model's sizes
@@ -394,6 +394,8 @@ def _shape(found: str) -> ModelShape | None:
     """The sizes of the model in a folder, or of a hub id whose files are all downloaded; None if they are not."""
     if Path(found).is_dir():
         return read_shape(Path(found))
+    from pipelinerl.models.hub import downloaded  # noqa: PLC0415 - folders don't need it
+
     folder = downloaded(found)
     try:
         return None if folder is None else read_shape(Path(folder))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
 
 import msgspec
 
@@ -11,9 +15,9 @@ from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import LoraConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import set_aside
+from pipelinerl.launch.run_lock import errors_explained
 from pipelinerl.launch.session import KeptGroup, StartPlan
-from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, first_uncommitted
+from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import StepRecord, read_records
 from pipelinerl.preprocess import newest_version
@@ -30,9 +34,29 @@ def prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
         _refuse_changes(config, run)
         return None
     steps = len(read_records(run.metrics, StepRecord))
-    kept = set_aside(run)
+    kept = _set_aside(run)
     records = f"; the records of its first {steps} steps are in {kept}" if steps else ""
     return f"{run.root} has no checkpoint: it starts again from the beginning{records}"
+
+
+def _set_aside(run: RunDirectory) -> Path:
+    """Prepare the directory for a start from the beginning.
+
+    Records move into a new folder, which is returned; streams and control files are removed.
+    """
+    with errors_explained():
+        kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
+        kept.mkdir()
+        records = (run.metrics, run.evaluations, run.summary, run.curves, run.rollouts, run.root / "tensorboard")
+        for path in (*records, *run.root.glob("timeline-*.jsonl")):
+            if path.exists():
+                path.rename(kept / path.name)
+        shutil.copy(run.config, kept)
+        shutil.rmtree(run.streams, ignore_errors=True)
+        for path in run.control.iterdir():
+            path.unlink()
+        run.make_folders()
+    return kept
 
 
 def _refuse_changes(config: RunConfig, run: RunDirectory) -> None:
@@ -113,7 +137,14 @@ def take_back(
             PREPARED, Prepared, position.offset, lambda item: wanted(item.index, item.newest_version)
         ):
             keep(prepared.index, prepared.ids)
-    offset = first_uncommitted(store) if apart else position.offset
+    offset = _first_uncommitted(store) if apart else position.offset
     for group in store.rewind(ROLLOUTS, Group, offset, lambda item: wanted(item.index, newest_version(item))):
         keep(group.index, (rollout.id for rollout in group.rollouts))
     return kept
+
+
+def _first_uncommitted(store: StreamStore) -> int:
+    """The offset at which a new reader of the rollout stream begins."""
+    with closing(group_reader(store)) as reader:
+        found = reader.read(1)
+        return found[0][0] if found else reader.stats().written

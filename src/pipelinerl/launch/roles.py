@@ -10,7 +10,6 @@ import sys
 from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.types import PREPROCESSOR, TRAINER
@@ -110,25 +109,6 @@ def yield_to_the_trainer(config: RunConfig, schedule: Schedule) -> None:
     """Lower the priority of this process if `trainer_goes_first`."""
     if trainer_goes_first(config, schedule, usable_cores()):
         os.nice(GENERATION_NICENESS)
-
-
-def check_devices(config: RunConfig) -> None:
-    """Raise UserError if a device that the run computes on does not exist. Imports torch only if one is not the CPU.
-
-    vLLM's device is not checked: it has its own Python environment and PyTorch.
-    """
-    devices = {"trainer.device": config.trainer.device}
-    if config.engine.kind != "vllm" and engines_here(config):
-        devices["engine.device"] = config.engine.device
-    for setting, device in devices.items():
-        if device == "cpu":
-            continue
-        from pipelinerl.models.loading import require_device  # noqa: PLC0415 - loads torch into this process
-
-        try:
-            require_device(device)
-        except UserError as error:
-            raise UserError(f"{setting}: {error}") from error
 
 
 def thread_environment(threads: int) -> dict[str, str]:

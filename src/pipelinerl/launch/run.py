@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,10 +22,13 @@ from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock, create_run_directory, open_run_directory
 from pipelinerl.launch.session import Session, StartPlan, write_session
-from pipelinerl.launch.stages.streams import Broker, running_broker, stream_store
+from pipelinerl.launch.stages.streams import running_broker, stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
+
+if TYPE_CHECKING:
+    from pipelinerl.stream.redis_server import RedisServer
 
 
 def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
@@ -94,7 +97,7 @@ def _make_view(session: Session, notices: list[str]) -> View:
     return view
 
 
-def _run_stages(session: Session, lock: RunLock, broker: Broker | None, view: View) -> Outcome:
+def _run_stages(session: Session, lock: RunLock, broker: RedisServer | None, view: View) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 

@@ -61,7 +61,7 @@ def create_run_directory(config: RunConfig) -> RunLock:
 
     Raises RunDirectoryError if `run_dir` already has a run, is in use or can't be written to.
     """
-    with _explained():
+    with errors_explained():
         root = Path(config.run_dir).absolute() if config.run_dir else _fresh_directory(config)
         run = RunDirectory(root)
         run.root.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def open_run_directory(root: Path) -> RunLock:
     run = RunDirectory(root.absolute())
     if not run.config.is_file():
         raise RunDirectoryError(f"{root} is not a run directory (it has no config.yaml)")
-    with _explained():
+    with errors_explained():
         lock = RunLock(run)
         run.make_folders()
     return lock
@@ -102,28 +102,9 @@ def _remove_failed_start(run: RunDirectory) -> None:
         path.unlink(missing_ok=True)
 
 
-def set_aside(run: RunDirectory) -> Path:
-    """Prepare the directory for a start from the beginning.
-
-    Records move into a new folder, which is returned; streams and control files are removed.
-    """
-    with _explained():
-        kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
-        kept.mkdir()
-        records = (run.metrics, run.evaluations, run.summary, run.curves, run.rollouts, run.root / "tensorboard")
-        for path in (*records, *run.root.glob("timeline-*.jsonl")):
-            if path.exists():
-                path.rename(kept / path.name)
-        shutil.copy(run.config, kept)
-        shutil.rmtree(run.streams, ignore_errors=True)
-        for path in run.control.iterdir():
-            path.unlink()
-        run.make_folders()
-    return kept
-
-
 @contextmanager
-def _explained() -> Iterator[None]:
+def errors_explained() -> Iterator[None]:
+    """Turn an OSError inside into a RunDirectoryError that says what to do."""
     try:
         yield
     except OSError as error:

@@ -91,15 +91,16 @@ def read_session(run: RunDirectory, records_from_s: float) -> Session:
     return Session(config, run, plan, make_schedule(config), records_from_s)
 
 
-class ErrorReport(msgspec.Struct, frozen=True):
-    """The file that a worker writes when it ends with an error. `kind` is the error's class in `errors`."""
+class WorkerError(msgspec.Struct, frozen=True):
+    """The error that a worker ended with. `kind` is its class in `errors`."""
 
     kind: str
     message: str
     traceback: str
 
 
-class WorkerResult(msgspec.Struct, frozen=True):
-    """The file that a worker writes when it ends without an error."""
+class WorkerReport(msgspec.Struct, frozen=True):
+    """The file that a worker writes when it ends."""
 
     peak_memory_bytes: int
+    error: WorkerError | None = None

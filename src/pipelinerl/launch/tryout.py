@@ -2,7 +2,7 @@
 
     python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES
 
-Messages (`checks.TryoutMessage`) are appended to the file MESSAGES, one per line.
+Messages (`dry_run.TryoutMessage`) are appended to the file MESSAGES, one per line.
 Attempts have the time limits of a run, `actor.code_timeout_s` and `actor.rollout_timeout_s`.
 """
 
@@ -26,7 +26,7 @@ from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
-from pipelinerl.launch.checks import Mistake, Step, TryoutMessage, TryoutReport
+from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
 

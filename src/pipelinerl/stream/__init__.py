@@ -1,7 +1,7 @@
 """Streams: ordered, counted queues between stages.
 
 memory    within one process
-files     between the processes of a machine, which it survives; a resumed run first calls `files.rewind`
+files     between the processes of a machine, which it survives; a resumed run first calls `FileStore.rewind`
 redis     between machines, over a Redis server
 """
 

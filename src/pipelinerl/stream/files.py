@@ -164,45 +164,6 @@ class FileStreamReader(Generic[T]):
         self._file.close()
 
 
-def rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-    """Rewind the stream to a checkpoint, before either end is opened. Returns the items that stay, oldest first.
-
-    Items before `from_offset`, dropped items, and those for which `keep` is false are removed. The others are renumbered
-    without gaps: the first has offset `from_offset`, which becomes the committed offset. The counts continue as if every
-    item before it had been taken or dropped. Atomic: if the process is killed, the stream is either unchanged or rewound.
-    Raises StreamError if an end is open or the file is damaged.
-    """
-    file = _StreamFile(directory, item_type, "writer")
-    with closing(file), closing(_Role(directory, "reader")), file.durable(), file.transaction() as stream:
-        stored = [(json, file.decode(offset, json)) for offset, json in file.waiting(from_offset, -1)]
-        kept = [(json, item) for json, item in stored if keep(item)]
-        ((earlier_drops,),) = stream.execute("SELECT count(*) FROM drops WHERE offset < ?", (from_offset,))
-        stream.execute("DELETE FROM items")
-        stream.execute("DELETE FROM drops WHERE offset >= ?", (from_offset,))
-        numbered = ((offset, json) for offset, (json, _) in enumerate(kept, start=from_offset))
-        stream.executemany("INSERT INTO items VALUES (?, ?)", numbered)
-        counts = Counts(
-            written=from_offset + len(kept),
-            taken=from_offset - earlier_drops,
-            dropped=earlier_drops,
-            cursor=from_offset,
-            committed=from_offset,
-        )
-        file.store(stream, counts)
-    return [item for _, item in kept]
-
-
-def waiting_items(directory: Path, item_type: type[T]) -> list[T]:
-    """The items that were written and neither taken nor dropped, oldest first. Empty if the stream does not exist.
-
-    Does not take them. Raises StreamError for a damaged item.
-    """
-    if not (directory / _StreamFile.NAME).exists():
-        return []
-    with closing(_StreamFile(directory, item_type)) as file:
-        return [file.decode(offset, json) for offset, json in file.waiting(file.counts().cursor, -1)]
-
-
 class FileStore:
     """Streams in subdirectories of `directory`."""
 
@@ -224,10 +185,42 @@ class FileStore:
         return FileStreamReader(self._directory / name, item_type)
 
     def waiting(self, name: str, item_type: type[T]) -> list[T]:
-        return waiting_items(self._directory / name, item_type)
+        """The items that were written and neither taken nor dropped, oldest first. Empty if the stream does not exist.
+
+        Does not take them. Raises StreamError for a damaged item.
+        """
+        if not (self._directory / name / _StreamFile.NAME).exists():
+            return []
+        with closing(_StreamFile(self._directory / name, item_type)) as file:
+            return [file.decode(offset, json) for offset, json in file.waiting(file.counts().cursor, -1)]
 
     def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        return rewind(self._directory / name, item_type, from_offset, keep)
+        """Rewind the stream to a checkpoint, before either end is opened. Returns the items that stay, oldest first.
+
+        Items before `from_offset`, dropped items, and those for which `keep` is false are removed. The others are renumbered
+        without gaps: the first has offset `from_offset`, which becomes the committed offset. The counts continue as if every
+        item before it had been taken or dropped. Atomic: if the process is killed, the stream is either unchanged or
+        rewound. Raises StreamError if an end is open or the file is damaged.
+        """
+        directory = self._directory / name
+        file = _StreamFile(directory, item_type, "writer")
+        with closing(file), _role(directory, "reader"), file.durable(), file.transaction() as stream:
+            stored = [(json, file.decode(offset, json)) for offset, json in file.waiting(from_offset, -1)]
+            kept = [(json, item) for json, item in stored if keep(item)]
+            ((earlier_drops,),) = stream.execute("SELECT count(*) FROM drops WHERE offset < ?", (from_offset,))
+            stream.execute("DELETE FROM items")
+            stream.execute("DELETE FROM drops WHERE offset >= ?", (from_offset,))
+            numbered = ((offset, json) for offset, (json, _) in enumerate(kept, start=from_offset))
+            stream.executemany("INSERT INTO items VALUES (?, ?)", numbered)
+            counts = Counts(
+                written=from_offset + len(kept),
+                taken=from_offset - earlier_drops,
+                dropped=earlier_drops,
+                cursor=from_offset,
+                committed=from_offset,
+            )
+            file.store(stream, counts)
+        return [item for _, item in kept]
 
 
 class _StreamFile(Generic[T]):
@@ -238,12 +231,12 @@ class _StreamFile(Generic[T]):
     def __init__(self, directory: Path, item_type: type[T], role: str | None = None, *, shared: bool = False) -> None:
         self._directory = directory
         self._decoder = msgspec.json.Decoder(item_type)
-        with self._errors_explained(), ExitStack() as undo:
+        with self._errors_explained(), ExitStack() as opened:
             directory.mkdir(parents=True, exist_ok=True)
-            self._role = _Role(directory, role, shared=shared) if role else None
-            undo.callback(self._close_role)
-            self._database = Database(directory / self.NAME, SCHEMA)
-            undo.pop_all()
+            if role is not None:
+                opened.enter_context(_role(directory, role, shared=shared))
+            self._database = opened.enter_context(closing(Database(directory / self.NAME, SCHEMA)))
+            self._opened = opened.pop_all()
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -283,12 +276,7 @@ class _StreamFile(Generic[T]):
 
     def close(self) -> None:
         """Idempotent. SQLite syncs the database to disk when the last process closes it."""
-        self._database.close()
-        self._close_role()
-
-    def _close_role(self) -> None:
-        if self._role is not None:
-            self._role.close()
+        self._opened.close()
 
     @contextmanager
     def _errors_explained(self) -> Iterator[None]:
@@ -305,22 +293,18 @@ class _StreamFile(Generic[T]):
             raise StreamError(f"{error}. {advice}") from error
 
 
-class _Role:
-    """A lock that makes this process the only writer, or the only reader, until `close` or the end of the process.
+@contextmanager
+def _role(directory: Path, role: str, *, shared: bool = False) -> Iterator[None]:
+    """Inside, a lock makes this process the only writer, or the only reader.
 
     With `shared`, other processes may hold it too, but none exclusively.
     """
-
-    def __init__(self, directory: Path, role: str, *, shared: bool = False) -> None:
-        self._fd = os.open(directory / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    fd = os.open(directory / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
         try:
-            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
-            os.close(self._fd)
             raise StreamError(f"{directory} is open already, by another {role}: end the process that has it open") from None
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        yield
+    finally:
+        os.close(fd)

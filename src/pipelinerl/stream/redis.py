@@ -372,40 +372,10 @@ class RedisStreamReader(RedisStream[T]):
             pipe.execute()
 
 
-def waiting_in_redis(url: str, stream: str, item_type: type[T]) -> list[T]:
-    """The items that were written and neither taken nor dropped, oldest first. Takes none. Raises StreamError."""
-    with closing(RedisStream(url, stream, item_type, "observer")) as opened:
-        waiting = opened.patiently(lambda: opened.entries(opened.look().delivered))
-        return [item for _, item in opened.decoded(waiting)]
-
-
-def rewind_stream(url: str, stream: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-    """Rewind the stream to a checkpoint, before either end is opened; see `files.rewind`. Returns the items that stay.
-
-    Ends that are open all the same can't use it any more. Raises StreamError if it has a reader.
-    """
-    with closing(RedisStream(url, stream, item_type, "rewinder")) as opened:
-        opened.refuse_second_reader()
-
-        def replace() -> list[T]:
-            state, entries = opened.look(), opened.entries(0)
-            later = [entry for entry in entries if entry[0] >= from_offset]
-            items = zip(later, opened.decoded(later), strict=True)
-            kept = [(payload, item) for (_, payload), (_, item) in items if keep(item)]
-            taken = state.settled + len(entries) - len(later)
-            dropped = max(min(from_offset, state.stats.written) - taken, 0)
-            with opened.client.pipeline() as pipe:
-                opened.begin(pipe, from_offset - dropped, dropped, [payload for payload, _ in kept])
-                pipe.execute()
-            return [item for _, item in kept]
-
-        return opened.patiently(replace)
-
-
 class RedisStore:
     """Streams in Redis, under a prefix that is unique to the run."""
 
-    def __init__(self, url: str, prefix: str, patience_s: float) -> None:
+    def __init__(self, url: str, prefix: str = "", patience_s: float = PATIENCE_S) -> None:
         """`patience_s`: how long a lost connection is retried."""
         self._url = url
         self._prefix = prefix
@@ -434,10 +404,32 @@ class RedisStore:
         return RedisStreamReader(self._url, self._prefix + name, item_type, patience_s=self._patience_s)
 
     def waiting(self, name: str, item_type: type[T]) -> list[T]:
-        return waiting_in_redis(self._url, self._prefix + name, item_type)
+        """The items that were written and neither taken nor dropped, oldest first. Takes none. Raises StreamError."""
+        with closing(RedisStream(self._url, self._prefix + name, item_type, "observer")) as opened:
+            waiting = opened.patiently(lambda: opened.entries(opened.look().delivered))
+            return [item for _, item in opened.decoded(waiting)]
 
     def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        return rewind_stream(self._url, self._prefix + name, item_type, from_offset, keep)
+        """Rewind the stream to a checkpoint, before either end is opened, as `FileStore.rewind` does.
+
+        Ends that are open all the same can't use it any more. Raises StreamError if it has a reader.
+        """
+        with closing(RedisStream(self._url, self._prefix + name, item_type, "rewinder")) as opened:
+            opened.refuse_second_reader()
+
+            def replace() -> list[T]:
+                state, entries = opened.look(), opened.entries(0)
+                later = [entry for entry in entries if entry[0] >= from_offset]
+                items = zip(later, opened.decoded(later), strict=True)
+                kept = [(payload, item) for (_, payload), (_, item) in items if keep(item)]
+                taken = state.settled + len(entries) - len(later)
+                dropped = max(min(from_offset, state.stats.written) - taken, 0)
+                with opened.client.pipeline() as pipe:
+                    opened.begin(pipe, from_offset - dropped, dropped, [payload for payload, _ in kept])
+                    pipe.execute()
+                return [item for _, item in kept]
+
+            return opened.patiently(replace)
 
 
 def connect(url: str, name: str, timeout_s: float) -> Redis:

@@ -25,16 +25,14 @@ from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.outstanding import make_record
-from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, TimeLimits, attempt, check_rollout
-from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
 from pipelinerl.interfaces import Verdict, WeightUpdate
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.status.watchdog import find_cycle
-from pipelinerl.stream.memory import memory_stream
+from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.types import (
     GenerationRequest,
     Problem,
@@ -544,7 +542,7 @@ class Harness:
         """`groups`: how many there are; after these, admission says no. `until`, `reached`: of `Evaluations`."""
         self.engine = ScriptedEngine(script, slots=slots, version=version)
         self.board, self.receiver, self.records = MemoryBoard(), Receiver(), []
-        self.writer, self.reader = memory_stream(capacity=capacity, when_full=when_full, on_drop=self.dropped)
+        self.writer = self.reader = MemoryStream(capacity=capacity, when_full=when_full, on_drop=self.dropped)
         self.folder = tempfile.TemporaryDirectory()
         make_record(Path(self.folder.name) / "admission", in_stream, settled_before)
         self.admission = Admission(
@@ -560,15 +558,14 @@ class Harness:
         self.evaluations = Evaluations(
             context, evaluation or EvaluationConfig(), on_done=self.evaluated.append, until=until, reached=reached
         )
-        probe = WeightProbe(self.groups.context.engine, self.board, "engine")
         self.actor = Actor(
-            groups=self.groups,
+            self.groups,
+            self.evaluations,
+            board=self.board,
             admission=self.admission,
             writer=self,
             receiver=self.receiver,
-            probe=probe,
-            evaluations=self.evaluations,
-            status=GenerationStatus(self.board, self.groups, self.evaluations, probe, clock=Clock()),
+            clock=Clock(),
         )
         self.actor.idle_s = 0.0
 

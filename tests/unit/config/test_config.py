@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipelinerl.config.correction import clip_range, resolve
-from pipelinerl.config.keys import SYNONYMS, config_to_yaml, json_schema, render, run_keys
+from pipelinerl.config.help import SYNONYMS, json_schema, render
+from pipelinerl.config.keys import config_to_yaml, run_keys
 from pipelinerl.config.load import config_from_yaml, load_config, validate, with_flags
 from pipelinerl.config.schema import ActorConfig, CorrectionConfig, EnvironmentConfig, RunConfig, TrainerConfig
 from pipelinerl.errors import ConfigError

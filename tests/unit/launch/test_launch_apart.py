@@ -31,8 +31,9 @@ from pipelinerl.launch.roles import (
 )
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import KeptGroup, Session, StartPlan, read_session, write_session
-from pipelinerl.launch.stages import weights
-from pipelinerl.launch.stages.engines import _api_key, _refuse_newer, make_engine
+from pipelinerl.launch.stages import broadcast, weights
+from pipelinerl.launch.stages.engines import make_engine
+from pipelinerl.launch.stages.servers import _api_key, _refuse_newer
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.errors import EngineUnavailableError
@@ -112,19 +113,11 @@ def session_of(config: RunConfig, run_dir: Path) -> Session:
     return Session(config, run, StartPlan(), make_schedule(config), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("config", "servers_receive"),
-    [
-        (RunConfig(weights=COLLECTIVE, engine=EngineConfig(processes=3)), False),
-        (TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), True),
-        (TWO_SERVERS, False),
-    ],
-)
-def test_servers_learn_where_a_broadcast_comes_from(config: RunConfig, servers_receive: bool, tmp_path: Path) -> None:
-    session = session_of(config, tmp_path)
+def test_servers_learn_where_a_broadcast_comes_from(tmp_path: Path) -> None:
+    session = session_of(TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), tmp_path)
     with listen() as listening:
-        address = weights.sender_address(session, listening.fileno())
-        assert address == ((*listening.getsockname(), session.plan.weights_key) if servers_receive else None)
+        address = broadcast.sender_address(session, listening.fileno())
+        assert address == (*listening.getsockname(), session.plan.weights_key)
 
 
 def test_processes_read_the_session_that_the_launcher_wrote(tmp_path: Path) -> None:
@@ -156,7 +149,7 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: p
     with pytest.raises(UserError, match=r"^engine.urls: there is no route to http://no-such-host.invalid:8000"):
         host("http://no-such-host.invalid:8000")
     ways = {"http://127.0.0.1:8000": "127.0.0.1", "http://far:8000": "127.0.0.2"}
-    monkeypatch.setattr(weights, "_source_address", ways.__getitem__)
+    monkeypatch.setattr(broadcast, "_source_address", ways.__getitem__)
     assert host(*ways) == "127.0.0.2"
 
 

@@ -16,7 +16,7 @@ from pipelinerl.metrics.timeline import EVERY_S, TimelineWriter, read_timeline
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.status.screen import Trends, plain_line
-from pipelinerl.stream.memory import memory_stream
+from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.types import (
     ActorProgress,
     EngineProgress,
@@ -210,7 +210,7 @@ def group(index: int) -> Group:
 
 
 def test_a_group_goes_to_the_stream_and_to_the_readable_records(tmp_path: Path) -> None:
-    writer, reader = memory_stream(capacity=1)
+    writer = reader = MemoryStream[Group](capacity=1)
     path = tmp_path / "rollouts.jsonl"
     one, other = RolloutWriter(writer, path), RolloutWriter(writer, path)
     for rollout_writer, made in ((one, group(0)), (other, group(1)), (one, group(2))):

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.config.keys import render
+from pipelinerl.config.help import render
 from pipelinerl.config.load import config_from_yaml, load_config, validate
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError

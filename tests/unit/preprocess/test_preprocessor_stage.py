@@ -26,7 +26,7 @@ from pipelinerl.ledger import GroupLedger
 from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, newest_version
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStore
-from pipelinerl.stream.memory import memory_stream
+from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.types import Group, Prepared
 from tests.unit.trainer.test_queue import ids, make_group, pull_all
@@ -35,13 +35,13 @@ APART = RunConfig(launch=LaunchConfig(preprocessor="process"))
 
 
 def stage_over(groups: Sequence[Group], capacity: int = 2) -> tuple[PreprocessorStage, MemoryBoard, object]:
-    first_writer, first_reader = memory_stream(capacity=100)
+    first = MemoryStream[Group](capacity=100)
     for group in groups:
-        assert first_writer.try_write(group)
-    second_writer, second_reader = memory_stream(capacity=capacity)
+        assert first.try_write(group)
+    second = MemoryStream[Prepared](capacity=capacity)
     board = MemoryBoard()
-    reader = PreparingReader(first_reader, Preprocessor(PreprocessConfig()))
-    return PreprocessorStage(reader, second_writer, board=board), board, second_reader
+    reader = PreparingReader(first, Preprocessor(PreprocessConfig()))
+    return PreprocessorStage(reader, second, board=board), board, second
 
 
 def said(board: MemoryBoard) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import msgspec
 
 from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
 from pipelinerl.stream.files import FileStreamReader, FileStreamWriter
-from pipelinerl.stream.memory import memory_stream
+from pipelinerl.stream.memory import MemoryStream
 
 ROOT = Path(__file__).parents[3]
 WhenFull = Literal["block", "drop_oldest"]
@@ -90,11 +90,11 @@ class MemoryPlace:
     address = ()
 
     def writer(self, **options: Any) -> StreamWriter[Item]:
-        writer, self._reader = memory_stream(**options)
-        return writer
+        self._stream = MemoryStream[Item](**options)
+        return self._stream
 
     def reader(self) -> StreamReader[Item]:
-        return self._reader
+        return self._stream
 
 
 class FilesPlace:

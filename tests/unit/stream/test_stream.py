@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.files import FileStreamReader, FileStreamWriter, rewind, waiting_items
+from pipelinerl.stream.files import FileStore, FileStreamReader, FileStreamWriter
 from tests.limits import small_files
 from tests.unit.stream.streams import ROOT, Item, items, write
 
@@ -38,22 +38,22 @@ def test_there_is_one_reader_and_none_while_a_stream_is_rewound(tmp_path: Path) 
     with pytest.raises(StreamError, match="by another reader"):
         FileStreamReader(tmp_path, Item)
     with pytest.raises(StreamError, match="by another writer"):
-        rewind(tmp_path, Item, 0, lambda item: True)
+        FileStore(tmp_path).rewind("", Item, 0, lambda item: True)
     writer.close()
     with pytest.raises(StreamError, match="by another reader"):
-        rewind(tmp_path, Item, 0, lambda item: True)
+        FileStore(tmp_path).rewind("", Item, 0, lambda item: True)
     reader.close()
-    assert rewind(tmp_path, Item, 0, lambda item: True) == []
+    assert FileStore(tmp_path).rewind("", Item, 0, lambda item: True) == []
 
 
 def test_waiting_items_can_be_inspected_while_the_stream_is_used(tmp_path: Path) -> None:
-    assert waiting_items(tmp_path / "none", Item) == []
+    assert FileStore(tmp_path).waiting("none", Item) == []
     writer = FileStreamWriter(tmp_path, Item, capacity=3, when_full="drop_oldest")
     reader = FileStreamReader(tmp_path, Item)
     write(writer, *range(5))
-    assert waiting_items(tmp_path, Item) == items(2, 3, 4)
+    assert FileStore(tmp_path).waiting("", Item) == items(2, 3, 4)
     reader.read(1)
-    assert waiting_items(tmp_path, Item) == items(3, 4)
+    assert FileStore(tmp_path).waiting("", Item) == items(3, 4)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_rewinding_keeps_exactly_what_was_asked(history: tuple[int, int, int], c
         reader.close()
 
         expected = [n for n in range(from_offset, written) if n not in unwanted and n not in dropped]
-        kept = rewind(stream, Item, from_offset, lambda item: item.n not in unwanted)
+        kept = FileStore(stream).rewind("", Item, from_offset, lambda item: item.n not in unwanted)
         assert [item.n for item in kept] == expected
-        again = rewind(stream, Item, from_offset, lambda item: True)
+        again = FileStore(stream).rewind("", Item, from_offset, lambda item: True)
         assert again == kept
 
         numbered = [(from_offset + k, n) for k, n in enumerate(expected)]
@@ -168,23 +168,23 @@ def test_an_interrupted_rewind_changes_nothing(tmp_path: Path) -> None:
         return False
 
     with pytest.raises(InterruptionError):
-        rewind(tmp_path, Item, 0, keep)
+        FileStore(tmp_path).rewind("", Item, 0, keep)
     assert [n for _, n in read_all(tmp_path)] == list(range(20))
-    assert rewind(tmp_path, Item, 5, lambda item: item.n > 16) == items(17, 18, 19)
+    assert FileStore(tmp_path).rewind("", Item, 5, lambda item: item.n > 16) == items(17, 18, 19)
     assert read_all(tmp_path) == [(5, 17), (6, 18), (7, 19)]
 
 
 KILLED = """
 import os, pathlib, signal, sys
 from tests.unit.stream.streams import Item
-from pipelinerl.stream.files import rewind
+from pipelinerl.stream.files import FileStore
 seen = []
 def keep(item):
     seen.append(item)
     if len(seen) == 20:
         os.kill(os.getpid(), signal.SIGKILL)
     return False
-rewind(pathlib.Path(sys.argv[1]), Item, 0, keep)
+FileStore(pathlib.Path(sys.argv[1])).rewind("", Item, 0, keep)
 """
 
 

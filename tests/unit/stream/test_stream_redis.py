@@ -28,16 +28,15 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.files import FileStreamReader, FileStreamWriter, rewind
+from pipelinerl.stream.files import FileStore, FileStreamReader, FileStreamWriter
 from tests.unit.stream.streams import ROOT, Item, Model, WhenFull, items, redis_for_tests, write
 
 redis = pytest.importorskip("redis", reason="needs the package redis: pip install 'pipelinerl[redis]'")
 
 from pipelinerl.stream.redis import (  # noqa: E402 - after the check above
+    RedisStore,
     RedisStreamReader,
     RedisStreamWriter,
-    rewind_stream,
-    waiting_in_redis,
 )
 from pipelinerl.stream.redis_server import start_server  # noqa: E402
 
@@ -182,7 +181,7 @@ def test_after_a_bound_the_url_and_the_time_are_named(tmp_path: Path) -> None:
         finally:
             os.kill(server.pid, signal.SIGCONT)
         write(writer, 0, 1)
-        assert waiting_in_redis(server.url, "s", Item) == items(0, 1)
+        assert RedisStore(server.url).waiting("s", Item) == items(0, 1)
 
 
 def test_what_a_failed_read_had_taken_comes_with_the_next(url: str, name: str) -> None:
@@ -438,7 +437,7 @@ def test_rewinding_is_as_it_is_elsewhere(
     fill(*open_ends(url, stream, **options))
     with unreliable(seed=written + taken):
         for _ in range(1 + twice):
-            kept = rewind_stream(url, stream, Item, from_offset, keep)
+            kept = RedisStore(url).rewind(stream, Item, from_offset, keep)
     reader = RedisStreamReader(url, stream, Item)
     found = outcome(kept, reader)
     writer = RedisStreamWriter(url, stream, Item, **options)
@@ -447,18 +446,18 @@ def test_rewinding_is_as_it_is_elsewhere(
     with TemporaryDirectory() as directory:
         folder = Path(directory)
         fill(FileStreamWriter(folder, Item, **options), FileStreamReader(folder, Item))
-        assert found == outcome(rewind(folder, Item, from_offset, keep), FileStreamReader(folder, Item))
+        assert found == outcome(FileStore(folder).rewind("", Item, from_offset, keep), FileStreamReader(folder, Item))
 
 
 def test_nobody_reads_while_a_stream_is_rewound_and_who_writes_is_told(url: str, name: str) -> None:
     writer, reader = open_ends(url, name)
     write(writer, 0, 1, 2)
     with pytest.raises(StreamError, match="by another reader"):
-        rewind_stream(url, name, Item, 0, lambda item: True)
+        RedisStore(url).rewind(name, Item, 0, lambda item: True)
     reader.read(2)
     reader.commit(2)
     reader.close()
-    assert rewind_stream(url, name, Item, 2, lambda item: True) == items(2)
+    assert RedisStore(url).rewind(name, Item, 2, lambda item: True) == items(2)
     with pytest.raises(StreamError, match="or the stream was rewound"):
         writer.try_write(Item(3))
 
@@ -467,9 +466,9 @@ def test_looking_takes_nothing(url: str, name: str) -> None:
     writer, reader = open_ends(url, name)
     write(writer, *range(100))
     reader.read(3)
-    assert waiting_in_redis(url, name, Item) == items(*range(3, 100))
+    assert RedisStore(url).waiting(name, Item) == items(*range(3, 100))
     assert reader.read(1) == [(3, items(3)[0])]
-    assert waiting_in_redis(url, next(NAMES), Item) == []
+    assert RedisStore(url).waiting(next(NAMES), Item) == []
 
 
 # The server of a run

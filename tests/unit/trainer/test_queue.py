@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.preprocess import PreparingReader, Preprocessor
-from pipelinerl.stream.memory import memory_stream
+from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
 
@@ -46,7 +46,7 @@ class Setup:
     by_index: bool = False
 
     def queue(self, position: QueuePosition | None = None, counts: QueueCounts | None = None) -> SampleQueue:
-        writer, self.reader = memory_stream(capacity=1000)
+        self.reader = writer = MemoryStream[Group](capacity=1000)
         for group in self.groups:
             assert writer.try_write(group)
         reader = PreparingReader(self.reader, Preprocessor(self.config))

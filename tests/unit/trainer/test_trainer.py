@@ -23,7 +23,7 @@ from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import PreparingReader, Preprocessor, pack
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream.memory import memory_stream
+from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
 from pipelinerl.trainer.records import TrainedRecord
 from pipelinerl.types import (
@@ -101,7 +101,7 @@ class Setup:
         self.channel = MemoryChannel()
         self.engine = Engine(self.channel, noise)
         self.board = MemoryBoard()
-        self.writer, reader = memory_stream(capacity=100)
+        self.writer = reader = MemoryStream[Group](capacity=100)
         model, state = tiny_llama(), TrainerState()
         path = latest_checkpoint(run_dir) if resume else None
         if path is not None:

@@ -15,7 +15,7 @@ from pipelinerl.config.schema import LONGEST_SLOT, EngineConfig, ModelConfig, Ru
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.interfaces import AsyncEngine, Tokenizer
-from pipelinerl.launch.stages.engines import server_clients
+from pipelinerl.launch.stages.servers import server_clients
 from pipelinerl.models.loading import load_model, model_max_length, resolve_path, stop_token_ids
 from pipelinerl.report.series import read_config
 

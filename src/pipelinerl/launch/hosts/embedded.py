@@ -32,7 +32,7 @@ from pipelinerl.schedule import stream_capacity
 from pipelinerl.status.board import MemoryBoard, last_statuses
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.stream.memory import memory_stream
+from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer import Trainer
 from pipelinerl.types import Group, StageStatus
 from pipelinerl.weights.memory import MemoryChannel
@@ -83,7 +83,8 @@ def run_embedded(session: Session, view: View) -> Outcome:
 def _stream(session: Session, on_drop: Callable[[Group], None]) -> tuple[StreamWriter[Group], StreamReader[Group]]:
     config = session.config
     if config.stream.kind == "memory":
-        return memory_stream(capacity=stream_capacity(config), when_full=config.stream.when_full, on_drop=on_drop)
+        stream = MemoryStream(capacity=stream_capacity(config), when_full=config.stream.when_full, on_drop=on_drop)
+        return stream, stream
     store = session.streams()
     return group_writer(store, config, on_drop), group_reader(store)
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -41,14 +42,17 @@ from pipelinerl.launch.roles import (
     worker_stages,
 )
 from pipelinerl.launch.run_lock import RunLock
-from pipelinerl.launch.session import ErrorReport, Session, WorkerResult
-from pipelinerl.launch.stages.streams import Broker, rollouts_in_streams
+from pipelinerl.launch.session import Session, WorkerReport
+from pipelinerl.launch.stages.streams import rollouts_in_streams
 from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.status.board import MmapBoard, last_statuses
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.types import TRAINER, StageStatus, goal_reached
+
+if TYPE_CHECKING:
+    from pipelinerl.stream.redis_server import RedisServer
 
 LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
@@ -61,14 +65,11 @@ class Worker(ChildProcess):
     """One process of the run, as the launcher sees it."""
 
     def __init__(self, session: Session, role: str, threads: int, weights_fd: int, fds: Sequence[int]) -> None:
-        """Start the process, which inherits `fds`. Its error report and result of an earlier session are removed; its log
-        is appended to.
-        """
+        """Start the process, which inherits `fds`. Its report of an earlier session is removed; its log is appended to."""
         run = session.run
         self.role = role
-        self._error_report, self._result = run.error_report(role), run.result(role)
-        for stale in (self._error_report, self._result):
-            stale.unlink(missing_ok=True)
+        self._report_file = run.report(role)
+        self._report_file.unlink(missing_ok=True)
         arguments = [role, str(run.root), str(weights_fd), str(session.records_from_s)]
         super().__init__(
             [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
@@ -82,9 +83,10 @@ class Worker(ChildProcess):
         """Have the worker write the stacks of all its threads to its log (see faulthandler)."""
         self.send_signal(signal.SIGUSR1)
 
-    def peak_memory_bytes(self) -> int | None:
+    def report(self) -> WorkerReport | None:
+        """What the worker wrote when it ended."""
         try:
-            return msgspec.json.decode(self._result.read_bytes(), type=WorkerResult).peak_memory_bytes
+            return msgspec.json.decode(self._report_file.read_bytes(), type=WorkerReport)
         except (OSError, msgspec.DecodeError):
             return None
 
@@ -93,13 +95,12 @@ class Worker(ChildProcess):
         status = self.status
         if not status or (self.asked_to_stop and status == -signal.SIGTERM):
             return None
-        try:
-            report = msgspec.json.decode(self._error_report.read_bytes(), type=ErrorReport)
-        except (OSError, msgspec.DecodeError):
+        report = self.report()
+        if report is None or report.error is None:
             return StageDiedError(f"the {self.role} process (pid {self.pid}) {self.how_it_ended()}{self.log_excerpt()}")
-        kind = getattr(errors, report.kind, StageDiedError)
-        error: PipelineRLError = kind(report.message)
-        error.add_note(report.traceback)
+        kind = getattr(errors, report.error.kind, StageDiedError)
+        error: PipelineRLError = kind(report.error.message)
+        error.add_note(report.error.traceback)
         return error
 
     def premature_exit(self) -> PipelineRLError:
@@ -111,7 +112,7 @@ class Worker(ChildProcess):
 class Processes:
     """The processes of a session. `servers` and `broker` serve the `workers` until the workers have ended."""
 
-    broker: Broker | None
+    broker: RedisServer | None
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
 
@@ -125,7 +126,7 @@ class Processes:
         return next(filter(None, (worker.failure() for worker in self.workers)), None)
 
 
-def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | None) -> Outcome:
+def run_processes(session: Session, view: View, lock: RunLock, broker: RedisServer | None) -> Outcome:
     """Run the session to its end. Errors of the run are in the outcome, not raised. `broker` is already running.
 
     All processes inherit `lock`: if the launcher is killed, the run directory stays locked until they have ended.
@@ -163,7 +164,7 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | 
         error=error,
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=session.plan.rollouts_left(in_streams),
-        peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
+        peak_memory_bytes={worker.role: report.peak_memory_bytes for worker in started if (report := worker.report())},
     )
 
 

@@ -6,7 +6,7 @@ ROLE is one of `roles.worker_roles` or `roles.server_roles`.
 
 A worker runs its stages until the run is over, it is told to stop, or its launcher has ended. SIGTERM ends it at once while
 it loads, and asks for a clean stop afterwards. Its standard input is the parent-death pipe, by which it notices the end of
-the launcher. At the end it writes a result or an error report to the run directory.
+the launcher. At the end it writes a report to the run directory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipelinerl.launch.roles import (
     server_roles,
 )
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
-from pipelinerl.launch.session import ErrorReport, Session, WorkerResult, read_session
+from pipelinerl.launch.session import Session, WorkerError, WorkerReport, read_session
 from pipelinerl.parent_pipe import take_stdin, when_closed
 
 
@@ -49,13 +49,13 @@ def main(arguments: list[str]) -> int:
     try:
         _run(read_session(run, float(records_from_s)), role, int(weights_fd), parent_pipe)
     except PipelineRLError as error:
-        _write_error_report(run.error_report(role), type(error).__name__, str(error))
+        _report_error(run.report(role), type(error).__name__, str(error))
         return error.exit_status
     except Exception as error:  # noqa: BLE001 - the launcher reports whatever ends this process
         message = f"the {role} process (pid {os.getpid()}) failed: {type(error).__name__}: {error} (log: {run.log(role)})"
-        _write_error_report(run.error_report(role), "StageDiedError", message)
+        _report_error(run.report(role), "StageDiedError", message)
         return 1
-    write_atomically(run.result(role), msgspec.json.encode(WorkerResult(peak_memory_bytes=peak_memory_bytes())))
+    _write_report(run.report(role))
     return 0
 
 
@@ -79,10 +79,14 @@ def _run(session: Session, role: str, weights_fd: int, parent_pipe: int) -> None
         run_generation(session, generation_roles(session.config).index(role), weights_fd)
 
 
-def _write_error_report(path: Path, kind: str, message: str) -> None:
+def _write_report(path: Path, error: WorkerError | None = None) -> None:
+    write_atomically(path, msgspec.json.encode(WorkerReport(peak_memory_bytes(), error)))
+
+
+def _report_error(path: Path, kind: str, message: str) -> None:
     traceback.print_exc()
     try:
-        write_atomically(path, msgspec.json.encode(ErrorReport(kind, message, traceback.format_exc())))
+        _write_report(path, WorkerError(kind, message, traceback.format_exc()))
     except OSError as error:  # on a full disk the log may still have room; the launcher shows its last lines
         print(f"{message}\n(can't write {path}: {error})", file=sys.stderr)
 

@@ -27,9 +27,7 @@ from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission
 from pipelinerl.actor.evaluation import Evaluation, Evaluations, held_out_problems, write_record
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import RolloutContext
-from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
@@ -40,14 +38,14 @@ from pipelinerl.launch.roles import generation_threads, usable_cores, yield_to_t
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
 from pipelinerl.launch.stages.streams import group_writer
-from pipelinerl.launch.stages.weights import SenderAddress, make_receiver, sender_address
+from pipelinerl.launch.stages.weights import make_receiver
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.records import EvaluationRecord, read_records
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.status.board import MmapBoard
-from pipelinerl.status.reporter import ALONE, GenerationStages, generation_stages, starting
+from pipelinerl.status.reporter import GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
 
 
@@ -109,7 +107,7 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
     if config.engine.kind == "local":
         yield_to_the_trainer(config, session.schedule)
     stage = generation_stages(config.engine.processes)[index].engine
-    board, sender = MmapBoard(session.run.control), sender_address(session, weights_fd)
+    board = MmapBoard(session.run.control)
 
     def on_drop(group: Group) -> None:  # generation is made after the stream
         generation.stream_dropped(group)
@@ -117,7 +115,7 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
     with (
         closing(group_writer(session.streams(), config, on_drop)) as writer,
         closing(make_receiver(session, weights_fd, index, stage)) as receiver,
-        closing(build_generation(session, board, writer, receiver, index=index, sender=sender)) as generation,
+        closing(build_generation(session, board, writer, receiver, index=index, weights_fd=weights_fd)) as generation,
     ):
         # The objects of the model and the libraries live until the end: keep the collector from traversing them every time.
         gc.collect()
@@ -174,11 +172,11 @@ def build_generation(
     receiver: WeightReceiver,
     *,
     index: int = 0,
-    sender: SenderAddress | None = None,
+    weights_fd: int | None = None,
 ) -> Generation:
     """Make the environment, then the engine: errors in the environment are found before the slow loading of the model.
 
-    `sender` is the broadcast that engine servers receive weights from; None if they receive them through this process.
+    `weights_fd` is the trainer's channel, for engine servers that join its broadcast.
     """
     config = session.config
     stages = generation_stages(config.engine.processes)[index]
@@ -188,7 +186,7 @@ def build_generation(
     if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
         raise no_held_out(config.environment.kind, config.evaluation.problems)
     starting(board, stages, waits_for(config.engine))
-    engine = make_engine(session, stages.engine, tokenizer, sender)
+    engine = make_engine(session, stages.engine, tokenizer, weights_fd)
     return Generation(
         session=session,
         index=index,
@@ -230,7 +228,17 @@ async def _generate(
     await _take_weights(generation, engine, stop, until=lambda: engine.progress().weight_updates > 0)
     if stop():
         return
-    generation.groups = _groups(generation, handle)
+    config = session.config
+    context = RolloutContext.of(
+        config.actor,
+        generation.environment,
+        engine,
+        generation.tokenizer,
+        seed=config.seed,
+        slots=handle.slots,
+        stop_token_ids=handle.stop_token_ids,
+    )
+    generation.groups = GroupRunner(context, config.actor)
     with (
         closing(RolloutWriter(generation.writer, session.run.rollouts / "rollouts.jsonl")) as rollout_writer,
         closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
@@ -252,24 +260,10 @@ async def _generate(
                 engine,
                 stop,
                 until=lambda: engine.version == generation.trainer.version,
-                timeout_s=session.config.launch.watchdog_s,
+                timeout_s=config.launch.watchdog_s,
             )
             if generation.evaluation.problems:
                 await _unless_stopped(actor.evaluate("after"), stop, between)
-
-
-def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
-    config = generation.session.config
-    context = RolloutContext.of(
-        config.actor,
-        generation.environment,
-        handle.engine,
-        generation.tokenizer,
-        seed=config.seed,
-        slots=handle.slots,
-        stop_token_ids=handle.stop_token_ids,
-    )
-    return GroupRunner(context, config.actor)
 
 
 def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
@@ -282,7 +276,7 @@ def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineW
         until=session.config.trainer.steps,
         reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
     )
-    return make_actor(
+    return Actor(
         generation.groups,
         evaluations,
         board=generation.board,
@@ -291,30 +285,6 @@ def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineW
         receiver=generation.receiver,
         stages=generation.stages,
         timeline=timeline,
-    )
-
-
-def make_actor(
-    groups: GroupRunner,
-    evaluations: Evaluations,
-    *,
-    board: Board,
-    admission: Admission,
-    writer: RolloutWriter,
-    receiver: WeightReceiver,
-    stages: GenerationStages = ALONE,
-    timeline: TimelineWriter | None = None,
-) -> Actor:
-    """An actor of these parts, with a probe of its engine and its statuses."""
-    probe = WeightProbe(groups.context.engine, board, stages.engine)
-    return Actor(
-        groups=groups,
-        admission=admission,
-        writer=writer,
-        receiver=receiver,
-        probe=probe,
-        evaluations=evaluations,
-        status=GenerationStatus(board, groups, evaluations, probe, stages=stages, timeline=timeline),
     )
 
 

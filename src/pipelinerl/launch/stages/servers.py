@@ -1,31 +1,52 @@
-"""An engine server that a run starts itself: the process of role `server-N`.
+"""Engine servers: the connection of a generation process with them, and the servers that a run starts itself.
 
-It listens on a free port of this machine, writes its address to its ready file, and ends when its parent-death pipe closes.
+A server of the run is the process of role `server-N`. It listens on a free port of this machine, writes its address to its
+ready file, and ends when its parent-death pipe closes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipelinerl.config.schema import ModelConfig
-from pipelinerl.errors import MissingDependencyError
+from pipelinerl.config.schema import EngineConfig, ModelConfig
+from pipelinerl.errors import MissingDependencyError, StalledError, UserError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.roles import plan_threads, usable_cores, yield_to_the_trainer
+from pipelinerl.launch.roles import plan_threads, server_roles, usable_cores, yield_to_the_trainer
+from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.engines import ReadyFile
+from pipelinerl.launch.stages.engines import EngineHandle
 from pipelinerl.ports import free_port
 
 if TYPE_CHECKING:
+    from pipelinerl.serving.client.adapter import EngineServer
+    from pipelinerl.serving.vllm.server_info import ModelFacts
     from pipelinerl.serving.vllm.start import VllmSettings
 
 HOST = "127.0.0.1"
 DRAIN_S = 5.0
 """Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
+LOOK_EVERY_S = 0.05
+START_SHARE = 0.8
+"""Share of `launch.startup_timeout_s` to wait for servers: the error that names them must precede the launcher's timeout."""
+
+
+class ReadyFile(msgspec.Struct, frozen=True):
+    """The part of an engine server's ready file that is read here."""
+
+    url: str
+
+
+# ---- a server that the run starts
 
 
 def run_server(session: Session, role: str, parent_pipe: int) -> None:
@@ -106,3 +127,71 @@ def _max_length(model: ModelConfig) -> int:
 
 def _threads(session: Session) -> int:
     return plan_threads(session.config, session.schedule, usable_cores()).generation
+
+
+# ---- the connection of a generation process with servers
+
+
+@asynccontextmanager
+async def connected_engine(session: Session, name: str, weights_fd: int | None) -> AsyncIterator[EngineHandle]:
+    """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
+    from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
+    from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - as above
+    from pipelinerl.serving.client.weights_file import SHARED_MEMORY  # noqa: PLC0415 - as above
+    from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
+
+    config = session.config
+    key = _api_key(config.engine)
+    deadline_s = time.monotonic() + START_SHARE * config.launch.startup_timeout_s
+    facts = model_facts(config.model.path)
+    urls = config.engine.urls or await _wait_for_servers(session.run, server_roles(config), deadline_s - time.monotonic())
+    shared = config.engine.weights_dir
+    directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
+    left_s = max(1.0, deadline_s - time.monotonic())
+    bounds = Bounds(startup_s=left_s, join_s=left_s)
+    servers = server_clients(config.engine.kind, urls, facts, key)
+    async with RemoteEngine.connect(servers, name=name, weight_dirs=directories, bounds=bounds) as engine:
+        _refuse_newer(engine.newest_version, session.plan.version)
+        if config.weights.kind == "collective" and weights_fd is not None:
+            from pipelinerl.launch.stages.broadcast import sender_address  # noqa: PLC0415 - few runs need it
+
+            await engine.join_broadcast(*sender_address(session, weights_fd))
+        yield EngineHandle(engine, engine.slots, facts.stop_token_ids)
+
+
+def _refuse_newer(held: int, first: int) -> None:
+    """Raises UserError if a server's version, `held`, is above the run's `first` one: versions can only increase."""
+    if held > first:
+        raise UserError(
+            f"engine.urls: a server holds weights of version {held}, of another run or of lost steps, but this run begins "
+            f"with version {first}; restart the servers"
+        )
+
+
+def server_clients(kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None) -> list[EngineServer]:
+    """A client for each address. `kind` is `http` or `vllm`; `facts` describe the model that the servers serve."""
+    from pipelinerl.serving.client.server_client import PipelineServer  # noqa: PLC0415 - needs httpx2, an extra
+    from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
+
+    if kind == "http":
+        return [PipelineServer(url, api_key=api_key) for url in urls]
+    return [VllmServer(url, facts=facts, api_key=api_key) for url in urls]
+
+
+async def _wait_for_servers(run: RunDirectory, roles: Sequence[str], timeout_s: float) -> list[str]:
+    """The addresses of the servers that the launcher started, once all have written their ready files."""
+    deadline_s = time.monotonic() + timeout_s
+    while absent := [role for role in roles if not run.ready_file(role).exists()]:
+        if time.monotonic() > deadline_s:
+            raise StalledError(f"{' and '.join(absent)} not ready after {timeout_s:.0f} s; look at {run.log(absent[0])}")
+        await asyncio.sleep(LOOK_EVERY_S)
+    return [msgspec.json.decode(run.ready_file(role).read_bytes(), type=ReadyFile).url for role in roles]
+
+
+def _api_key(config: EngineConfig) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise UserError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
+    return key

@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
@@ -21,8 +21,9 @@ from pipelinerl.schedule import stream_capacity
 from pipelinerl.stream.files import FileStore
 from pipelinerl.types import Group, Prepared
 
-T = TypeVar("T")
-WhenFull = Literal["block", "drop_oldest"]
+if TYPE_CHECKING:
+    from pipelinerl.stream.redis import RedisStore
+    from pipelinerl.stream.redis_server import RedisServer
 
 ROLLOUTS = "rollouts"
 PREPARED = "prepared"
@@ -33,28 +34,8 @@ OWN_REDIS_PATIENCE_S = 10.0
 """How long a lost connection is retried. The run's own server is never restarted: if it ends, the run ends."""
 
 
-class StreamStore(Protocol):
-    """A store of named streams. The rules of `stream.files` for opening writers and readers hold for every kind."""
-
-    def writer(
-        self,
-        name: str,
-        item_type: type[T],
-        *,
-        capacity: int | None,
-        when_full: WhenFull,
-        on_drop: Callable[[T], None] | None,
-    ) -> StreamWriter[T]: ...
-
-    def reader(self, name: str, item_type: type[T]) -> StreamReader[T]: ...
-
-    def waiting(self, name: str, item_type: type[T]) -> list[T]:
-        """The items that were written but neither read nor dropped, oldest first."""
-        ...
-
-    def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        """Rewind the stream to a checkpoint, before a writer or reader is opened; see `stream.files.rewind`."""
-        ...
+StreamStore: TypeAlias = "FileStore | RedisStore"
+"""Named streams. The rules of `stream.files` for opening writers and readers hold for every kind."""
 
 
 def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StreamStore:
@@ -70,19 +51,8 @@ def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) ->
     return RedisStore(redis_url, _prefix(run), OWN_REDIS_PATIENCE_S)
 
 
-class Broker(Protocol):
-    """The run's own Redis server, which holds its streams. It ends when the run ends or crashes."""
-
-    @property
-    def url(self) -> str: ...
-
-    def failure(self) -> str | None:
-        """Why the server has ended, in one line; None while it runs."""
-        ...
-
-
 @contextmanager
-def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[Broker | None]:
+def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[RedisServer | None]:
     """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
 
     Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
@@ -119,13 +89,6 @@ def prepared_writer(store: StreamStore) -> StreamWriter[Prepared]:
 
 def prepared_reader(store: StreamStore) -> StreamReader[Prepared]:
     return store.reader(PREPARED, Prepared)
-
-
-def first_uncommitted(store: StreamStore) -> int:
-    """The offset at which a new reader of the rollout stream begins."""
-    with closing(group_reader(store)) as reader:
-        found = reader.read(1)
-        return found[0][0] if found else reader.stats().written
 
 
 def rollouts_in_streams(store: StreamStore, config: RunConfig) -> dict[int, int]:

@@ -3,33 +3,19 @@
 shared                         ─▶ generation processes
 collective, engine.kind local  ─▶ generation processes
 collective, http and vllm      ─▶ engine servers; the generation process tells them when to apply what they received
+
+Each process imports its own end of its own transport: a shared file here, a broadcast in `broadcast`.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import UserError
 from pipelinerl.interfaces import WeightReceiver, WeightSender
 from pipelinerl.launch.session import Session
-from pipelinerl.types import MAX_RECEIVERS
-
-LOOPBACK = "127.0.0.1"
-
-
-class SenderAddress(NamedTuple):
-    """The address at which engine servers connect to the sender of a broadcast, and the key that they prove to have."""
-
-    host: str
-    port: int
-    key: str
 
 
 def make_channel(config: RunConfig) -> int:
@@ -37,104 +23,38 @@ def make_channel(config: RunConfig) -> int:
 
     Does not import torch. Raises UserError if there are too many engine servers, or one has no route to it.
     """
-    if config.weights.kind == "shared":
-        from pipelinerl.weights.shared_file import create_shared_file  # noqa: PLC0415 - each kind imports its own transport
+    if config.weights.kind == "collective":
+        from pipelinerl.launch.stages.broadcast import listen_for  # noqa: PLC0415 - see above
 
-        return create_shared_file()
-    from pipelinerl.weights.broadcast.control import listen  # noqa: PLC0415 - as above
+        return listen_for(config)
+    from pipelinerl.weights.shared_file import create_shared_file  # noqa: PLC0415 - see above
 
-    if (count := _receivers(config)) > MAX_RECEIVERS:
-        raise UserError(
-            f"weights.kind: {count} engine servers, but weights are broadcast to at most {MAX_RECEIVERS}; set it to shared"
-        )
-    return listen(_host(config)).detach()
+    return create_shared_file()
 
 
 def make_sender(session: Session, fd: int, give_up: Callable[[], bool]) -> WeightSender:
     """The trainer's end. The caller still closes `fd`."""
-    config = session.config
-    if config.weights.kind == "shared":
-        from pipelinerl.weights.shared import SharedWeightSender  # noqa: PLC0415 - as above, with torch
+    if session.config.weights.kind == "collective":
+        from pipelinerl.launch.stages.broadcast import broadcast_sender  # noqa: PLC0415 - see above
 
-        return SharedWeightSender(fd, config.engine.processes, give_up=give_up)
-    import torch  # noqa: PLC0415 - as above
+        return broadcast_sender(session, fd, give_up)
+    from pipelinerl.weights.shared import SharedWeightSender  # noqa: PLC0415 - see above
 
-    from pipelinerl.weights.broadcast.sender import CollectiveWeightSender  # noqa: PLC0415 - as above
-
-    return CollectiveWeightSender(
-        socket.socket(fileno=os.dup(fd)),
-        session.plan.weights_key,
-        _receivers(config),
-        join_timeout_s=config.launch.startup_timeout_s,
-        device=torch.device(config.trainer.device),
-        coordinated=_servers_receive(config),
-        give_up=give_up,
-    )
+    return SharedWeightSender(fd, session.config.engine.processes, give_up=give_up)
 
 
 def make_receiver(session: Session, fd: int, index: int, engine: str) -> WeightReceiver:
     """The receiving end, for generation process number `index`. The caller still closes `fd`."""
-    config = session.config
-    if config.weights.kind == "shared":
-        from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - as above, with torch
+    if session.config.weights.kind == "collective":
+        from pipelinerl.launch.stages.broadcast import broadcast_receiver  # noqa: PLC0415 - see above
 
-        return SharedWeightReceiver(fd, index)
-    import torch  # noqa: PLC0415 - as above
+        return broadcast_receiver(session, fd, index, engine)
+    from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - see above
 
-    from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver  # noqa: PLC0415
-
-    coordinates = _servers_receive(config)
-    return CollectiveWeightReceiver(
-        *_address(fd),
-        session.plan.weights_key,
-        None if coordinates else index,
-        engine=engine,
-        receivers=_receivers(config),
-        join_timeout_s=config.launch.startup_timeout_s,
-        device=torch.device("cpu" if coordinates else config.engine.device),
-    )
-
-
-def sender_address(session: Session, fd: int) -> SenderAddress | None:
-    """Where engine servers join the trainer's broadcast; None if they receive weights another way."""
-    return SenderAddress(*_address(fd), session.plan.weights_key) if _servers_receive(session.config) else None
+    return SharedWeightReceiver(fd, index)
 
 
 def remove_weights_of(pid: int) -> None:
     """Remove the weight files for engine servers that a killed generation process left behind."""
     for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `serving.client.weights_file`
         shutil.rmtree(left, ignore_errors=True)
-
-
-def _servers_receive(config: RunConfig) -> bool:
-    return config.weights.kind == "collective" and config.engine.kind != "local"
-
-
-def _receivers(config: RunConfig) -> int:
-    """The number of receivers of a broadcast: engine servers, or generation processes with a local engine."""
-    engine = config.engine
-    return engine.processes if engine.kind == "local" else len(engine.urls) or engine.servers
-
-
-def _address(fd: int) -> tuple[str, int]:
-    with socket.socket(fileno=os.dup(fd)) as listening:
-        host, port = listening.getsockname()[:2]
-    return host, port
-
-
-def _host(config: RunConfig) -> str:
-    """The address of this machine that all engine servers can reach: loopback, or the source address to a remote server."""
-    return next(filter(lambda host: host != LOOPBACK, map(_source_address, config.engine.urls)), LOOPBACK)
-
-
-def _source_address(url: str) -> str:
-    """This machine's address for packets to the server. Raises UserError if there is no route."""
-    host = urlsplit(url).hostname
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # connecting a datagram socket sends nothing
-            found: str = probe.getsockname()[0]
-    except OSError as error:
-        raise UserError(f"engine.urls: there is no route to {url}: {error.strerror or error}") from error
-    return LOOPBACK if found == "::1" else found

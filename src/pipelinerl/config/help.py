@@ -1,0 +1,192 @@
+"""Help with the keys of the run file: what each takes, in words; what is wrong with one; and the documented run file."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import textwrap
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ErrorDetails
+
+from pipelinerl.config import yaml_text
+from pipelinerl.config.keys import Key, key_of, run_keys, run_sections, settable, show, spell
+from pipelinerl.config.schema import RunConfig
+
+WIDTH = 100
+_WORDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "null": "null",
+    "object": "a mapping",
+    "string": "text",
+}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+_SYNONYMS = {
+    "run_dir": "output_dir",
+    "model.path": "model model_id model_name model_name_or_path",
+    "model.dtype": "torch_dtype",
+    "model.lora": "peft_config",
+    "environment.kind": "env",
+    "environment.args": "env_arg reward_funcs dataset train_dataset",
+    "schedule.max_lag": "max_staleness max_async_level max_off_policy_steps",
+    "actor.group_size": "n num_generations rollouts_per_example",
+    "actor.max_tokens": "max_completion_length max_completion_tokens max_new_tokens max_response_length response_length",
+    "engine.urls": "engine_url",
+    "engine.slots": "max_num_seqs",
+    "engine.max_length": "max_model_len max_prompt_length max_seq_len max_seq_length",
+    "preprocess.normalize_std": "scale_rewards",
+    "preprocess.overlong": "mask_truncated_completions",
+    "trainer.steps": "epochs num_epochs num_train_epochs total_epochs max_steps total_training_steps",
+    "trainer.batch_size": "train_batch_size rollout_batch_size per_device_train_batch_size",
+    "trainer.loss": "loss_type",
+    "trainer.loss_normalization": "loss_agg_mode",
+    "trainer.clip_low": "clip_ratio_low epsilon",
+    "trainer.clip_high": "clip_ratio clip_ratio_high epsilon_high",
+    "trainer.kl_coefficient": "beta kl_coef kl_loss_coef",
+    "trainer.learning_rate": "lr",
+    "trainer.lr_schedule": "lr_scheduler lr_scheduler_type",
+    "trainer.warmup_steps": "num_warmup_steps warmup_ratio",
+    "trainer.micro_batch_tokens": "max_token_len_per_gpu",
+    "trainer.checkpoint_every": "save_steps save_freq",
+    "trainer.keep_checkpoints": "save_total_limit",
+    "evaluation.every": "eval_steps test_freq",
+    "metrics.tensorboard": "report_to",
+}
+SYNONYMS = {name: key for key, names in _SYNONYMS.items() for name in names.split()}
+"""What other libraries (TRL, verl, prime-rl, transformers, vLLM) call a setting -> the key of the run file."""
+
+MOVED = {"trainer.clamp": "`{prefix}correction.token_high` (with `correction.token: truncate`, the default of reinforce)"}
+"""Keys of earlier versions and where to set the same thing now."""
+
+
+# ---- a wrong key or value
+
+
+class Mistake(NamedTuple):
+    """What is wrong with the value at `place`, which lies in `key` if its place alone may not be known."""
+
+    place: str
+    text: str
+    key: Key | None = None
+
+
+def explain(error: ErrorDetails, given: Callable[[str], Any]) -> Mistake:
+    """A mistake that pydantic found, in one line. `given(key)` is the value of a key in the run file."""
+    kind, value, place = error["type"], error["input"], ".".join(map(str, error["loc"]))
+    if kind == "extra_forbidden":
+        return Mistake(place, _unknown_in_file(place))
+    if place in run_sections():
+        example = next(key.name for key in run_keys().values() if key.section == place)
+        hint = f", as in `{place}: {{{example}: {show(value)}}}`" if isinstance(value, str) else ""
+        return Mistake(place, f"this is a section; its keys go below it, indented{hint}")
+    key = key_of(place)
+    if "recursion" in kind:
+        text = "nested too deeply, or a value that contains itself"
+    elif kind == "invalid_key" or error["loc"][-1] == "[key]":
+        text = f"the key {show(value)} is not text; put it in quotes"
+    elif kind == "finite_number":
+        text = f"{value} is not a finite number"
+    elif kind == "invalid-json-value" or key is None:
+        text = f"a value of type {type(value).__name__} can't be written as JSON"
+    else:
+        place, text = str(key), f"{show(given(str(key)))} is not allowed here; this takes {key.allowed}"
+    return Mistake(place, text, key)
+
+
+def _unknown_in_file(key: str) -> str:
+    """What is wrong with a key that a run file has and must not have there."""
+    if key in run_keys():
+        section, _, name = key.partition(".")
+        return f"in a run file this is `{name}` below `{section}:`, indented"
+    if (mapping := settable(key)) is None:
+        return unknown_key(key, sections=True)
+    return f"unknown key; this takes {mapping.allowed}" if mapping.inner else f"write `{mapping}` as a mapping"
+
+
+def unknown_key(key: str, prefix: str = "", *, sections: bool = False, keys: Collection[str] | None = None) -> str:
+    """What is wrong with a key that does not exist. `keys`: the only ones that may be meant."""
+    if key in MOVED:
+        return f"unknown key; it is now {MOVED[key].format(prefix=prefix)}"
+    closest = closest_key(key, sections=sections, among=keys)
+    return "unknown key; " + (f"did you mean `{prefix}{closest}`?" if closest else "`pipelinerl config` prints all keys")
+
+
+def closest_key(key: str, *, sections: bool = False, among: Collection[str] | None = None) -> str | None:
+    """The existing key that someone who wrote `key` most likely meant, if there is one; with `sections`, or section."""
+    keys = list(run_keys()) if among is None else [known for known in run_keys() if known in among]
+    name = key.rpartition(".")[2].replace("-", "_")
+    if sections and "." not in key and (near := difflib.get_close_matches(name, run_sections(), n=1, cutoff=0.75)):
+        return near[0]
+    if SYNONYMS.get(name) in keys:
+        return SYNONYMS[name]
+    by_name = {known.rpartition(".")[2]: known for known in keys}
+    if name in by_name:
+        misplaced = [known for known in keys if known.rpartition(".")[2] == name]
+        return max(misplaced, key=lambda known: difflib.SequenceMatcher(None, key, known).ratio())
+    if near := difflib.get_close_matches(key.replace("-", "_"), keys, n=1, cutoff=0.6):
+        return near[0]
+    near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
+    return by_name[near[0]] if near else None
+
+
+# ---- documentation
+
+
+def render(config: RunConfig) -> str:
+    """A complete run file: every key and its value, with its documentation, allowed values and default above it."""
+    values = config.model_dump(mode="json")
+    blocks: list[str] = []
+    section = ""
+    for key in run_keys().values():
+        head = f"{key.section}:\n" if key.section != section else ""
+        section = key.section
+        value = values[section][key.name] if section else values[key.name]
+        blocks.append(head + textwrap.indent(_documented(key, value), "  " if section else ""))
+    return "\n".join(blocks)
+
+
+def json_schema() -> str:
+    """The JSON schema of run files, for editors."""
+    return json.dumps({"$schema": GenerateJsonSchema.schema_dialect, **RunConfig.model_json_schema()}, indent=2) + "\n"
+
+
+def _documented(key: Key, value: Any) -> str:
+    wrap = textwrap.TextWrapper(
+        WIDTH - (2 if key.section else 0), initial_indent="# ", break_long_words=False, break_on_hyphens=False
+    )
+    wrap.subsequent_indent = "# "
+    lines = [*wrap.wrap(key.description), *wrap.wrap(_values(key))]
+    wrap.subsequent_indent = "#   "
+    lines += [line for inner in key.inner for line in wrap.wrap(f"- {inner.name}: {inner.description} {_values(inner)}")]
+    return "\n".join(lines) + "\n" + yaml_text.dump({key.name: value})
+
+
+def _values(key: Key) -> str:
+    return f"Takes {key.allowed}. Default: {spell(key.schema['default'])}"
+
+
+def in_words(schema: dict[str, Any]) -> str:
+    """What values a key of this JSON schema takes."""
+    match schema:
+        case {"anyOf": options}:
+            text = " or ".join(map(in_words, options))
+        case {"enum": values} | {"examples": values}:
+            text = "one of " + ", ".join(values)
+        case {"const": value}:
+            text = str(value)
+        case {"prefixItems": items}:
+            text = f"a list of {len(items)}: " + ", ".join(map(in_words, items))
+        case {"items": item}:
+            length = f"{schema['minItems']} or more" if "minItems" in schema else "any length"
+            text = f"a list of {length}: {in_words(item)}"
+        case {"properties": inner}:
+            text = f"a mapping of {', '.join(inner)}"
+        case _:
+            limits = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
+            text = f"{_WORDS[schema['type']]} {' and '.join(limits)}".rstrip()
+    return text
