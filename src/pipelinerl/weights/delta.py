@@ -1,8 +1,8 @@
 """Lossless deltas: the words of a buffer that differ from an older state of it, and where they are.
 
-Both functions know bytes only, not types or tensors. A word has two bytes: one bfloat16, or half a float32. Words are compared
-as bits, so -0.0 and the payload of a NaN are kept. A delta is a sequence of slices, each independent of the others: a process
-that has one part of the weights encodes that part with its place in the whole (`start`), and the deltas of all parts,
+Both functions know bytes only, not types or tensors. A word has two bytes: one bfloat16, or half a float32. Words are
+compared as bits, so -0.0 and the payload of a NaN are kept. A delta is a sequence of slices, each independent of the others.
+A process that has one part of the weights encodes that part with its place in the whole (`start`); the deltas of all parts,
 concatenated in any order, are the delta of the whole.
 
     slice       header: start, size (bytes of the buffer), length (bytes of this slice), 64 bits each
@@ -12,8 +12,8 @@ concatenated in any order, are the delta of the whole.
                 the changed words: those of the sparse blocks, then those of the dense ones
                 zeros, up to a multiple of 8 bytes
 
-A block has 65,536 words; it is dense if a bitmap is shorter than the places. Slices without a change are left out. A delta has
-4 bytes for a changed word if few have changed, and at most 6.3% more bytes than the buffer if all have.
+A block has 65,536 words; it is dense if a bitmap is shorter than the places. Slices without a change are left out. A delta
+has 4 bytes for a changed word if few have changed, and 6.3% more bytes than the buffer if all have.
 """
 
 from __future__ import annotations
@@ -59,16 +59,19 @@ def encode(new_U8: Tensor, base_U8: Tensor, *, start: int = 0, below: int | None
     delta_U8 = torch.zeros(total, dtype=torch.uint8, device=new.device)
     end = 0
     for begin, form in parts:
-        _write(delta_U8[end : end + form.length], form, new, base, begin, start)
-        end += form.length
+        slice_U8, end = delta_U8[end : end + form.length], end + form.length
+        header, rest = slice_U8[:_HEADER_BYTES].view(torch.int64), slice_U8[_HEADER_BYTES:]
+        size = min(_SLICE, new.numel() - begin) * _WORD_BYTES
+        header.copy_(torch.tensor([start + begin * _WORD_BYTES, size, form.length]))
+        _write(rest, form, _padded(new[begin : begin + _SLICE]), _changed(new, base, begin))
     return delta_U8
 
 
 def apply(delta_U8: Tensor, buffer_U8: Tensor) -> None:
     """Change the buffer, which holds the base of the delta, in place.
 
-    Raises WeightUpdateError if the delta is malformed; the buffer may then be changed in part. Does not detect wrong values or
-    another base: compare checksums.
+    Raises WeightUpdateError if the delta is malformed; the buffer may then be changed in part. Does not detect wrong values
+    or another base: compare checksums.
     """
     buffer, end = buffer_U8.view(_WORD), 0
     while end < delta_U8.numel():
@@ -92,9 +95,8 @@ class _Form(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of header, counts, bitmaps, places, words, and the zeros at the end."""
+        """Bytes of the parts after the header: counts, bitmaps, places, words, and the zeros at the end."""
         sizes = [
-            _HEADER_BYTES,
             self.counts.nbytes,
             self.dense.numel() * _BITMAP_BYTES,
             self.places * _WORD_BYTES,
@@ -104,16 +106,13 @@ class _Form(NamedTuple):
 
     @property
     def length(self) -> int:
-        return sum(self.sizes)
+        """Bytes of the slice."""
+        return _HEADER_BYTES + sum(self.sizes)
 
 
-def _write(slice_U8: Tensor, form: _Form, new: Tensor, base: Tensor, begin: int, start: int) -> None:
-    """Encode the slice that begins at word `begin`."""
-    changed = _changed(new, base, begin)
-    words = _padded(new[begin : begin + _SLICE])
-    size = min(_SLICE, new.numel() - begin) * _WORD_BYTES
-    header, counts, bitmaps, places, values, _ = slice_U8.split(form.sizes)
-    header.view(torch.int64).copy_(torch.tensor([start + begin * _WORD_BYTES, size, form.length]))
+def _write(rest_U8: Tensor, form: _Form, words: Tensor, changed: Tensor) -> None:
+    """Write what follows the header. `words`, `changed`: [blocks, _BLOCK]."""
+    counts, bitmaps, places, values, _ = torch.split(rest_U8, form.sizes)
     counts.view(torch.int32).copy_(form.counts)
     bitmaps.copy_(_packed(changed[form.dense]))
     sparse = changed[form.sparse].view(-1).nonzero()[:, 0]
@@ -126,26 +125,26 @@ def _write(slice_U8: Tensor, form: _Form, new: Tensor, base: Tensor, begin: int,
 
 def _apply_slice(delta_U8: Tensor, buffer: Tensor) -> int:
     """Apply the first slice of `delta_U8`; returns its length in bytes."""
-    start, size, length = delta_U8[:_HEADER_BYTES].view(torch.int64).tolist() if delta_U8.numel() >= _HEADER_BYTES else (0, 0, 0)
+    _require(delta_U8.numel() >= _HEADER_BYTES, "a header")
+    start, size, length = delta_U8[:_HEADER_BYTES].view(torch.int64).tolist()
+    _require(start >= 0 and start + size <= buffer.numel() * _WORD_BYTES and start % _WORD_BYTES == 0, "a start")
+    _require(0 < size <= _SLICE * _WORD_BYTES and size % _WORD_BYTES == 0, "a size")
     words = size // _WORD_BYTES
-    blocks = -(-words // _BLOCK)
-    counts_end = _HEADER_BYTES + 4 * blocks
-    _require(0 <= start and 0 < words <= _SLICE and start % _WORD_BYTES == size % _WORD_BYTES == 0, "a slice")
-    _require(start + size <= buffer.numel() * _WORD_BYTES and counts_end <= length <= delta_U8.numel(), "a slice")
+    counts_end = _HEADER_BYTES + 4 * -(-words // _BLOCK)
+    _require(counts_end <= length <= delta_U8.numel(), "a length")
     counts = delta_U8[_HEADER_BYTES:counts_end].view(torch.int32)
     _require(bool(((counts >= 0) & (counts <= _BLOCK)).all()), "a count")
     form = _Form.of(counts)
     _require(form.length == length, "a length")
-    _, _, bitmaps, places, values, _ = delta_U8[:length].split(form.sizes)
+    _, bitmaps, places, values, _ = torch.split(delta_U8[_HEADER_BYTES:length], form.sizes)
 
     sparse = form.sparse.repeat_interleave(counts[form.sparse]) * _BLOCK + (places.view(_WORD).long() & (_BLOCK - 1))
     found = _unpacked(bitmaps).nonzero()[:, 0]
     _require(form.places + found.numel() == form.changed, "a bitmap")
     at = torch.cat([sparse, form.dense[found >> _BLOCK_BITS] * _BLOCK + (found & (_BLOCK - 1))])
     _require(bool((at < words).all()), "a place")
-    target = buffer[start // _WORD_BYTES : (start + size) // _WORD_BYTES]
-    target.index_copy_(0, at, values.view(_WORD))
-    return length
+    buffer[start // _WORD_BYTES :][:words].index_copy_(0, at, values.view(_WORD))
+    return int(length)
 
 
 def _require(condition: bool, what: str) -> None:
