@@ -154,7 +154,7 @@ def measure(path: str, samples: Sequence[TrainingSample], lora: bool, learning_r
 
 
 def table_of(records: Sequence[Record]) -> list[Record]:
-    """A row for each model, kind of training and learning rate; medians over the steps, in percent; 100: no delta is sent."""
+    """A row for each model, kind of training and learning rate: medians over the steps. Delta 100%: all weights are sent."""
     rows = []
     for case in dict.fromkeys((r["model"], r["trained"], r["learning_rate"]) for r in records):
         row: Record = dict(zip(("model", "trained", "learning rate"), (case[0], case[1], f"{case[2]:g}"), strict=True))

@@ -68,6 +68,8 @@ def make_sender(session: Session, fd: int, give_up: Callable[[], bool]) -> Weigh
         join_timeout_s=config.launch.startup_timeout_s,
         device=torch.device(config.trainer.device),
         coordinated=_servers_receive(config),
+        encoding=config.weights.encoding,
+        full_every=config.weights.full_every,
         give_up=give_up,
     )
 
