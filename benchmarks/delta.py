@@ -8,9 +8,9 @@ the reward. The weights after each step are compared bit for bit with those befo
 
     float32             as trained
     bfloat16            rounded to bfloat16 (what `model.dtype: bfloat16` publishes of its float32 master weights)
-    bfloat16, settled   the same, with master weights moved by a random part of a rounding interval. Weights that were
-                        released in bfloat16 start in the middle of their intervals, so the first steps change fewer of them
-                        than later steps do
+    bfloat16, settled   the same, with master weights moved by a random part of a rounding interval, as long training does.
+                        The weights of a released file are not spread evenly over their intervals (in a bfloat16 file they
+                        are in the middle, after quantization often at an edge), so its first steps are not typical
 """
 
 from __future__ import annotations
