@@ -179,5 +179,7 @@ def _short(value: float | None) -> str:
     return "-" if value is None else short(value)
 
 
-def _bytes(size: int) -> str:
+def _bytes(size: float) -> str:
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -299,7 +299,7 @@ class Fleet:
     """A sender and receivers that take every update at once and echo its checksum."""
 
     def __init__(self, rig: Rig, count: int = 3, coordinated: bool = False, **options: object) -> None:
-        options = {"encoding": "delta", "bucket_bytes": 100, "timeout_s": BOUND_S, "coordinated": coordinated} | options
+        options = {"encoding": "delta", "bucket_bytes": 4096, "timeout_s": BOUND_S, "coordinated": coordinated} | options
         self.sender = rig.sender(count, **options)
         self.receivers = [rig.receiver(self.sender, index) for index in range(count)]
         self.coordinator = rig.receiver(self.sender, None) if coordinated else None
