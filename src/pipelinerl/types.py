@@ -325,7 +325,8 @@ class WeightTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """How a weight update was transferred.
 
     `bytes` were sent to each engine, or written once if engines share memory. They include a delta that an engine could not
-    use, which all weights followed. `time_s`: from the start of the copy until every engine could apply the update.
+    use, which all weights followed. `time_s`: from the start of the copy until every engine could apply the update; for the
+    first broadcast this includes the time until all have joined.
     """
 
     version: int

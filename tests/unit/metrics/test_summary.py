@@ -228,6 +228,14 @@ def test_a_run_that_could_learn_nothing_says_so_and_why(
     assert summarize(CONFIG, learned, [], {}, wall_s=1.0, status="finished")["nothing_learned"] is None
 
 
+def test_the_table_tells_the_size_of_weight_updates() -> None:
+    summary = whole_run()
+    assert "weight updates │ 8, pause p50 2.5 ms" in (table := " ".join(as_text(final_table(summary), 400).split()))
+    assert "0.7 KiB each, 33% as deltas" in table
+    older = {key: value for key, value in summary.items() if not key.startswith(("update_bytes", "update_delta"))}
+    assert "KiB each" not in as_text(final_table(older))
+
+
 def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_and_the_table() -> None:
     def evaluated(when: Any, version: int, words: float, **fields: Any) -> EvaluationRecord:
         metrics = {"words/reward": words, "numbers/reward": 0.5, "words/boxed": 1.0}

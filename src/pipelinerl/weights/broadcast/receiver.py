@@ -169,24 +169,21 @@ class CollectiveWeightReceiver:
 
     def _take(self, offer: control.Offer, form: control.Form) -> control.FromSender:
         """Take the offered update, up to the first message that is not about it, which is returned."""
-        group, state = self._group, "offered"
-        if group is None:
-            state = "staged"
-        else:
+        group, staged, released = self._group, self._group is None, False  # The coordinator has nothing to stage.
+        if group is not None:
             self._get_ready(offer)
         arrived = _Arrived(offer.number, WeightUpdate(offer.version, offer.checksum, self._tensors))
         while True:
             match self._next():
-                case control.Go("receive", offer.number, encoding) if group is not None and state != "released":
-                    self._arrived = None
-                    state = "staged" if self._stage(group, offer, encoding, form.bucket_bytes) else "offered"
-                    if state == "staged" and form.coordinated:
+                case control.Go("receive", offer.number, encoding) if group is not None and not released:
+                    staged = self._stage(group, offer, encoding, form.bucket_bytes)
+                    if staged and form.coordinated:
                         # The engine is a server, which is told over HTTP when to apply the update: `poll` must return it by
                         # then. No server is told before all have staged it.
                         self._arrived = arrived
-                    self._send(control.Report("staged" if state == "staged" else "full", offer.number))
-                case control.Go("apply", offer.number) if state == "staged":
-                    state, self._arrived = "released", arrived
+                    self._send(control.Report("staged" if staged else "full", offer.number))
+                case control.Go("apply", offer.number) if staged and not released:
+                    released, self._arrived = True, arrived
                 case message:
                     return message
 
