@@ -22,7 +22,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import reserve
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, first_names
-from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
+from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import Layout, aligned, complaint, layout_of
 from pipelinerl.weights.shared_file import CONTROL_BYTES, Answer, Control, Offer
 
@@ -69,6 +69,7 @@ class SharedWeightSender:
         self._engines = [f"number {index}" for index in range(receivers)]
         self._inbox: list[UpdateReceipt] = []
         self._problem: str | None = None
+        self.transfer: WeightTransfer | None = None
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
         """Copy the tensors into shared memory, publish them, return the checksum of the copies ("" if the run is ending).
@@ -86,6 +87,7 @@ class SharedWeightSender:
         if not self._wait_for_answers():
             return ""
 
+        begin_s = time.monotonic()
         number = self._sent.number + 1 if self._sent else 1
         buffer = self._buffers[number % 2]
         with torch.no_grad():
@@ -95,6 +97,7 @@ class SharedWeightSender:
         digest = checksum(buffer)
         self._control.write_offer(Offer(number, version, digest, number % 2, self._layout_bytes, layout.buffer_bytes))
         self._sent = _Sent(number, version, digest, time.monotonic())
+        self.transfer = WeightTransfer(version=version, bytes=layout.buffer_bytes, time_s=self._sent.at_s - begin_s)
         return digest
 
     def unanswered(self) -> Sequence[str]:

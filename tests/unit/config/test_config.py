@@ -357,6 +357,7 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("engine: {kind: vllm}", "engine.python", "set engine.urls to servers that run already"),
         ("engine: {kind: vllm, python: p, kv_on_update: recompute}", "engine.kv_on_update", "set it to keep"),
         ("weights: {kind: collective}\nlaunch: {kind: embedded}", "weights.kind", "set launch.kind to processes"),
+        ("weights: {encoding: delta}", "weights.encoding", "set weights.kind to collective"),
         ("launch: {kind: embedded, preprocessor: process}", "launch.preprocessor", "launch.preprocessor to with_trainer"),
         ("trainer: {threads: -2}", "trainer.threads", "a whole number >= 1 or null"),
         ("trainer: {loss: ppo}\ncorrection: {token: truncate}", "correction.token", "set it to a mask"),
@@ -399,6 +400,7 @@ def test_combinations_that_make_no_sense_name_key_and_fix(tmp_path: Path, text: 
         "engine: {kind: http, servers: 2}\nstream: {kind: redis}\nlaunch: {preprocessor: process}",
         "engine: {kind: http, urls: ['https://a:1', 'http://b:2/'], api_key_env: KEY}",
         "engine: {kind: vllm, python: p}\nstream: {kind: redis, url: 'unix:///tmp/r'}\nweights: {kind: collective}",
+        "weights: {kind: collective, encoding: delta, full_every: 1}",
     ],
 )
 def test_combinations_that_make_sense_pass(tmp_path: Path, text: str) -> None:

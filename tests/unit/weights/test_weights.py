@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,21 @@ def test_an_update_that_was_taken_and_not_answered_stops_the_next(ends: Ends) ->
     receiver.poll()
     with pytest.raises(WeightUpdateError, match="version 0"):
         sender.send(1, named_weights(Tied()))
+
+
+def test_bytes_and_time_of_the_last_transfer_are_known(ends: Ends) -> None:
+    sender, receiver = ends
+    assert sender.transfer is None
+    begin_s = time.monotonic()
+    for version in (3, 4):
+        digest = sender.send(version, named_weights(Tied()))
+        receiver.poll()
+        receiver.acknowledge(receipt(version, digest))
+        assert (transfer := sender.transfer) is not None
+        assert (transfer.version, transfer.encoding) == (version, "full")
+        assert 0 < transfer.time_s < time.monotonic() - begin_s
+        size = sum(weight.nbytes for name, weight in named_weights(Tied()).items() if name != "head.weight")
+        assert size <= transfer.bytes < size + 5 * 64, "each of five tensors may be followed by a gap"
 
 
 def test_floating_point_weights_are_converted_on_sending(make_ends: Callable[..., Ends]) -> None:
