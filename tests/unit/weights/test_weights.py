@@ -20,10 +20,11 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightReceiver, WeightSender, WeightUpdate
 from pipelinerl.models.state import checksum, load_weights, named_weights, not_finite
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
-from pipelinerl.weights import shared
 from pipelinerl.weights.memory import MemoryChannel
-from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
-from pipelinerl.weights.shared_file import create_shared_file
+from pipelinerl.weights.shared import receiver as shared_receiver
+from pipelinerl.weights.shared.file import create_shared_file
+from pipelinerl.weights.shared.receiver import SharedWeightReceiver
+from pipelinerl.weights.shared.sender import SharedWeightSender
 from tests.limits import small_files
 
 ROOT = Path(__file__).parents[3]
@@ -360,7 +361,7 @@ def test_bytes_that_come_a_moment_after_the_offer_are_waited_for(fd: int, monkey
         os.pwrite(fd, contents[place : place + 1], place)
         return seen[-1]
 
-    monkeypatch.setattr(shared, "checksum", late)
+    monkeypatch.setattr(shared_receiver, "checksum", late)
     update = receiver.poll()
     assert update is not None
     assert seen[0] != seen[1] == digest == checksum(update.tensors)
@@ -448,7 +449,7 @@ import time
 import torch
 from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.shared import SharedWeightReceiver
+from pipelinerl.weights.shared.receiver import SharedWeightReceiver
 from tests.unit.weights.test_weights import Tied
 
 fd, index, last = map(int, sys.argv[1:])
