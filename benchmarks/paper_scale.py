@@ -30,7 +30,8 @@ from benchmarks import common
 from pipelinerl.experiments.planner import analytic
 from pipelinerl.experiments.planner.analytic import H100, PAPER_TAU, LengthDistribution, flash_s, roofline
 from pipelinerl.experiments.planner.plan import PAPER_PARAMETERS, compare
-from pipelinerl.experiments.planner.simulation import Costs, DrawnWorkload, Prediction, Scenario, simulate
+from pipelinerl.experiments.planner.simulation.run import Prediction, simulate
+from pipelinerl.experiments.planner.simulation.scenario import Costs, DrawnWorkload, Scenario
 from pipelinerl.report.curves import png_of
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 

@@ -29,12 +29,13 @@ from benchmarks import common
 from benchmarks.common import Record
 from benchmarks.engine import table_of
 from benchmarks.systems import SYSTEMS, Job, System, make_jobs, requests, timed
+from benchmarks.vllm_switch import running_vllm
 from pipelinerl.models.loading import resolve_path
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.server_client import PipelineServer
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes
-from pipelinerl.serving.vllm.start import VllmSettings, running_vllm
+from pipelinerl.serving.vllm.start import VllmSettings
 from pipelinerl.types import GenerationRequest
 
 
@@ -97,7 +98,7 @@ async def vllm_server(options: argparse.Namespace, room: int, directory: Path) -
         max_length=room,
         kv_cache_bytes=kv_cache_bytes(folder, slots=slots, max_length=room, item_bytes=4),
     )
-    with running_vllm(settings, [directory / "vllm.log"], timeout_s=300) as (server,):
+    with running_vllm(settings, directory / "vllm.log", timeout_s=300) as server:
         async with RemoteEngine.connect([VllmServer(server.url)]) as engine:
             yield engine
 

@@ -13,11 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import os
 import random
 import statistics
+import sys
 import tempfile
+import urllib.request
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +31,15 @@ from transformers import DynamicCache
 
 from benchmarks import common
 from benchmarks.common import Record
+from pipelinerl.child import ChildProcess
 from pipelinerl.models.loading import resolve_path
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.serving.client.adapter import SavedWeights
+from pipelinerl.ports import free_port
 from pipelinerl.serving.client.weights_file import write_safetensors
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes
-from pipelinerl.serving.vllm.start import VllmSettings, running_vllm
+from pipelinerl.serving.vllm.start import HOST, VllmSettings, command_line, environment
+from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import (
     Completion,
     GenerationRequest,
@@ -46,6 +52,37 @@ from pipelinerl.types import (
 
 BEFORE_SWITCH = 3
 """Tokens before the first update, and again before the second."""
+
+
+class VllmProcess(ChildProcess):
+    """A vLLM server under its guard, as the launcher starts it."""
+
+    def __init__(self, settings: VllmSettings, log: Path) -> None:
+        port = free_port()
+        self.url = f"http://{HOST}:{port}"
+        super().__init__(
+            [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port)],
+            log=log,
+            environment=environment(settings, os.environ),
+            watches_parent=True,
+            patience_s=30.0,
+        )
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as answer:  # noqa: S310 - our own server
+                return answer.status == 200
+        except OSError:
+            return False
+
+
+@contextmanager
+def running_vllm(settings: VllmSettings, log: Path, timeout_s: float = 180.0) -> Iterator[VllmProcess]:
+    """A server that is healthy. Raises RuntimeError with the end of its log if it ends or is not healthy in time."""
+    with VllmProcess(settings, log) as server:
+        if not server.wait_until(server.healthy, timeout_s, 0.25):
+            raise RuntimeError(f"vLLM is not ready{server.log_excerpt()}")
+        yield server
 
 
 @dataclass(frozen=True)
@@ -69,12 +106,12 @@ def perturbed(model: Any, seed: int, change: float = 0.4) -> Any:
     return changed
 
 
-def save(model: Any, version: int, directory: Path) -> SavedWeights:
+def save(model: Any, version: int, directory: Path) -> WeightUpdateRequest:
     """Save the model's weights as an update file."""
     tensors = named_weights(model)
     path = directory / f"v{version}.safetensors"
     write_safetensors(path, tensors)
-    return SavedWeights(version, checksum(tensors), path)
+    return WeightUpdateRequest(version=version, checksum=checksum(tensors), path=str(path))
 
 
 def make_requests(count: int, vocabulary: int, max_tokens: int) -> list[GenerationRequest]:
@@ -92,7 +129,7 @@ def make_requests(count: int, vocabulary: int, max_tokens: int) -> list[Generati
 
 
 async def switch_in_flight(
-    server: VllmServer, requests: Sequence[GenerationRequest], updates: Sequence[SavedWeights]
+    server: VllmServer, requests: Sequence[GenerationRequest], updates: Sequence[WeightUpdateRequest]
 ) -> Switched:
     """Generate all at once. Apply the next update whenever the streamed request has a few tokens of the previous weights."""
     seen: Counter[int] = Counter()
@@ -207,7 +244,7 @@ def main() -> None:
     )
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
-        running_vllm(settings, [Path(directory) / "vllm.log"]) as (vllm,),
+        running_vllm(settings, Path(directory) / "vllm.log") as vllm,
     ):
         work = measure(
             vllm.url, path, Path(directory), streams=options.streams, tokens=options.tokens, change=options.change

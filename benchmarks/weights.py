@@ -36,8 +36,9 @@ from pipelinerl.models.state import first_names, named_weights
 from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
-from pipelinerl.weights.shared_file import create_shared_file
+from pipelinerl.weights.shared.file import create_shared_file
+from pipelinerl.weights.shared.receiver import SharedWeightReceiver
+from pipelinerl.weights.shared.sender import SharedWeightSender
 
 IDLE_S = 0.0005
 KEY = "of the benchmark"

@@ -17,8 +17,8 @@ from hypothesis import settings
 # processes started by tests inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("seeded", derandomize=True)
-settings.register_profile("wild", derandomize=False, max_examples=1000)
+settings.register_profile("seeded", derandomize=True, deadline=None)
+settings.register_profile("wild", derandomize=False, deadline=None, max_examples=1000)
 settings.load_profile("seeded")
 
 

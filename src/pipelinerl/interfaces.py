@@ -18,6 +18,7 @@ from pipelinerl.types import (
     StageStatus,
     TokenEvent,
     UpdateReceipt,
+    WeightTransfer,
 )
 
 if TYPE_CHECKING:
@@ -230,6 +231,11 @@ class WeightSender(Protocol):
 
     def receipts(self) -> Sequence[UpdateReceipt]:
         """Receipts since the last call. Raises WeightUpdateError if one has another checksum or an error."""
+        ...
+
+    @property
+    def transfer(self) -> WeightTransfer | None:
+        """The latest transfer that is complete; None before the first."""
         ...
 
     def close(self) -> None: ...

@@ -317,6 +317,24 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
 Progress = EngineProgress | ActorProgress | TrainerProgress
 
 
+Encoding = Literal["full", "delta"]
+"""What a weight update sends: all weights, or the bits that differ from the previous update (`weights.delta`)."""
+
+
+class WeightTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """How a weight update was transferred.
+
+    `bytes` were sent to each engine, or written once if engines share memory. They include a delta that an engine could not
+    use, which all weights followed. `time_s`: from the start of the copy until every engine could apply the update; for the
+    first broadcast this includes the time until all have joined.
+    """
+
+    version: int
+    bytes: int
+    time_s: float
+    encoding: Encoding = "full"
+
+
 class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one stage: what it does or waits for, and since when (seconds of `time.monotonic`).
 

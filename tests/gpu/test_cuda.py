@@ -16,6 +16,7 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import GenerationRequest, SamplingParams
+from pipelinerl.weights.delta import apply, encode
 from tests.parity.models import CONFIGS, make_model
 from tests.parity.test_engine import full_forward_logprobs, requests, run_with_updates
 
@@ -59,6 +60,19 @@ def test_an_update_from_cpu_tensors_is_whole_and_takes_effect_at_once() -> None:
 
 
 @pytest.mark.slow
+def test_deltas_on_the_device_are_those_on_the_cpu() -> None:
+    base_U8 = torch.randint(0, 256, (3 * 2**17 + 100,), dtype=torch.uint8)
+    for share in (0.0, 0.01, 0.5):
+        new_U8 = torch.where(torch.rand(base_U8.shape) < share, base_U8 + 1, base_U8)
+        ours, theirs = encode(new_U8.cuda(), base_U8.cuda()), encode(new_U8, base_U8)
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours.cpu(), theirs)
+        buffer_U8 = base_U8.cuda()
+        apply(ours, buffer_U8)
+        assert torch.equal(buffer_U8.cpu(), new_U8)
+
+
 def test_the_demo_learns_with_engine_and_trainer_on_the_device(tmp_path: Path) -> None:
     flags = "--engine.device cuda:0 --trainer.device cuda:0 --trainer.steps 40 --evaluation.problems 256 --metrics.view none"
     config = pipelinerl.load_config(None, [*flags.split(), "--run_dir", str(tmp_path / "run")])

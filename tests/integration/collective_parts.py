@@ -14,7 +14,7 @@ import torch
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.types import Encoding, UpdateReceipt
 from pipelinerl.weights.broadcast.group import Group
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
@@ -35,9 +35,9 @@ class Doom(msgspec.Struct, frozen=True):
         os.kill(os.getpid(), self.end)
 
 
-def trainer(doom: Doom | None, words: Connection, listener: socket.socket) -> None:
+def trainer(doom: Doom | None, words: Connection, listener: socket.socket, encoding: Encoding = "full") -> None:
     _end_in_the_middle(doom)
-    sender = CollectiveWeightSender(listener, KEY, 3, timeout_s=30, stall_s=3, bucket_bytes=1 << 20)
+    sender = CollectiveWeightSender(listener, KEY, 3, timeout_s=30, stall_s=3, bucket_bytes=1 << 20, encoding=encoding)
     versions: list[int] = []
     error = None
     try:

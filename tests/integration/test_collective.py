@@ -56,7 +56,9 @@ class Run:
     def __init__(self) -> None:
         self.parts: list[Part] = []
 
-    def start(self, *, who: str = "nobody", end: str = "SIGKILL", when: str = "between") -> list[Part]:
+    def start(
+        self, *, who: str = "nobody", end: str = "SIGKILL", when: str = "between", encoding: str = "full"
+    ) -> list[Part]:
         """The trainer, then the engines. `who` ends itself, as `Doom` says, at version 2."""
 
         def doom(name: str) -> Doom | None:
@@ -64,7 +66,7 @@ class Run:
 
         with listen() as listener:
             port = listener.getsockname()[1]
-            self.parts.append(Part(collective_parts.trainer, doom("trainer"), listener))
+            self.parts.append(Part(collective_parts.trainer, doom("trainer"), listener, encoding))
         for index in range(3):
             self.parts.append(Part(collective_parts.engine, doom(f"engine-{index}"), port, index))
         return self.parts
@@ -81,8 +83,9 @@ def run() -> Iterator[Run]:
     run.close()
 
 
-def test_three_engines_get_every_version_exactly(run: Run) -> None:
-    trainer, *engines = run.start()
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+def test_three_engines_get_every_version_exactly(run: Run, encoding: str) -> None:
+    trainer, *engines = run.start(encoding=encoding)
     for engine in engines:
         assert engine.last_words() == {"version": LAST, "exact": True, "error": None}
     words = trainer.last_words()
@@ -91,16 +94,19 @@ def test_three_engines_get_every_version_exactly(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "when", "complaint"),
+    ("end", "when", "encoding", "complaint"),
     [
-        ("SIGKILL", "between", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
-        ("SIGKILL", "middle", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
-        ("SIGSTOP", "between", "engine number 0 (engine-0) sent nothing for 3 s"),
-        ("SIGSTOP", "middle", "engine number 0 (engine-0) sent nothing for 3 s"),
+        ("SIGKILL", "between", "full", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
+        ("SIGKILL", "middle", "full", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
+        ("SIGKILL", "middle", "delta", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
+        ("SIGSTOP", "between", "full", "engine number 0 (engine-0) sent nothing for 3 s"),
+        ("SIGSTOP", "middle", "full", "engine number 0 (engine-0) sent nothing for 3 s"),
     ],
 )
-def test_an_engine_that_dies_or_stops_is_named_and_nobody_hangs(run: Run, end: str, when: str, complaint: str) -> None:
-    trainer, victim, *others = run.start(who="engine-0", end=end, when=when)
+def test_an_engine_that_dies_or_stops_is_named_and_nobody_hangs(
+    run: Run, end: str, when: str, encoding: str, complaint: str
+) -> None:
+    trainer, victim, *others = run.start(who="engine-0", end=end, when=when, encoding=encoding)
     assert complaint in trainer.last_words()["error"]
     for engine in others:
         words = engine.last_words()

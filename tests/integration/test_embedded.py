@@ -35,6 +35,7 @@ def timeless(run_dir: Path) -> list[dict[str, Any]]:
         "time_s",
         "train_s",
         "wait_s",
+        "publish_s",
         "saving_s",
         "engine",
         "started_length_mean",
@@ -42,6 +43,8 @@ def timeless(run_dir: Path) -> list[dict[str, Any]]:
         "actor_dropped_tokens",
     }
     records = [msgspec.to_builtins(step) for step in steps(run_dir)]
+    for record in records:
+        del record["update"]["time_s"]
     return [{key: value for key, value in record.items() if key not in clocked} for record in records]
 
 

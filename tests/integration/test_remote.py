@@ -38,17 +38,9 @@ class Server:
         folder.mkdir(exist_ok=True)
         self._ready_file = folder / "ready.json"
         self._ready_file.unlink(missing_ok=True)
-        flags = (
-            "--port",
-            str(port),
-            "--engine.threads",
-            "1",
-            "--engine.slots",
-            str(SLOTS),
-            "--weights-dir",
-            str(folder.parent),
-        )
-        self.process: subprocess.Popen[str] = start("serve", "demo", *flags, "--ready-file", str(self._ready_file))
+        flags = f"--port {port} --engine.threads 1 --engine.slots {SLOTS}".split()
+        files = ("--weights-dir", str(folder.parent), "--ready-file", str(self._ready_file))
+        self.process: subprocess.Popen[str] = start("serve", "demo", *flags, *files)
         self.url = ""
 
     def wait(self) -> None:
@@ -120,6 +112,7 @@ def demo() -> Any:
 
 
 def changed(seed: int) -> Any:
+    """The model with every weight changed, so that it says something else."""
     model = demo()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -20,12 +19,9 @@ import httpx2
 import msgspec
 import openai
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from pipelinerl.cli import main
-from pipelinerl.config.schema import ModelConfig
-from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.wire import ServerInfo, WeightUpdateRequest
 from pipelinerl.types import (
@@ -37,6 +33,7 @@ from pipelinerl.types import (
     versions_from_spans,
 )
 from tests.integration.runs import Ended, until, wait
+from tests.integration.test_remote import changed, demo
 from tests.parity.test_engine import full_forward_logprobs, mixed_cache_logprobs
 
 pytestmark = pytest.mark.slow
@@ -126,7 +123,7 @@ def serving(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
     hold = HOLD.format(tokens=HELD_AFTER, path=str(weights_dir / "hold"))
     process = launch("demo", "--port", "0", "--engine.threads", "1", *files, *flags, prepare=hold, **options)
     try:
-        until(ready_file.exists, process, 90)
+        until(ready_file.exists, process)
         yield Server(process, msgspec.json.decode(ready_file.read_bytes()), weights_dir)
     finally:
         process.kill()
@@ -138,19 +135,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(tmp_path_factory.mktemp("serve"), "--engine.slots", "16", "--max-queue", "8") as server:
         yield server
         assert server.stop().status == 0
-
-
-def demo() -> Any:
-    return load_model(ModelConfig(path="demo"))
-
-
-def changed(model: Any, seed: int) -> Any:
-    """The model with every weight changed, so that it says something else."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 def saved(directory: Path, model: Any, version: int) -> WeightUpdateRequest:
@@ -189,44 +173,6 @@ def test_completions_and_models(server: Server) -> None:
     stopped = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20, seed=3, stop=choice.text[2:4])
     assert stopped.choices[0].text == choice.text[: choice.text.index(choice.text[2:4])]
     assert stopped.choices[0].finish_reason == "stop"
-
-
-def test_errors_are_those_that_the_client_knows(server: Server) -> None:
-    client = server.client()
-    with pytest.raises(openai.BadRequestError, match="no chat template"):
-        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": PROMPT}])
-    with pytest.raises(openai.BadRequestError, match="n: this server does not support it"):
-        client.completions.create(model="demo", prompt=PROMPT, n=2)
-    with pytest.raises(openai.BadRequestError, match=r"6 prompt tokens \+ 1000 new tokens > 512"):
-        client.completions.create(model="demo", prompt=PROMPT, max_tokens=1000)
-    with pytest.raises(openai.BadRequestError, match="can't encode"):
-        client.completions.create(model="demo", prompt="words", stream=True)
-    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
-        client.completions.create(model="other", prompt=PROMPT)
-
-
-def test_overload_is_refused_with_a_hint_and_passes(server: Server) -> None:
-    async def scenario() -> None:
-        client = server.async_client()
-
-        async def ask(tokens: int) -> str:
-            try:
-                body = {"ignore_eos": True}
-                await client.completions.create(model="demo", prompt=PROMPT, max_tokens=tokens, extra_body=body)
-            except openai.RateLimitError as error:
-                return f"again after {error.response.headers['retry-after']} s"
-            return "served"
-
-        with server.held():
-            asking = [asyncio.create_task(ask(500)) for _ in range(40)]
-            refused = [await answer for answer in itertools.islice(asyncio.as_completed(asking), 16)]
-        answers = await asyncio.gather(*asking)
-        assert refused == ["again after 1 s"] * 16
-        assert answers.count("served") == 24
-        assert await ask(5) == "served"
-
-    asyncio.run(scenario())
-    assert server.info().in_progress == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -340,7 +286,7 @@ def check_streams(done: list[Completion], receipt: UpdateReceipt, wanted: Weight
 
 
 def test_an_update_in_the_middle_of_16_streams_with_kept_entries(server: Server) -> None:
-    models = {0: demo(), 1: changed(demo(), 1)}
+    models = {0: demo(), 1: changed(1)}
     wanted = saved(server.weights_dir, models[1], 1)
     done, receipt = asyncio.run(streams_with_an_update(server, wanted))
     check_streams(done, receipt, wanted)
@@ -354,7 +300,7 @@ def test_an_update_in_the_middle_of_16_streams_with_kept_entries(server: Server)
 
 def test_weights_that_are_wrong_leave_the_old_ones(server: Server) -> None:
     before = server.info()
-    model = changed(demo(), 2)
+    model = changed(2)
     good = saved(server.weights_dir, model, before.version + 1)
     short = saved(server.weights_dir, model.model, before.version + 2)
     broken = demo()
@@ -381,7 +327,7 @@ def test_an_update_with_recomputed_entries_on_an_address_of_its_own(tmp_path: Pa
     flags = ("--engine.slots", "16", "--engine.kv_on_update", "recompute", "--update-port", "0")
     with serving(tmp_path, *flags) as server:
         assert server.update_url != server.url
-        models = {0: demo(), 1: changed(demo(), 1)}
+        models = {0: demo(), 1: changed(1)}
         wanted = saved(server.weights_dir, models[1], 1)
         there = httpx2.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(wanted))
         assert there.status_code == 404

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import RequestError, WeightUpdateError
-from pipelinerl.serving.client.adapter import BroadcastWeights, TokenListener, WeightSource
-from pipelinerl.serving.client.errors import ServerUnreachableError
-from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
+from pipelinerl.serving.client.adapter import TokenListener
+from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.errors import Bounds, ServerUnreachableError
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
 
 VOCABULARY = 50
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 
 
 def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -31,9 +34,10 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0) -> Completion:
@@ -47,6 +51,18 @@ def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0)
         weight_versions=(VersionSpan(version, 0, count),),
         finish_reason="length",
     )
+
+
+FAST = Bounds(
+    startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3, overload_s=0.3, cancel_s=0.1, tries=8
+)
+
+
+@asynccontextmanager
+async def engine_over(*servers: FakeServer, **options: Any) -> AsyncIterator[RemoteEngine]:
+    """An engine that does not wait long for its servers."""
+    async with RemoteEngine.connect(servers, **{"bounds": FAST} | options) as engine:
+        yield engine
 
 
 class FakeServer:
@@ -70,7 +86,7 @@ class FakeServer:
         self.calls: list[GenerationRequest] = []
         self.made: dict[str, Completion] = {}
         self.cancelled: list[str] = []
-        self.updates: list[WeightSource] = []
+        self.updates: list[WeightUpdateRequest] = []
         self.joined: ProcessGroupRequest | None = None
         self.join_problem: Exception | None = None
         self.running = self.most_running = 0
@@ -135,16 +151,16 @@ class FakeServer:
             raise self.join_problem
         self.joined = group
 
-    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+    async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         await asyncio.sleep(0)
         if self.problem is not None:
             raise self.problem
         if self.update_problem is not None:
             raise self.update_problem
-        if isinstance(update, BroadcastWeights):
+        if update.path is None:
             if self.joined is None:
                 raise WeightUpdateError("no process group to receive from")
-        elif not update.path.is_file():
+        elif not Path(update.path).is_file():
             raise WeightUpdateError(f"{update.path} is not there")
         self.updates.append(update)
         self.version, self.checksum = update.version, update.checksum

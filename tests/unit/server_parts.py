@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from pipelinerl.config.schema import EngineConfig, ModelConfig
 from pipelinerl.serving.server.app import make_apps
 from pipelinerl.serving.server.options import Address, ServeOptions
-from pipelinerl.serving.server.service import Service, ServiceHolder, loaded_from, make_service
+from pipelinerl.serving.server.service import Service, ServiceHolder, loaded_from
 from tests.parity.models import CONFIGS
 
 EOS = 2
@@ -62,8 +62,7 @@ def options_of(directory: Path, **changes: Any) -> ServeOptions:
 async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> AsyncIterator[tuple[Service, ASGIApp]]:
     """A service with its engine's thread, and the application over it."""
     options = options_of(directory, **changes)
-    parts = loaded_from(byte_model(), tokenizer or byte_tokenizer(), options, flatten=False)
-    service = make_service(parts, options)
+    service = Service(loaded_from(byte_model(), tokenizer or byte_tokenizer(), options, flatten=False), options)
     holder = ServiceHolder()
     holder.open(service)
     app, _ = make_apps(holder, api_key=options.api_key, apart=False)
@@ -76,11 +75,3 @@ async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> 
 def client_of(app: ASGIApp, **options: Any) -> httpx2.AsyncClient:
     """Speaks to the application without a network; streams come whole."""
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test", timeout=30, **options)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    import asyncio
-
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.001)

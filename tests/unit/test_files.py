@@ -124,7 +124,6 @@ def test_a_record_that_was_never_written_is_none() -> None:
 
 
 @given(st.lists(st.binary(max_size=112), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_a_record_is_the_last_one_written(payloads: list[bytes]) -> None:
     record, memory = record_in()
     for number, payload in enumerate(payloads, start=1):
@@ -142,7 +141,7 @@ def test_a_record_that_does_not_fit_is_refused() -> None:
 
 
 @given(st.lists(st.binary(max_size=112), max_size=4), st.binary(min_size=1, max_size=112))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_writer_that_dies_in_the_middle_leaves_the_record_before_it(earlier: list[bytes], last: bytes) -> None:
     record, memory = record_in()
     for payload in earlier:

@@ -18,7 +18,7 @@ LAUNCHER = (
 PROCESSES = {
     "launcher": (
         "cli.train launch.run",
-        "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared weights.broadcast "
+        "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared.sender weights.broadcast "
         "config.help launch.dry_run launch.tryout launch.resume launch.stages.broadcast launch.stages.generation "
         "launch.stages.training models.hub report experiments torch",
     ),
@@ -32,7 +32,7 @@ PROCESSES = {
         f"actor engine environments models preprocess serving trainer weights launch.stages.generation torch {LAUNCHER}",
     ),
     "generation": (
-        "launch.hosts.worker launch.stages.generation weights.shared engine",
+        "launch.hosts.worker launch.stages.generation weights.shared.receiver engine",
         "checkpoint environments.chat environments.static_check models.lora models.packed preprocess serving trainer "
         "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
         f"launch.stages.preprocessing {LAUNCHER}",
@@ -46,7 +46,7 @@ PROCESSES = {
         f"actor engine environments models serving trainer weights torch {LAUNCHER}",
     ),
     "training": (
-        "launch.hosts.worker launch.stages.training weights.shared",
+        "launch.hosts.worker launch.stages.training weights.shared.sender",
         f"actor engine environments serving weights.broadcast launch.stages.broadcast launch.stages.generation "
         f"launch.stages.engines models.hub {LAUNCHER}",
     ),
@@ -107,7 +107,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
         ("import pipelinerl.metrics.tensorboard", HEAVY),
         ("from pipelinerl.config import help, load; help.render(load.load_config(None))", HEAVY | {"numpy"}),
         (CHECK_STATICALLY, HEAVY),
-        ("from pipelinerl.weights.shared_file import create_shared_file; create_shared_file()", {"torch"}),
+        ("from pipelinerl.weights.shared.file import create_shared_file; create_shared_file()", {"torch"}),
         ("from pipelinerl.weights.broadcast.control import listen; listen().close()", {"torch"}),
         ("import pipelinerl.environments.adapters.verifiers", {"verifiers"}),
     ],

@@ -6,7 +6,7 @@ from itertools import count, islice
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.ledger import GroupLedger, LedgerRecord
@@ -15,7 +15,6 @@ indices = st.lists(st.integers(0, 40), max_size=60)
 
 
 @given(indices)
-@settings(deadline=None)
 def test_it_is_the_set_of_what_was_added(added: list[int]) -> None:
     ledger, reference = GroupLedger(), set()
     for index in added:
@@ -26,7 +25,6 @@ def test_it_is_the_set_of_what_was_added(added: list[int]) -> None:
 
 
 @given(indices, st.integers(-3, 45))
-@settings(deadline=None)
 def test_missing_indices_come_in_order_from_any_start(added: list[int], start: int) -> None:
     expected = list(islice((index for index in count(max(start, 0)) if index not in set(added)), 30))
     assert list(islice(GroupLedger(added).missing_from(start), 30)) == expected
@@ -43,7 +41,6 @@ def test_what_is_added_meanwhile_is_no_longer_missing() -> None:
 
 
 @given(indices)
-@settings(deadline=None)
 def test_a_record_brings_it_back_whatever_the_order(added: list[int]) -> None:
     ledger = GroupLedger(added)
     record = ledger.to_record()

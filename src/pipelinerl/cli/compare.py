@@ -63,8 +63,9 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(options.run_file, settings)
     out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
-    from pipelinerl.experiments.compare.request import make_request, this_machine  # noqa: PLC0415
+    from pipelinerl.experiments.compare.request import make_request  # noqa: PLC0415
     from pipelinerl.experiments.compare.runs import answer_held_out, check_held_out  # noqa: PLC0415
+    from pipelinerl.experiments.machine import this_machine  # noqa: PLC0415
     from pipelinerl.launch.run import train  # noqa: PLC0415
 
     request = make_request(
@@ -100,19 +101,21 @@ def _result_text(contents: dict[str, Any], out: Path) -> str:
 
 def run_study(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(config_of_run(options.run_dir), settings)
-    from pipelinerl.experiments.study.kv_cache import StudyOptions, study_kv_cache  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.study.kv_cache import study_kv_cache  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.study.page import make_folder, study_table, write_study  # noqa: PLC0415 (matplotlib)
 
-    chosen = StudyOptions(
+    out = options.out or options.run_dir / "study"
+    make_folder(out)
+    study = study_kv_cache(
+        options.run_dir,
+        config,
         lag=options.lag,
         starts=[name.strip() for name in options.starts.split(",") if name.strip()],
         problems=options.problems,
         attempts=options.attempts,
         max_tokens=options.max_tokens,
         seed=options.seed,
+        on_progress=say,
     )
-    out = options.out or options.run_dir / "study"
-    make_folder(out)
-    study = study_kv_cache(options.run_dir, config, chosen, say)
     numbers, picture = write_study(study, out)
     return write(f"{study_table(study)}\n{numbers}\n{picture}\n")

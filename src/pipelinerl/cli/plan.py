@@ -17,7 +17,7 @@ from pipelinerl.errors import UserError
 if TYPE_CHECKING:
     from pipelinerl.config.schema import RunConfig
     from pipelinerl.experiments.planner.calibration import Calibration
-    from pipelinerl.experiments.planner.simulation import Workload
+    from pipelinerl.experiments.planner.simulation.scenario import Workload
 
 CALIBRATION = Path("calibration.json")
 _LENGTHS = "lengths of completions: uniform:L, a JSON file of length -> count, or a run directory"
@@ -116,7 +116,7 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     compared = options.compare if options.run_file is None else None
     config = load_config(config_of_run(compared) if compared else options.run_file, settings)
     from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (loads numpy)
-    from pipelinerl.experiments.planner.simulation import simulate  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulation.run import simulate  # noqa: PLC0415 (as above)
     from pipelinerl.experiments.planner.simulation.scenario import (  # noqa: PLC0415 (as above)
         calibrated_costs,
         doubts,

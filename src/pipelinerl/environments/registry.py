@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -11,7 +12,6 @@ from typing import Any, cast
 from pipelinerl.environments.options import Inner, Options, check_arguments
 from pipelinerl.environments.prompts import try_prompt
 from pipelinerl.environments.single_turn import JudgedTurn
-from pipelinerl.environments.user.code import import_module_or_file, last_line, names_in, not_defined
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
@@ -62,6 +62,8 @@ def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Env
 
 def _constructor_error(kind: str, error: Exception) -> str:
     """What the constructor raised, in one line, with the last line of the user's file in the traceback."""
+    from pipelinerl.environments.user.code import last_line  # noqa: PLC0415 - only for an error
+
     file = Path(kind.rpartition(":")[0])
     line = last_line(error, file)
     where = "" if line is None else f" ({file.name}, line {line})"
@@ -87,8 +89,11 @@ def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
 
 def find_class(kind: str) -> type:
     """The class that `kind` names, without checking its methods. Raises EnvironmentSetupError if there is none."""
-    module_name, colon, class_name = BUILT_IN.get(kind, kind).rpartition(":")
-    if not colon or not module_name or not class_name:
+    if kind in BUILT_IN:
+        module_name, _, class_name = BUILT_IN[kind].partition(":")
+        return cast("type", getattr(importlib.import_module(module_name), class_name))
+    module_name, _, class_name = kind.rpartition(":")
+    if not module_name or not class_name:
         close = get_close_matches(kind, BUILT_IN, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         if kind in RENAMED:
@@ -97,11 +102,9 @@ def find_class(kind: str) -> type:
             f"environment.kind {kind!r} is unknown.{hint} It is one of {', '.join(BUILT_IN)}, `path/to/file.py:ClassName` "
             "or `package.module:ClassName`"
         )
-    module = import_module_or_file(module_name)
-    found = getattr(module, class_name, None)
-    if not inspect.isclass(found):
-        raise not_defined(module_name, "class", class_name, names_in(module, inspect.isclass), f" (environment.kind {kind})")
-    return found
+    from pipelinerl.environments.user.code import find_user_class  # noqa: PLC0415 - a built-in environment does not need it
+
+    return find_user_class(module_name, class_name, f" (environment.kind {kind})")
 
 
 def options_of(found: type) -> type[Options] | None:

@@ -52,10 +52,8 @@ def mean_intervals(values_UQ: Floats, *, resamples: int, seed: int, level: float
     draws = range(resamples)
     # One resample at a time: all R x U indices at once would take too much memory for a large data set.
     means_RQ = np.array([values_UQ[generator.integers(0, len(values_UQ), len(values_UQ))].mean(axis=0) for _ in draws])
-    tail = (1 - level) / 2
-    low_Q, high_Q = np.quantile(means_RQ, [tail, 1 - tail], axis=0)
     points_Q = values_UQ.mean(axis=0)
-    return tuple(Interval(*map(float, numbers)) for numbers in zip(points_Q, low_Q, high_Q, strict=True))
+    return tuple(_interval(float(point), means_R, level) for point, means_R in zip(points_Q, means_RQ.T, strict=True))
 
 
 # ---- means over tokens: ratios of two sums over problems

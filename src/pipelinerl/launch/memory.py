@@ -90,11 +90,14 @@ def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = N
         parts = [*_engine(config, shape), *_trainer(config, shape, longest_prompt), *_reference(config, shape)]
         return Prediction((_process("embedded", [*parts, _fixed("weights handed over", _weight_bytes(config, shape))]),))
     with_model = config.engine.kind == "local"
-    generation = [*_engine(config, shape), *_staging(config, shape, config.engine.device)] if with_model else []
+    generation = [*_engine(config, shape), *_staging(config, shape, config.engine.device, copies=1)] if with_model else []
     processes = [_process(role, generation) for role in generation_roles(config)]
     processes += [_process(role, _server(config, shape)) for role in server_roles(config)]
     reference = _reference(config, shape)
-    training = [*_trainer(config, shape, longest_prompt), *_staging(config, shape, config.trainer.device)]
+    training = [
+        *_trainer(config, shape, longest_prompt),
+        *_staging(config, shape, config.trainer.device, copies=1 + _deltas(config)),
+    ]
     if config.launch.preprocessor == "process":
         processes.append(_process(PREPROCESSING, reference, torch=bool(reference)))
     else:
@@ -198,16 +201,21 @@ def _server(config: RunConfig, shape: ModelShape) -> list[Part]:
     return [
         *_engine(config, shape),
         _fixed("an incoming weight update", _weight_bytes(config, shape), _memory_of(config.engine.device)),
+        *([Part("a delta", 0, _weight_bytes(config, shape), _memory_of(config.engine.device))] if _deltas(config) else []),
     ]
 
 
-def _staging(config: RunConfig, shape: ModelShape, device: str) -> list[Part]:
-    """The sender and each receiver of a broadcast keep a copy of the weights."""
-    return (
-        []
-        if config.weights.kind == "shared"
-        else [_fixed("staged weights", _weight_bytes(config, shape), _memory_of(device))]
-    )
+def _staging(config: RunConfig, shape: ModelShape, device: str, *, copies: int) -> list[Part]:
+    """The sender and each receiver of a broadcast keep a copy of the weights; the sender of deltas keeps two."""
+    if config.weights.kind == "shared":
+        return []
+    size, memory = _weight_bytes(config, shape), _memory_of(device)
+    delta = [Part("a delta", 0, size, memory)] if _deltas(config) else []
+    return [_fixed("staged weights", copies * size, memory), *delta]
+
+
+def _deltas(config: RunConfig) -> bool:
+    return config.weights.encoding == "delta"
 
 
 def _between(config: RunConfig, shape: ModelShape) -> int:

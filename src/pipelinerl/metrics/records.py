@@ -18,7 +18,7 @@ import numpy as np
 
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import read_json_lines
-from pipelinerl.types import EngineProgress, FinishReason, VersionSpan
+from pipelinerl.types import EngineProgress, FinishReason, VersionSpan, WeightTransfer
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -97,6 +97,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     on_policy_gap           largest |log pi - log mu| over tokens of lag 0. Zero up to numerics if engine and trainer agree,
                             except in sequences that span an update with kept KV entries
     train_s, wait_s         time in the step, and time that the trainer waited for its data before the step
+    publish_s               part of train_s: copying the weights for the engines. Includes waiting for the answers to the
+                            previous update
+    update                  the latest weight update that every engine has. It can be the previous step's: a broadcast
+                            goes on during the next step
     saving_s                time to write a checkpoint or a copy of the weights between the previous step and this one
     packing_efficiency      tokens / (rows x row length) over the step's micro-batches
     queued                  rollouts queued at the trainer after the step
@@ -141,6 +145,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float | None = None
     train_s: float = 0.0
     wait_s: float = 0.0
+    publish_s: float = 0.0
+    update: WeightTransfer | None = None
     saving_s: float = 0.0
     micro_batches: int = 0
     packing_efficiency: float | None = None

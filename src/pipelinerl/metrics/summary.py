@@ -45,6 +45,8 @@ def summarize(
     were sampled by versions `version_min` to `version_max`. `eval_skipped` counts evaluations that were due but skipped.
     `started_length_mean` is that of the last step (see `StepRecord`). `actor_dropped_length_mean` is the mean number of
     sampled tokens of the rollouts that actors dropped, by reason.
+    `update_bytes_mean`, `update_s_p50` and `update_delta_fraction` are over the weight updates in the records of steps:
+    bytes to each engine, time until every engine had it, and share that was sent as a delta.
     `rollouts_dropped` is the sum of the actor's and the trainer's counts. If the number of started rollouts is not the sum
     of those trained, dropped, queued and in progress, the key `conservation_error` is added, with the numbers.
     """
@@ -89,6 +91,7 @@ def summarize(
         "weight_updates": engine.weight_updates if engine else None,
         "update_pause_s_p50": quantile(pauses_s, 0.5),
         "update_pause_s_p99": quantile(pauses_s, 0.99),
+        **_transferred(steps),
         "engine_busy_fraction": _ratio(engine.busy_s, engine.ready_s) if engine else None,
         "trainer_busy_fraction": _ratio(trainer.busy_s, trainer.ready_s) if trainer else None,
         "peak_memory_bytes": dict(peak_memory_bytes or {}),
@@ -176,6 +179,15 @@ def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
         "longest_lag_mean": _mean(step.longest_lag_mean for step in steps),
         "longest_limited_fraction": _mean(step.longest_limited_fraction for step in steps),
         "lag_max": max((step.lag_max for step in steps if step.lag_max is not None), default=None),
+    }
+
+
+def _transferred(steps: Sequence[StepRecord]) -> dict[str, Any]:
+    updates = {step.update.version: step.update for step in steps if step.update is not None}.values()
+    return {
+        "update_bytes_mean": _mean(update.bytes for update in updates),
+        "update_s_p50": quantile([update.time_s for update in updates], 0.5),
+        "update_delta_fraction": _mean(update.encoding == "delta" for update in updates),
     }
 
 

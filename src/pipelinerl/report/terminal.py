@@ -125,11 +125,14 @@ def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
 def _resources(summary: Mapping[str, Any]) -> list[Row]:
     p50_s, p99_s = summary["update_pause_s_p50"], summary["update_pause_s_p99"]
     pauses = f", pause p50 {pause(p50_s)}, p99 {pause(p99_s)}" if p50_s is not None and p99_s is not None else ""
+    size, delta = summary.get("update_bytes_mean"), summary.get("update_delta_fraction")
+    sent = f", {_bytes(size)} each" if size is not None else ""
+    sent += f", {delta:.0%} as deltas" if delta else ""
     engine, trainer = (number(summary[f"{phase}_busy_fraction"], ".0%") for phase in ("engine", "trainer"))
     memory: Mapping[str, int] = summary["peak_memory_bytes"]
     parts = ", ".join(f"{process} {_bytes(size)}" for process, size in memory.items())
     return [
-        ("weight updates", f"{_short(summary['weight_updates'])}{pauses}"),
+        ("weight updates", f"{_short(summary['weight_updates'])}{pauses}{sent}"),
         ("busy", f"engine {engine}, trainer {trainer}"),
         ("peak memory", f"{_bytes(sum(memory.values()))} ({parts})" if memory else "-"),
     ]
@@ -169,5 +172,7 @@ def _short(value: float | None) -> str:
     return "-" if value is None else short(value)
 
 
-def _bytes(size: int) -> str:
+def _bytes(size: float) -> str:
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from pipelinerl.types import Completion, TokenEvent
+from pipelinerl.types import Completion, TokenEvent, versions_from_spans
 
 ErrorCode = Literal[
     "bad_request",  # 400: the request can never be served
@@ -74,7 +74,8 @@ class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Apply the weights in the safetensors file at `path`, which must be in a directory that the server allows.
 
-    Without a path: apply the weights that the trainer has broadcast to the process group.
+    The file has all weights under the names of the Hugging Face model, tied ones under each of their names. `checksum` is
+    `models.state.checksum` of its tensors. Without a path: apply the weights that the trainer has broadcast to the group.
     """
 
     version: int
@@ -101,3 +102,14 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     """The error body of OpenAI's API."""
 
     error: ErrorDetail
+
+
+def token_events(completion: Completion) -> list[TokenEvent]:
+    """The tokens that a stream of this completion has. Raises ValueError unless the version spans cover all tokens."""
+    versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
+    return [
+        TokenEvent(completion.request_id, index, token_id, logprob, version)
+        for index, (token_id, logprob, version) in enumerate(
+            zip(completion.token_ids, completion.logprobs, versions, strict=True)
+        )
+    ]

@@ -11,7 +11,7 @@ import msgspec
 from pipelinerl.metrics.records import EngineRecord, StepRecord, mean_metrics
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.step import StepResult
-from pipelinerl.types import ActorProgress, EngineProgress, TrainingSample
+from pipelinerl.types import ActorProgress, EngineProgress, TrainingSample, WeightTransfer
 
 
 def step_record(
@@ -23,6 +23,8 @@ def step_record(
     time_s: float,
     train_s: float,
     wait_s: float,
+    publish_s: float,
+    update: WeightTransfer | None,
     saving_s: float,
     ess_guard_trips: int,
     engine: EngineRecord | None,
@@ -53,6 +55,8 @@ def step_record(
         learning_rate=result.learning_rate,
         train_s=train_s,
         wait_s=wait_s,
+        publish_s=publish_s,
+        update=update,
         saving_s=saving_s,
         micro_batches=result.micro_batches,
         packing_efficiency=result.padding_free,

@@ -17,7 +17,15 @@ from pipelinerl.status.reporter import ALONE, StatusReporter
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.records import EngineWatch, step_record, trained_record
 from pipelinerl.trainer.step import StepResult
-from pipelinerl.types import TRAINER, EngineProgress, ProbeReading, StageState, TrainerProgress, TrainingSample
+from pipelinerl.types import (
+    TRAINER,
+    EngineProgress,
+    ProbeReading,
+    StageState,
+    TrainerProgress,
+    TrainingSample,
+    WeightTransfer,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,7 @@ class TrainerStatus:
         self._started_s = self._ready_s if output.started_s is None else output.started_s
         self._reporter = StatusReporter(output.board, TRAINER, output.clock)
         self._engine = EngineWatch()
-        self._busy_s = self._step_end_busy_s = self._saving_s = 0.0
+        self._busy_s = self._step_end_busy_s = self._saving_s = self._publish_s = 0.0
         self._latest: dict[str, float] = {}
 
     def report(self, state: StageState, detail: str, *, now: bool = False) -> None:
@@ -62,11 +70,18 @@ class TrainerStatus:
 
     def begin(self) -> None:
         """Start to measure the time of an iteration."""
-        self._begin_s = self._clock()
+        self._begin_s, self._publish_s = self._clock(), 0.0
 
     def count_as_busy(self) -> None:
         """Count the iteration as work. Without this, it counts as waiting."""
         self._busy_s += self._clock() - self._begin_s
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """The time inside is in the record of this step."""
+        begin_s = self._clock()
+        yield
+        self._publish_s = self._clock() - begin_s
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -83,6 +98,7 @@ class TrainerStatus:
         queue: SampleQueue,
         *,
         version: int,
+        update: WeightTransfer | None,
         ess_guard_trips: int,
     ) -> None:
         """Write the records of the step to `version`, and count the iteration as work."""
@@ -102,6 +118,8 @@ class TrainerStatus:
             time_s=now_s - self._started_s,
             train_s=now_s - self._begin_s,
             wait_s=max(0.0, wait_s),
+            publish_s=self._publish_s,
+            update=update,
             saving_s=self._saving_s,
             ess_guard_trips=ess_guard_trips,
             engine=self._engine.record(engine, now_s) if engine is not None else None,

@@ -166,7 +166,14 @@ class Trainer:
             self._schedule.publishes(self._version) or self.goal_reached
         ):  # the evaluation after training needs the last weights
             self._publish()
-        self._status.record(samples, result, self._queue, version=self._version, ess_guard_trips=self._ess_guard_trips)
+        self._status.record(
+            samples,
+            result,
+            self._queue,
+            version=self._version,
+            update=self._sender.transfer,
+            ess_guard_trips=self._ess_guard_trips,
+        )
         self._save()
         self._status.report("working", f"step {self._version} is done", now=True)
 
@@ -204,7 +211,8 @@ class Trainer:
 
     def _publish(self) -> None:
         self._probe.expect(self._version)
-        self._sender.send(self._version, self._learner.weights())
+        with self._status.publishing():
+            self._sender.send(self._version, self._learner.weights())
         self._published_version = self._version
 
     # ---- checkpoints and the end of the run

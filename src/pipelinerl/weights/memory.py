@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.state import checksum
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.models.state import checksum, first_names
+from pipelinerl.types import UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import complaint, copied
 
 
@@ -32,6 +33,7 @@ class MemoryWeightSender:
         self._channel = channel
         self._dtype = dtype
         self._version = -1
+        self.transfer: WeightTransfer | None = None
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
         """Copy the tensors, make the copies available, return their checksum. Versions must rise.
@@ -43,8 +45,11 @@ class MemoryWeightSender:
         self._raise_problem()
         if self._channel.taken is not None:
             raise WeightUpdateError(f"the engine took weights of version {self._channel.taken.version} without a receipt")
+        begin_s = time.monotonic()
         copies = copied(tensors, self._dtype)
         update = WeightUpdate(version, checksum(copies), copies)
+        size = sum(copies[name].nbytes for name, first in first_names(copies).items() if name == first)
+        self.transfer = WeightTransfer(version=version, bytes=size, time_s=time.monotonic() - begin_s)
         self._channel.offered = update
         self._version = version
         return update.checksum

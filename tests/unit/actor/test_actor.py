@@ -704,7 +704,7 @@ def test_max_lag_bounds_what_is_outstanding_and_the_trainers_counts_free_it():
     assert sum(len(group.rollouts) for group in harness.read()) == 4
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(max_lag=st.integers(0, 3), batch_size=st.integers(1, 6), slots=st.integers(1, 8), salt=st.integers(0, 1000))
 def test_the_lag_bound_holds_without_dropping_anything(max_lag, batch_size, slots, salt):
     """A trainer that trains as soon as it can, weights that arrive at once, very uneven lengths (groups of one)."""

@@ -38,7 +38,7 @@ K = 4
 # ---------------------------------------------------------------------------------------------- the record
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4), st.sampled_from(["start", "end", "settle"])), max_size=40))
 def test_number_and_oldest_version_are_those_of_a_list(history: list[tuple[int, int, str]]) -> None:
     state = Outstanding()

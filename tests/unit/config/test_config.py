@@ -357,6 +357,7 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("engine: {kind: vllm}", "engine.python", "set engine.urls to servers that run already"),
         ("engine: {kind: vllm, python: p, kv_on_update: recompute}", "engine.kv_on_update", "set it to keep"),
         ("weights: {kind: collective}\nlaunch: {kind: embedded}", "weights.kind", "set launch.kind to processes"),
+        ("weights: {encoding: delta}", "weights.encoding", "set weights.kind to collective"),
         ("launch: {kind: embedded, preprocessor: process}", "launch.preprocessor", "launch.preprocessor to with_trainer"),
         ("trainer: {threads: -2}", "trainer.threads", "a whole number >= 1 or null"),
         ("trainer: {loss: ppo}\ncorrection: {token: truncate}", "correction.token", "set it to a mask"),
@@ -399,6 +400,7 @@ def test_combinations_that_make_no_sense_name_key_and_fix(tmp_path: Path, text: 
         "engine: {kind: http, servers: 2}\nstream: {kind: redis}\nlaunch: {preprocessor: process}",
         "engine: {kind: http, urls: ['https://a:1', 'http://b:2/'], api_key_env: KEY}",
         "engine: {kind: vllm, python: p}\nstream: {kind: redis, url: 'unix:///tmp/r'}\nweights: {kind: collective}",
+        "weights: {kind: collective, encoding: delta, full_every: 1}",
     ],
 )
 def test_combinations_that_make_sense_pass(tmp_path: Path, text: str) -> None:
@@ -501,7 +503,7 @@ def configurations(draw: st.DrawFn) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(configurations())
 def test_what_is_printed_loads_back_equal(config: RunConfig) -> None:
     plain, documented = config_to_yaml(config), render(config)
@@ -511,7 +513,7 @@ def test_what_is_printed_loads_back_equal(config: RunConfig) -> None:
     assert max(map(len, comments)) <= 100
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(json_values)
 def test_written_values_mean_the_same_to_other_yaml_readers(value: Any) -> None:
     config = RunConfig(environment=EnvironmentConfig(args={"value": value}))

@@ -36,7 +36,7 @@ def slow_truncated(logits: list[float], temperature: float, top_p: float, top_k:
     return [float(p) for p in result]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     logits=st.lists(st.floats(-4, 4), min_size=2, max_size=12, unique=True),
     temperature=st.sampled_from([0.5, 1.0, 1.7]),

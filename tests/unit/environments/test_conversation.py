@@ -52,7 +52,7 @@ def rendered(tokenizer: Any, messages: Any, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS, ids="/".join)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_sampled_ids_are_never_changed_whatever_the_template_does(kind, data) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -84,7 +84,7 @@ def test_sampled_ids_are_never_changed_whatever_the_template_does(kind, data) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_template_that_keeps_what_was_said_gives_one_segment(family, data) -> None:
     tokenizer = TOKENIZERS[family, "chatml"]

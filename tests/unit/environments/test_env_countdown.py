@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
@@ -44,7 +44,6 @@ def test_anything_else_is_no_expression(text):
     assert read_expression(text) is None
 
 
-@settings(deadline=None)
 @given(st.recursive(
     st.integers(0, 99).map(str),
     lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda it: f"({it[0]} {it[1]} {it[2]})"),
@@ -65,7 +64,6 @@ def _words(text):
     return text.replace("(", " ( ").replace(")", " ) ").split()
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_no_text_breaks_the_verifier(text):
     assert 0 <= score(Task((1, 2), 3), text, 0.1) <= 1

@@ -6,7 +6,7 @@ import json
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
@@ -94,7 +94,6 @@ def test_a_text_that_is_one_number(text, value):
     assert number_of(text) == value
 
 
-@settings(deadline=None)
 @given(
     whole=st.integers(-(10**12), 10**12),
     decimals=st.integers(0, 3),
@@ -108,7 +107,6 @@ def test_however_a_number_is_written_it_has_its_value(whole, decimals, before, a
     assert answer_in(f"{before}{'-' if whole < 0 else ''}{digits}{tail}{after}") == value
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_no_text_breaks_it(text):
     answer_in(text)

@@ -113,17 +113,8 @@ def session_of(config: RunConfig, run_dir: Path) -> Session:
     return Session(config, run, StartPlan(), make_schedule(config), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("config", "receivers"),
-    [
-        (RunConfig(weights=COLLECTIVE, engine=EngineConfig(processes=3)), 3),
-        (TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), 2),
-        (ATTACHED.model_copy(update={"weights": COLLECTIVE}), 3),
-    ],
-)
-def test_who_receives_a_broadcast(config: RunConfig, receivers: int, tmp_path: Path) -> None:
-    assert broadcast._receivers(config) == receivers
-    session = Session(config, RunDirectory(tmp_path), StartPlan(), make_schedule(config), 0.0)
+def test_servers_learn_where_a_broadcast_comes_from(tmp_path: Path) -> None:
+    session = session_of(TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), tmp_path)
     with listen() as listening:
         address = broadcast.sender_address(session, listening.fileno())
         assert address == (*listening.getsockname(), session.plan.weights_key)

@@ -232,6 +232,14 @@ def test_every_process_of_a_run_is_there() -> None:
     assert predicted("--launch.kind=embedded").keys() == {"embedded"}
 
 
+def test_deltas_need_a_second_copy_in_the_trainer_and_up_to_one_more_at_both_ends() -> None:
+    delta = ("--weights.kind=collective", "--weights.encoding=delta")
+    local, servers = predicted(*delta), predicted("--engine.kind=http", *delta)
+    assert local["training"]["staged weights"] == servers["training"]["staged weights"] == 8 * 10**9
+    assert local["generation"]["staged weights"] == servers["server-0"]["an incoming weight update"] == 4 * 10**9
+    assert all(parts["a delta"] == 4 * 10**9 for parts in (local["training"], local["generation"], servers["server-0"]))
+
+
 def test_what_is_on_a_gpu_is_not_in_the_machines_memory() -> None:
     prediction = predict(load_config(None, ["--trainer.device=cuda", "--engine.device=cuda:1"]), BILLION)
     assert prediction.devices == ["cpu", "cuda:0", "cuda:1"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import MissingDependencyError, RunDirectoryError
@@ -186,7 +186,6 @@ def test_an_evaluation_of_nothing_or_one_problem_has_no_standard_error() -> None
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 1))
-@settings(deadline=None)
 def test_quantile_interpolates_between_order_statistics(values: list[float], q: float) -> None:
     ordered = sorted(values)
     position = q * (len(ordered) - 1)
@@ -248,7 +247,6 @@ def test_rate_forgets_what_is_older_than_its_window_and_starts_afresh_when_a_cou
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 30), st.integers(0, 100)), min_size=3, max_size=40))
-@settings(deadline=None)
 def test_rate_is_a_mean_over_about_the_window(increments: list[tuple[float, int]]) -> None:
     window_s, rate = 20.0, Rate(20.0)
     now, count = 0.0, 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
@@ -18,7 +18,15 @@ from pipelinerl.config.schema import EnvironmentConfig, ModelConfig, RunConfig
 from pipelinerl.metrics.records import EvaluatedProblem, EvaluationRecord, StepRecord
 from pipelinerl.metrics.summary import account_for_rollouts, summarize
 from pipelinerl.report.terminal import final_table, sample_before_after
-from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress
+from pipelinerl.types import (
+    ActorProgress,
+    Encoding,
+    EngineProgress,
+    Progress,
+    StageStatus,
+    TrainerProgress,
+    WeightTransfer,
+)
 
 CONTRACT = [
     "schedule",
@@ -73,6 +81,9 @@ ALSO = [
     "resumed_from",
     "cut_fraction",
     "nothing_learned",
+    "update_bytes_mean",
+    "update_s_p50",
+    "update_delta_fraction",
 ]
 CONFIG = RunConfig(seed=3, model=ModelConfig(path="some/model"), environment=EnvironmentConfig(kind="gcd"))
 ENGINE = EngineProgress(
@@ -97,8 +108,17 @@ def statuses(*progress: Progress) -> dict[str, StageStatus]:
     return made
 
 
+def update(version: int) -> WeightTransfer:
+    """All weights are 1000 bytes; every third update is a delta."""
+    delta = version % 3 == 0
+    encoding: Encoding = "delta" if delta else "full"
+    return WeightTransfer(version=version, bytes=100 if delta else 1000, time_s=version / 10, encoding=encoding)
+
+
 def steps(count: int) -> list[StepRecord]:
-    """Rewards 0.1, 0.2, ...; step n trains n * 10 tokens at lag n; the ESS of the second step was not measured."""
+    """Rewards 0.1, 0.2, ...; step n trains n * 10 tokens at lag n; the ESS of the second step was not measured.
+
+    The update to version n is recorded by step n + 1; that to version 4, by two steps."""
     return [
         StepRecord(
             version=n,
@@ -111,6 +131,7 @@ def steps(count: int) -> list[StepRecord]:
             ess=None if n == 2 else 1 - n / 100,
             lag_mean=float(n),
             lag_max=2 * n,
+            update=update(n - 1 - (n == 6)) if n > 1 else None,
         )
         for n in range(1, count + 1)
     ]
@@ -159,6 +180,9 @@ def test_the_numbers_by_hand() -> None:
     assert (summary["trained_length_mean"], summary["sampled_length_mean"]) == (4.5, 20.0)
     assert summary["update_pause_s_p50"] == pytest.approx(0.0025)
     assert summary["update_pause_s_p99"] == pytest.approx(0.003 + 0.97 * 0.101)
+    assert summary["update_bytes_mean"] == pytest.approx((4 * 1000 + 2 * 100) / 6)  # versions 1, 2, 3, 4, 6, 7
+    assert summary["update_s_p50"] == pytest.approx(0.35)
+    assert summary["update_delta_fraction"] == pytest.approx(2 / 6)
     assert (summary["engine_busy_fraction"], summary["trainer_busy_fraction"]) == (0.9, 0.5)
     assert summary["eval_reward_before"] == pytest.approx(0.35)
     assert summary["eval_reward_after"] == pytest.approx(0.95)  # the last of two
@@ -202,6 +226,14 @@ def test_a_run_that_could_learn_nothing_says_so_and_why(
     assert f"{cut / 85:.1%} cut at their limit" in table
     learned = [*records, msgspec.structs.replace(records[-1], version=3, tokens_trained=1, grad_norm=0.1)]
     assert summarize(CONFIG, learned, [], {}, wall_s=1.0, status="finished")["nothing_learned"] is None
+
+
+def test_the_table_tells_the_size_of_weight_updates() -> None:
+    summary = whole_run()
+    assert "weight updates │ 8, pause p50 2.5 ms" in (table := " ".join(as_text(final_table(summary), 400).split()))
+    assert "0.7 KiB each, 33% as deltas" in table
+    older = {key: value for key, value in summary.items() if not key.startswith(("update_bytes", "update_delta"))}
+    assert "KiB each" not in as_text(final_table(older))
 
 
 def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_and_the_table() -> None:
@@ -278,7 +310,6 @@ def test_a_lost_rollout_is_an_error_with_the_numbers() -> None:
     at_trainer=st.dictionaries(st.sampled_from("bcd"), st.integers(0, 9)),
     lost=st.integers(-3, 3),
 )
-@settings(deadline=None)
 def test_conservation(
     *,
     trained: int,

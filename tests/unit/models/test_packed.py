@@ -122,7 +122,7 @@ def test_tokens_of_one_sequence_do_not_reach_another() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_buckets_cover_every_token_once_with_little_padding(lengths: list[int]) -> None:
     row = PackedRow.of([Segment(token_ids=tuple(range(n)), sampled=()) for n in lengths])
     assert sum(bucket.end - bucket.start for bucket in row.buckets) == sum(lengths)

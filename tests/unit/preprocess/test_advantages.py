@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.preprocess.advantages import STD_EPSILON, advantages, group_mean, leave_one_out
@@ -16,7 +16,6 @@ REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=20)
 
 
 @given(REWARDS)
-@settings(deadline=None)
 def test_group_mean_equals_its_formula(rewards: list[float]) -> None:
     expected = [reward - sum(rewards) / len(rewards) for reward in rewards]
     assert group_mean(rewards) == pytest.approx(expected, abs=1e-10)
@@ -24,7 +23,6 @@ def test_group_mean_equals_its_formula(rewards: list[float]) -> None:
 
 
 @given(REWARDS)
-@settings(deadline=None)
 def test_leave_one_out_equals_its_formula(rewards: list[float]) -> None:
     expected = []
     for i, reward in enumerate(rewards):
@@ -34,7 +32,6 @@ def test_leave_one_out_equals_its_formula(rewards: list[float]) -> None:
 
 
 @given(REWARDS, st.sampled_from(BASELINES))
-@settings(deadline=None)
 def test_normalised_advantages_are_divided_by_the_population_deviation(rewards: list[float], baseline: Baseline) -> None:
     plain = np.array(advantages(rewards, baseline=baseline))
     normalised = advantages(rewards, baseline=baseline, normalize_std=True)
@@ -48,7 +45,6 @@ def test_known_values() -> None:
 
 
 @given(st.floats(-1e30, 1e30), st.integers(1, 64), st.sampled_from(BASELINES), st.booleans())
-@settings(deadline=None)
 def test_identical_rewards_give_exactly_zero(reward: float, size: int, baseline: Baseline, normalize: bool) -> None:
     assert advantages([reward] * size, baseline=baseline, normalize_std=normalize) == [0.0] * size
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.preprocess.packing import pack
@@ -28,13 +28,11 @@ def slow_best_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]
 
 
 @given(LENGTHS, BUDGETS)
-@settings(deadline=None)
 def test_equals_the_slow_reference(lengths: list[int], budget: int) -> None:
     assert pack(lengths, budget) == slow_best_fit_decreasing(lengths, budget)
 
 
 @given(LENGTHS, BUDGETS)
-@settings(deadline=None)
 def test_every_index_once_within_the_budget_and_few_bins(lengths: list[int], budget: int) -> None:
     bins = pack(lengths, budget)
     assert sorted(index for items in bins for index in items) == list(range(len(lengths)))
@@ -44,14 +42,12 @@ def test_every_index_once_within_the_budget_and_few_bins(lengths: list[int], bud
 
 
 @given(LENGTHS, BUDGETS)
-@settings(deadline=None)
 def test_no_two_bins_could_have_been_one(lengths: list[int], budget: int) -> None:
     totals = sorted(sum(lengths[i] for i in items) for items in pack(lengths, budget))
     assert len(totals) < 2 or totals[0] + totals[1] > budget
 
 
 @given(LENGTHS, BUDGETS)
-@settings(deadline=None)
 def test_order_is_stable(lengths: list[int], budget: int) -> None:
     bins = pack(lengths, budget)
     assert all(items == sorted(items) for items in bins)

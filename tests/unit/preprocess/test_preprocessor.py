@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.config.schema import PreprocessConfig
@@ -147,7 +147,6 @@ CONFIGS = st.builds(
 
 
 @given(st.lists(ROLLOUTS, max_size=8), CONFIGS, st.booleans())
-@settings(deadline=None)
 def test_every_rollout_ends_in_a_sample_or_in_one_count(
     attempts: list[tuple[float, int, FinishReason, int]], config: PreprocessConfig, score: bool
 ) -> None:

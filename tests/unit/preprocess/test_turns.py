@@ -84,7 +84,7 @@ def rollouts(draw: st.DrawFn) -> list[Turn]:
 
 
 @given(rollouts())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_what_is_trained_on_is_exactly_what_was_sampled(turns: list[Turn]) -> None:
     joined = join_turns(turns)
     sampled = [segment.token_ids[i] for segment in joined.segments for i in segment.sampled_positions]
@@ -100,7 +100,7 @@ def test_what_is_trained_on_is_exactly_what_was_sampled(turns: list[Turn]) -> No
 
 
 @given(rollouts())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_sampled_token_sees_exactly_the_ids_it_was_sampled_after(turns: list[Turn]) -> None:
     joined = join_turns(turns)
     contexts = [segment.token_ids[:i] for segment in joined.segments for i in segment.sampled_positions]
@@ -111,7 +111,6 @@ def test_every_sampled_token_sees_exactly_the_ids_it_was_sampled_after(turns: li
 
 
 @given(rollouts())
-@settings(deadline=None)
 def test_segments_are_well_formed(turns: list[Turn]) -> None:
     for segment in join_turns(turns).segments:
         edges = [edge for span in segment.sampled for edge in span]

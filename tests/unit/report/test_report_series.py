@@ -11,7 +11,7 @@ from statistics import fmean
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord
@@ -92,7 +92,6 @@ def test_rewards_are_averaged_over_whole_windows() -> None:
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=30), st.floats(0, 1))
-@settings(deadline=None)
 def test_reaching_a_target(rewards: list[float | None], target: float) -> None:
     steps = [step(n, 5.0 + 2.0 * n, reward) for n, reward in enumerate(rewards, start=1)]
     found = reached(steps, 5.0, target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from io import StringIO
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -165,7 +165,6 @@ def test_short(value: float, shown: str) -> None:
 
 
 @given(st.lists(st.floats(-1e3, 1e3), max_size=100), st.integers(1, 30))
-@settings(deadline=None)
 def test_a_sparkline_is_as_wide_as_it_may_be_and_touches_both_edges(values: list[float], width: int) -> None:
     line = sparkline(values, width)
     assert len(line) == min(width, len(values))

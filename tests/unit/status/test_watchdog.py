@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.interfaces import PipelineState, Schedule
@@ -155,7 +155,6 @@ def test_time_in_which_nobody_looked_does_not_make_a_stall() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 9.0), st.booleans()), min_size=1, max_size=80))
-@settings(deadline=None)
 def test_a_stall_is_exactly_a_timeout_without_movement(looks: list[tuple[float, bool]]) -> None:
     watchdog, timeout_s = Watchdog(40.0), 40.0
     now, tokens, quiet_s = 0.0, 0, 0.0

@@ -119,7 +119,7 @@ def read_all(directory: Path) -> list[tuple[int, int]]:
     st.integers(1, 30),
     st.sets(st.integers(0, 25)),
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_rewinding_keeps_exactly_what_was_asked(history: tuple[int, int, int], capacity: int, unwanted: set[int]) -> None:
     written, taken, from_offset = history
     with TemporaryDirectory() as directory:

@@ -135,7 +135,7 @@ operations = st.lists(
 
 
 @given(st.integers(1, 6), st.sampled_from(["block", "drop_oldest"]), operations)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_history_is_that_of_a_list(
     new_place: NewPlace, capacity: int, when_full: WhenFull, history: list[tuple[str, Any]]
 ) -> None:

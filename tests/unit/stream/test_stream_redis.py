@@ -101,7 +101,7 @@ operations = st.lists(
 
 
 @given(st.integers(1, 6), st.sampled_from(["block", "drop_oldest"]), operations, st.integers(0, 1_000_000))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_lost_requests_and_answers_change_nothing(
     url: str, capacity: int, when_full: WhenFull, history: list[tuple[str, int]], seed: int
 ) -> None:
@@ -412,7 +412,7 @@ def test_a_missing_package_is_named() -> None:
     st.sets(st.integers(0, 25)),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_rewinding_is_as_it_is_elsewhere(
     url: str, history: tuple[int, int, int], capacity: int, unwanted: set[int], twice: bool
 ) -> None:

@@ -24,7 +24,6 @@ def slow_ess(log_ratios: np.ndarray) -> float:
 
 
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=50))
-@settings(deadline=None)
 def test_ess_equals_its_formula_and_is_in_range(log_ratios: list[float]) -> None:
     ess = effective_sample_size(torch.tensor(log_ratios, dtype=torch.float64))
     assert ess == pytest.approx(slow_ess(np.array(log_ratios)), rel=1e-9)
@@ -100,7 +99,7 @@ def test_metrics_equal_numpy() -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 1000), st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_metrics_do_not_depend_on_packing(count: int, seed: int, data: st.DataObject) -> None:
     tokens = make_tokens(count, seed)
     order = np.array(data.draw(st.permutations(range(count))))
@@ -115,7 +114,6 @@ def test_metrics_do_not_depend_on_packing(count: int, seed: int, data: st.DataOb
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=300))
-@settings(deadline=None)
 def test_lag_percentiles_are_lags_that_occurred(lags: list[int]) -> None:
     zeros = torch.zeros(len(lags))
     metrics = metrics_of((zeros, zeros > 0, zeros > 0, zeros, torch.tensor(lags)), [np.arange(len(lags))])
@@ -177,7 +175,7 @@ def test_statistics_hold_no_graph() -> None:
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(0, 1000))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_the_longest_quarter_of_the_rollouts(lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     shortest = sorted(lengths, reverse=True)[math.ceil(len(lengths) / 4) - 1]

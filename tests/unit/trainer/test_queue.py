@@ -209,7 +209,7 @@ Action = st.one_of(
     oldest=st.sampled_from([0, 4, 6]),
     by_index=st.booleans(),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(  # noqa: PLR0917 - hypothesis names them
     sizes: list[int], ages: list[int], flat: set[int], actions: list[tuple[str, int]], oldest: int, by_index: bool
 ) -> None:

@@ -179,6 +179,11 @@ def test_a_run_takes_its_steps_and_publishes_each(tmp_path: Path) -> None:
     assert {record.learning_rate for record in records} == {1e-2}
     assert max(record.on_policy_gap or 0.0 for record in records) < 1e-5
     assert min(record.ess for record in records if record.ess is not None) > 0.999
+    assert all(0 < record.publish_s < record.train_s for record in records)
+    size = sum(weight.nbytes for weight in weights(setup))
+    assert [(one.version, one.bytes, one.encoding) for one in (record.update for record in records) if one] == [
+        (version, size, "full") for version in range(1, 7)
+    ]
     assert setup.status.state == "done"
     assert setup.progress.goal_reached
     assert (setup.progress.trained, setup.progress.queued, setup.progress.published_version) == (24, 0, 6)
@@ -214,6 +219,7 @@ def test_conventional_publishes_once_a_round_and_at_the_end(tmp_path: Path) -> N
     setup = Setup(tmp_path, ConventionalSchedule(4, 4), steps=6)
     setup.drive()
     assert setup.engine.versions == [0, 4, 6]
+    assert [record.publish_s > 0 for record in setup.records()] == [False, False, False, True, False, True]
     assert [record.lag_max for record in setup.records() if record.lag_max is not None][:4] == [0, 1, 2, 3]
 
 

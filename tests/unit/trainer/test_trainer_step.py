@@ -376,7 +376,7 @@ def test_low_precision_weights_learn_from_steps_below_their_rounding() -> None:
     temperature=st.floats(0.3, 3),
     chunk=st.sampled_from([1, 64, 1 << 22]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_logprobs_entropy_and_gradient_equal_plain_torch(
     positions: int, vocabulary: int, temperature: float, chunk: int
 ) -> None:

@@ -22,6 +22,7 @@ from pipelinerl.errors import UserError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import UpdateReceipt
+from pipelinerl.weights import delta
 from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.group import Group, require_backend
@@ -174,10 +175,10 @@ def rig() -> Iterator[Rig]:
     rig.close()
 
 
-@pytest.fixture
-def make_ends(rig: Rig) -> Callable[..., Ends]:
+@pytest.fixture(params=["full", "delta"])
+def make_ends(request: pytest.FixtureRequest, rig: Rig) -> Callable[..., Ends]:
     def settled_ends(**options: Any) -> Ends:
-        sender = rig.sender(**options)
+        sender = rig.sender(encoding=request.param, **options)
         receiver = rig.receiver(sender)
         return SettledSender(sender, receiver), SettledReceiver(sender, receiver)
 
@@ -275,6 +276,150 @@ def test_a_run_that_ends_is_not_waited_for(rig: Rig) -> None:
     ending.set()
     assert sender.send(1, named_weights(Tied())) == ""
     sender.close()
+
+
+# Deltas
+
+
+def weights_of(version: int) -> dict[str, Tensor]:
+    """Weights of every type; each version changes few of them."""
+    torch.manual_seed(0)
+    tensors = {f"{dtype}": torch.randint(0, 2, (50, 41)).to(dtype) for dtype in DTYPES}
+    tensors["tied"] = tensors["torch.bfloat16"]
+    tensors["nan"] = torch.full((300,), float("nan"))
+    for step in range(1, version + 1):
+        for name in ("torch.float32", "torch.bfloat16", "torch.bool", "nan"):
+            tensors[name].view(-1)[7 * step] = -0.0 if step % 2 else float("nan")
+        tensors["nan"].view(torch.int32)[step] ^= step
+    return tensors
+
+
+class Fleet:
+    """A sender and receivers that take every update at once and echo its checksum."""
+
+    def __init__(self, rig: Rig, count: int = 3, coordinated: bool = False, **options: object) -> None:
+        options = {"encoding": "delta", "bucket_bytes": 4096, "timeout_s": BOUND_S, "coordinated": coordinated} | options
+        self.sender = rig.sender(count, **options)
+        self.receivers = [rig.receiver(self.sender, index) for index in range(count)]
+        self.coordinator = rig.receiver(self.sender, None) if coordinated else None
+
+    def send(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+        """Send, and compare what arrives bit by bit. Returns the encoding, and its share of all bytes in percent."""
+        digest = self.sender.send(version, tensors)
+        if self.coordinator is not None:
+            taken(self.coordinator)
+        for receiver in self.receivers:
+            update = taken(receiver)
+            assert update[:2] == (version, digest)
+            assert checksum(update.tensors) == digest == checksum(tensors)
+            receiver.acknowledge(receipt(version, digest))
+        if self.coordinator is not None:
+            self.coordinator.acknowledge(receipt(version, digest))
+        eventually(lambda: not self.sender.unanswered())
+        self.sender.receipts()
+        transfer = self.sender.transfer
+        assert transfer is not None
+        assert transfer.version == version
+        return transfer.encoding, round(100 * transfer.bytes / layout_of(tensors, None).buffer_bytes)
+
+
+@pytest.mark.parametrize("coordinated", [False, True])
+def test_deltas_restore_every_bit_of_every_type(rig: Rig, coordinated: bool) -> None:
+    fleet = Fleet(rig, coordinated=coordinated)
+    assert fleet.send(0, weights_of(0)) == ("full", 100)
+    sent = [fleet.send(version, weights_of(version)) for version in (1, 2, 5)]
+    assert all(encoding == "delta" and percent <= 1 for encoding, percent in sent)
+    assert fleet.send(9, weights_of(5)) == ("delta", 0), "nothing has changed"
+    assert fleet.send(10, weights_of(0))[0] == "delta", "back to the first weights"
+
+
+def test_an_update_that_a_delta_would_not_shorten_is_sent_in_full_and_is_the_next_base(rig: Rig) -> None:
+    torch.manual_seed(0)
+    fleet = Fleet(rig, bucket_bytes=1 << 20)
+    others = {"weight": torch.randn(100_000)}
+    assert fleet.send(0, {"weight": torch.randn(100_000)}) == ("full", 100)
+    assert fleet.send(1, others) == ("full", 100)
+    others["weight"][5] = 0.0
+    assert fleet.send(2, others) == ("delta", 0)
+
+
+def test_every_kth_update_is_sent_in_full(rig: Rig) -> None:
+    fleet = Fleet(rig, full_every=3)
+    encodings = [fleet.send(version, weights_of(version))[0] for version in range(7)]
+    assert encodings == ["full", "delta", "delta", "full", "delta", "delta", "full"]
+
+
+def test_without_deltas_every_update_is_sent_in_full(rig: Rig) -> None:
+    fleet = Fleet(rig, encoding="full")
+    assert [fleet.send(version, weights_of(version)) for version in range(3)] == [("full", 100)] * 3
+
+
+def test_engines_that_join_late_and_those_of_a_new_sender_begin_with_all_weights(rig: Rig) -> None:
+    sender = rig.sender(encoding="delta", timeout_s=BOUND_S)
+    digest = sender.send(4, weights_of(4))
+    time.sleep(0.05)
+    receiver = rig.receiver(sender)
+    assert taken(receiver).checksum == digest
+    assert sender.transfer is not None
+    assert sender.transfer.encoding == "full"
+    assert Fleet(rig).send(5, weights_of(5)) == ("full", 100), "a trainer that resumes is a new sender"
+
+
+@pytest.mark.parametrize("coordinated", [False, True])
+@pytest.mark.parametrize("damage", ["on the way", "malformed", "in the base"])
+def test_a_delta_that_gives_other_weights_is_refused_and_all_are_sent(
+    rig: Rig, damage: str, coordinated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(rig, coordinated=coordinated)
+    fleet.send(0, weights_of(0))
+    victim = fleet.receivers[1]._buffer_U8
+    if damage == "in the base":
+        victim[1000] ^= 1
+    apply = delta.apply
+
+    def damaged(delta_U8: Tensor, buffer_U8: Tensor) -> None:
+        if buffer_U8.data_ptr() == victim.data_ptr():
+            delta_U8[0 if damage == "malformed" else -9] ^= 1
+        apply(delta_U8, buffer_U8)
+
+    if damage != "in the base":
+        monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.apply", damaged)
+    encoding, percent = fleet.send(1, weights_of(1))
+    assert encoding == "full"
+    assert percent >= 100, "the delta counts too"
+    monkeypatch.undo()
+    assert fleet.send(2, weights_of(2))[0] == "delta", "all hold the same base again"
+
+
+def test_an_engine_without_the_base_gets_all_weights_at_once(rig: Rig) -> None:
+    fleet = Fleet(rig)
+    fleet.send(0, weights_of(0))
+    fleet.receivers[2]._held = ""
+    assert fleet.send(1, weights_of(1)) == ("full", 100)
+    assert fleet.send(2, weights_of(2))[0] == "delta"
+
+
+def test_all_weights_that_arrive_damaged_after_a_delta_are_an_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(rig, 2)
+    fleet.send(0, weights_of(0))
+    monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.checksum", lambda _: "another")
+    fleet.sender.send(1, weights_of(1))
+    assert "weights of version 1 arrived damaged: checksum another" in problem(fleet.receivers[0])
+    with pytest.raises(WeightUpdateError, match="arrived damaged"):
+        fleet.sender.send(2, weights_of(2))
+
+
+def test_an_engine_that_dies_when_it_refuses_a_delta_is_named(rig: Rig) -> None:
+    sender = rig.sender(encoding="delta", timeout_s=BOUND_S)
+    receiver = rig.receiver(sender, dies="full")
+    digest = sender.send(0, weights_of(0))
+    taken(receiver)
+    receiver._held = ""
+    receiver.acknowledge(receipt(0, digest))
+    eventually(lambda: not sender.unanswered())
+    sender.send(1, weights_of(1))
+    with pytest.raises(WeightUpdateError, match=r"number 0 \(engine-0\) is gone"):
+        sender.send(2, weights_of(2))
 
 
 # Who is missing, or does not belong

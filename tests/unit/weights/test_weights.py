@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -19,10 +20,11 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightReceiver, WeightSender, WeightUpdate
 from pipelinerl.models.state import checksum, load_weights, named_weights, not_finite
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
-from pipelinerl.weights import shared
 from pipelinerl.weights.memory import MemoryChannel
-from pipelinerl.weights.shared import SharedWeightReceiver, SharedWeightSender
-from pipelinerl.weights.shared_file import create_shared_file
+from pipelinerl.weights.shared import receiver as shared_receiver
+from pipelinerl.weights.shared.file import create_shared_file
+from pipelinerl.weights.shared.receiver import SharedWeightReceiver
+from pipelinerl.weights.shared.sender import SharedWeightSender
 from tests.limits import small_files
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +92,6 @@ def test_the_checksum_is_of_names_types_shapes_and_bytes() -> None:
 
 
 @given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]), st.integers(0, 3))
-@settings(deadline=None)
 def test_the_checksum_sees_values_not_memory_layout(dtype: torch.dtype, rows: int) -> None:
     tensor = torch.arange(rows * 5).reshape(rows, 5).to(dtype)
     strided = torch.empty(5, rows, dtype=dtype).t().copy_(tensor)
@@ -254,6 +255,21 @@ def test_an_update_that_was_taken_and_not_answered_stops_the_next(ends: Ends) ->
         sender.send(1, named_weights(Tied()))
 
 
+def test_bytes_and_time_of_the_last_transfer_are_known(ends: Ends) -> None:
+    sender, receiver = ends
+    assert sender.transfer is None
+    begin_s = time.monotonic()
+    for version in (3, 4):
+        digest = sender.send(version, named_weights(Tied()))
+        receiver.poll()
+        receiver.acknowledge(receipt(version, digest))
+        assert (transfer := sender.transfer) is not None
+        assert (transfer.version, transfer.encoding) == (version, "full")
+        assert 0 < transfer.time_s < time.monotonic() - begin_s
+        size = sum(weight.nbytes for name, weight in named_weights(Tied()).items() if name != "head.weight")
+        assert size <= transfer.bytes < size + 5 * 64, "each of five tensors may be followed by a gap"
+
+
 def test_floating_point_weights_are_converted_on_sending(make_ends: Callable[..., Ends]) -> None:
     sender, receiver = make_ends(dtype=torch.bfloat16)
     weights = {**named_weights(Tied()), "steps": torch.tensor([1, 2])}
@@ -345,7 +361,7 @@ def test_bytes_that_come_a_moment_after_the_offer_are_waited_for(fd: int, monkey
         os.pwrite(fd, contents[place : place + 1], place)
         return seen[-1]
 
-    monkeypatch.setattr(shared, "checksum", late)
+    monkeypatch.setattr(shared_receiver, "checksum", late)
     update = receiver.poll()
     assert update is not None
     assert seen[0] != seen[1] == digest == checksum(update.tensors)
@@ -433,7 +449,7 @@ import time
 import torch
 from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.shared import SharedWeightReceiver
+from pipelinerl.weights.shared.receiver import SharedWeightReceiver
 from tests.unit.weights.test_weights import Tied
 
 fd, index, last = map(int, sys.argv[1:])

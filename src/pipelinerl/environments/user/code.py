@@ -61,6 +61,15 @@ def no_file(path: Path) -> EnvironmentSetupError:
     return EnvironmentSetupError(f"there is no file {path} (a path is relative to the working directory, {Path.cwd()})")
 
 
+def find_user_class(module_name: str, class_name: str, where: str) -> type:
+    """A class of a module or file. Raises EnvironmentSetupError, with `where` in the message, if it does not define one."""
+    module = import_module_or_file(module_name)
+    found = getattr(module, class_name, None)
+    if not inspect.isclass(found):
+        raise not_defined(module_name, "class", class_name, names_in(module, inspect.isclass), where)
+    return found
+
+
 def not_defined(module: str, what: str, name: str, names: Sequence[str], where: str = "") -> EnvironmentSetupError:
     """The error for a class or function that `module` does not define; `names` are those that it does."""
     near = get_close_matches(name, names, n=1) or names[:3]

@@ -96,6 +96,16 @@ class Lines:
             file.seek(start)
             return file.read(min(most, self._ends[i] - start))
 
+    def decoded(self, i: int, decoder: msgspec.json.Decoder[T]) -> T | Damaged:
+        """Line `i` (from 0) as a record, or what is wrong with it."""
+        line = self.read(i)
+        if not line.endswith(b"\n"):
+            return Damaged(i + 1, f"longer than {MAX_LINE_BYTES >> 20} MiB")
+        try:
+            return decoder.decode(line)
+        except _UNREADABLE as error:
+            return Damaged(i + 1, one_line(str(error)))
+
     @property
     def _end(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -197,11 +207,10 @@ class RunRollouts:
         self.steps = TrainedSteps(folder / "trained.jsonl")
         self._place: dict[int, int] = {}
         self._indices: list[int | None] = []
-        self._summaries = msgspec.json.Decoder(Attempts)
-        self._groups = msgspec.json.Decoder(Group)
-        self.summary = lru_cache(_CACHED_GROUPS)(self._summary)
+        summaries, groups = msgspec.json.Decoder(Attempts), msgspec.json.Decoder(Group)
+        self.summary = lru_cache(_CACHED_GROUPS)(lambda place: self.lines.decoded(place, summaries))
         """The group at a place without token ids and log-probs, or what is wrong with its line."""
-        self.group = lru_cache(2)(self._group)
+        self.group = lru_cache(2)(lambda place: self.lines.decoded(place, groups))
         """The complete group at a place, or what is wrong with its line."""
 
     def __len__(self) -> int:
@@ -253,21 +262,6 @@ class RunRollouts:
         fate = None if self.is_replaced(place) else self.steps.fates.get(rollout_id)
         return fate if isinstance(fate, str) else None
 
-    def _summary(self, place: int) -> Attempts | Damaged:
-        return self._read(place, self._summaries)
-
-    def _group(self, place: int) -> Group | Damaged:
-        return self._read(place, self._groups)
-
-    def _read(self, place: int, decoder: msgspec.json.Decoder[T]) -> T | Damaged:
-        line = self.lines.read(place)
-        if not line.endswith(b"\n"):
-            return Damaged(place + 1, f"longer than {MAX_LINE_BYTES >> 20} MiB")
-        try:
-            return decoder.decode(line)
-        except _UNREADABLE as error:
-            return Damaged(place + 1, one_line(str(error)))
-
 
 def _rollouts_folder(run_dir: Path) -> Path:
     folder = run_dir / "rollouts"
@@ -317,10 +311,11 @@ class TrainedSteps:
     def look(self) -> bool:
         more = self.lines.look(_TRAINED_LOOK_BYTES)
         for i in range(self._read, len(self.lines)):
-            try:
-                self._add(self._decoder.decode(self.lines.read(i)))
-            except _UNREADABLE as error:
-                self.damaged.append(Damaged(i + 1, one_line(str(error))))
+            step = self.lines.decoded(i, self._decoder)
+            if isinstance(step, Damaged):
+                self.damaged.append(step)
+            else:
+                self._add(step)
         self._read = len(self.lines)
         return more
 
@@ -398,15 +393,14 @@ class RunEvaluations:
         return [match[1] for match in sorted(found, key=lambda match: (match[1] == "after", int(match[2] or 0)))]
 
     def _add(self, name: str, lines: Lines, i: int) -> None:
-        try:
-            problem = self._decoder.decode(lines.read(i)).problem_id
-        except _UNREADABLE as error:
-            self.damage.append(f"{lines.path}, {Damaged(i + 1, one_line(str(error)))}")
+        answer = lines.decoded(i, self._decoder)
+        if isinstance(answer, Damaged):
+            self.damage.append(f"{lines.path}, {answer}")
             return
-        if problem not in self._answers:
-            self._answers[problem] = {}
-            self._problems.append(problem)
-        self._answers[problem][name] = i  # the last line counts, in a run continued after its end
+        if answer.problem_id not in self._answers:
+            self._answers[answer.problem_id] = {}
+            self._problems.append(answer.problem_id)
+        self._answers[answer.problem_id][name] = i  # the last line counts, in a run continued after its end
         self.summary.cache_clear()
         self.group.cache_clear()
 

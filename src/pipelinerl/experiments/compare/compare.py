@@ -179,10 +179,6 @@ class _Session:
     def _executed(
         self, name: str, contender: Contender, settings: Settings, seed: int, steps: int, *, weights_every: int = 0
     ) -> Execution:
-        """How a run ended, which is executed unless it is done."""
-        done = self.folder.done(name)
-        if done is not None:
-            return done
         path, base = self.folder.root / name, self.request.config
         config = run_config(base, contender, settings, seed=seed, steps=steps, run_dir=path, weights_every=weights_every)
         return self.folder.execute(name, config)

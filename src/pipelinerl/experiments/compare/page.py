@@ -139,7 +139,7 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
         html.paragraph(_legend(target, request), "note"),
         *([html.heading("Held-out reward"), html.figure(figures["held_out"], HELD_OUT)] if "held_out" in figures else []),
         html.heading("Learning"),
-        html.figure(figures["learning"], LEARNING + _dashed(None if request.held_out else target)),
+        html.figure(figures["learning"], LEARNING + ("" if request.held_out or target is None else " Dashed: the target.")),
         html.heading("On-policyness"),
         html.figure(figures["on_policyness"], ON_POLICYNESS),
         html.heading("Generation batch size"),
@@ -198,10 +198,6 @@ def _legend(target: float | None, request: Request) -> str:
         "taken seed by seed; above 1, the schedule is better. Slots in use is averaged over the time in which any slot is "
         "in use: a draining batch counts, a training phase does not."
     )
-
-
-def _dashed(target: float | None) -> str:
-    return "" if target is None else " Dashed: the target."
 
 
 def _run_cells(run: RunResult) -> dict[str, str]:

@@ -30,7 +30,18 @@ from pipelinerl.report.series import (
 )
 
 
-class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+class FromSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `summary.json` that are compared; None: not recorded."""
+
+    ess_mean: float | None
+    ess_min: float | None
+    lag_mean: float | None
+    lag_max: float | None
+    engine_busy_fraction: float | None
+    trainer_busy_fraction: float | None
+
+
+class RunResult(FromSummary, frozen=True, kw_only=True):
     """One run.
 
     rewards            the rewards that the target refers to: held-out rewards by version; or, in a comparison without them,
@@ -53,12 +64,6 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     reached_training: Reached | None = None
     held_out: list[Answered] = []
     saving_s: float = 0.0
-    ess_mean: float | None
-    ess_min: float | None
-    lag_mean: float | None
-    lag_max: float | None
-    engine_busy_fraction: float | None
-    trainer_busy_fraction: float | None
     slots_used_fraction: float | None
 
     @property
@@ -156,7 +161,7 @@ def ratio(runs: Sequence[RunResult], schedule: str, quantity: Quantity, *, low_i
     return Ratio(baseline=baseline, **msgspec.structs.asdict(found))
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(FromSummary, frozen=True, kw_only=True):
     """One schedule over its seeds. Numbers are medians unless named otherwise; None if a run lacks the quantity."""
 
     schedule: str
@@ -170,12 +175,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s_later: float | None
     tokens_per_s: float | None
     length_mean: float | None
-    ess_mean: float | None
-    ess_min: float | None
-    lag_mean: float | None
-    lag_max: float | None
-    engine_busy_fraction: float | None
-    trainer_busy_fraction: float | None
     slots_used_fraction: float | None
     reward_last: float | None
     ratio_time_to_reward: Ratio
@@ -215,8 +214,6 @@ def row(runs: Sequence[RunResult], schedule: str) -> Row:
 
 
 # ---- one run
-
-FROM_SUMMARY = ("ess_mean", "ess_min", "lag_mean", "lag_max", "engine_busy_fraction", "trainer_busy_fraction")
 
 
 def drawn_with_answers(records: RunRecords, label: str, answered: Sequence[Answered] | None) -> DrawnRun:
@@ -270,5 +267,5 @@ def run_result(
         held_out=list(answered or ()),
         saving_s=math.fsum(step.saving_s for step in steps),
         slots_used_fraction=slots_in_use(drawn.batch, drawn.slots, measured.training_s) if drawn.batch else None,
-        **{key: summary.get(key) for key in FROM_SUMMARY},
+        **{key: summary.get(key) for key in FromSummary.__struct_fields__},
     )

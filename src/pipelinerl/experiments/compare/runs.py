@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -31,7 +30,8 @@ from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
-from pipelinerl.experiments.compare.request import Request, load_average
+from pipelinerl.experiments.compare.request import Request
+from pipelinerl.experiments.machine import load_average
 from pipelinerl.files import JsonLines, read_json_lines
 from pipelinerl.launch.interrupts import counted_interrupts
 from pipelinerl.launch.roles import thread_environment
@@ -65,15 +65,13 @@ class Folder:
         self._log = root / "executions.jsonl"
         self._done = {execution.run: execution for execution in _read_log(self._log)}
 
-    def done(self, name: str) -> Execution | None:
-        execution = self._done.get(name)
-        return execution if execution and (self.root / name).is_dir() else None
-
     def execute(self, name: str, config: RunConfig) -> Execution:
-        """Execute the run `name` from the start, and delete any incomplete run of that name.
+        """Execute the run `name` from the start unless it is done, and delete any incomplete run of that name.
 
         A run that diverges is a result. Any other error that ends the run is raised.
         """
+        if name in self._done and (self.root / name).is_dir():
+            return self._done[name]
         _clear(self.root / name)
         began, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
         status = FINISHED
@@ -140,13 +138,6 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
 
 
-class _Part(NamedTuple):
-    """One evaluation process, and the folder of its results."""
-
-    process: ChildProcess
-    out: Path
-
-
 def check_held_out(request: Request) -> None:
     """Raise ConfigError, before anything is run, if there are no held-out problems. Errors of the environment are raised."""
     if not request.held_out:
@@ -174,17 +165,16 @@ def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
         interrupts = cleanup.enter_context(counted_interrupts(raising=True))
         processes: list[ChildProcess] = []
         cleanup.callback(stop_all, processes, STOP_S)
-        parts = []
-        for number in range(workers):
-            parts.append(_start(run_dir, versions[number::workers], request, scratch / str(number)))
-            processes.append(parts[-1].process)
+        outs = [scratch / str(number) for number in range(workers)]
+        for number, out in enumerate(outs):
+            processes.append(_start(run_dir, versions[number::workers], request, out))
         while any(process.running for process in processes):
             if interrupts.count:
                 raise RunInterruptedError("stopped during an evaluation")
             if any(process.status for process in processes):
                 break
             time.sleep(POLL_S)
-        answered = [one for part in parts for one in _answers_of(part, run_dir)]
+        answered = [one for process, out in zip(processes, outs, strict=True) for one in _answers_of(process, out, run_dir)]
     return sorted(answered, key=lambda one: one.version)
 
 
@@ -203,7 +193,7 @@ def write_answers(run_dir: Path, answered: Sequence[Answered]) -> None:
     write_json(run_dir / HELD_OUT_FILE, answered, indent=2)
 
 
-def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) -> _Part:
+def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) -> ChildProcess:
     """Start evaluating `versions` of a run. The temperature is the run file's `evaluation.temperature`."""
     arguments = [*(f"{run_dir}@{version}" for version in versions), "--problems", str(request.held_out), "--attempts", "1"]
     if request.held_out_args:
@@ -214,16 +204,16 @@ def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) 
         arguments += ["--engine.threads", "1"]
         environment = thread_environment(1)
     command = [sys.executable, "-c", _EVAL, "eval", *arguments, "--out", str(out)]
-    return _Part(ChildProcess(command, log=out.with_suffix(".log"), environment=environment), out)
+    return ChildProcess(command, log=out.with_suffix(".log"), environment=environment)
 
 
-def _answers_of(part: _Part, run_dir: Path) -> Iterator[Answered]:
-    if part.process.running:  # another process has failed, and raises below
+def _answers_of(process: ChildProcess, out: Path, run_dir: Path) -> Iterator[Answered]:
+    if process.running:  # another process has failed, and raises below
         return
-    if part.process.status:
-        last = (part.process.log_lines() or [f"its process {part.process.how_it_ended()}"])[-1]
+    if process.status:
+        last = (process.log_lines() or [f"its process {process.how_it_ended()}"])[-1]
         raise PipelineRLError(f"evaluating the weights of {run_dir} failed: {last.removeprefix('error: ')}")
-    for model in msgspec.json.decode((part.out / "summary.json").read_bytes())["models"]:
+    for model in msgspec.json.decode((out / "summary.json").read_bytes())["models"]:
         reward, failed = model["estimates"]["reward"], sum(model["failed"].values())
         version, mean, low, high = model["version"], reward["mean"], reward["low"], reward["high"]
         yield Answered(version=version, reward=mean, low=low, high=high, failed=failed)

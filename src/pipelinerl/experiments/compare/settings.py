@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import EvaluationConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.launch.roles import plan_threads
 from pipelinerl.schedule import make_schedule
 
@@ -90,8 +91,11 @@ def axes(config: RunConfig, *, cores: int, most_in_progress: int | None, slot_fa
 
 def engine_layouts(cores: int) -> list[tuple[int, int]]:
     """(processes, threads per process), from one core to all: one thread each, or as many threads as the cores allow."""
-    processes = [2**power for power in range(cores.bit_length()) if 2**power < cores] + [cores]
-    return [(count, threads) for count in processes for threads in dict.fromkeys((1, max(1, cores // count)))]
+    return [
+        (count, threads)
+        for count in (*powers_of_two(cores - 1), cores)
+        for threads in dict.fromkeys((1, max(1, cores // count)))
+    ]
 
 
 def _with_layout(now: Settings, processes: int, threads: int) -> Settings:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -23,7 +22,7 @@ from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, TooManyFailuresError
-from pipelinerl.experiments.evaluate.models import Target, engine_for
+from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, engine_for
 from pipelinerl.experiments.evaluate.results import (
     AttemptRecord,
     EvaluationFolder,
@@ -34,7 +33,7 @@ from pipelinerl.experiments.evaluate.results import (
     Tally,
 )
 from pipelinerl.experiments.statistics import Floats
-from pipelinerl.interfaces import AsyncEngine, Environment, Tokenizer
+from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.types import Problem, Rollout, SamplingParams
 
@@ -148,18 +147,17 @@ class _Evaluation:
                     reported_s = time.monotonic()
                     report()
 
-            sampling = SamplingParams(
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
-                stop_token_ids=ready.stop_token_ids,
-            )
-            questions = Questions(
-                environment, self.problems, settings.attempts, sampling, self.limits, settings.pass_at, settings.seed
-            )
             try:
-                done = await answer(questions, ready.engine, tokenizer, ready.slots, stop=self.stop, on_attempt=on_attempt)
+                done = await answer(
+                    self.problems,
+                    environment,
+                    tokenizer,
+                    ready,
+                    settings,
+                    limits=self.limits,
+                    stop=self.stop,
+                    on_attempt=on_attempt,
+                )
             finally:
                 report()
                 self.results.append(tally.result(target, ready.version, self.first_values))
@@ -194,61 +192,55 @@ def problems_of(environment: Environment, settings: EvaluationSettings, limits: 
 # ---- the attempts of one model
 
 
-class Questions(NamedTuple):
-    """The problems and how they are attempted: K = `attempts` times each; a reward of at least `pass_at` is a pass."""
-
-    environment: Environment
-    problems: Sequence[Problem]
-    attempts: int
-    sampling: SamplingParams
-    limits: TimeLimits
-    pass_at: float
-    seed: int
-
-
 async def answer(
-    questions: Questions,
-    engine: AsyncEngine,
+    problems: Sequence[Problem],
+    environment: Environment,
     tokenizer: Tokenizer,
-    slots: int,
+    ready: EvaluationEngine,
+    settings: EvaluationSettings,
     *,
+    limits: TimeLimits,
     stop: Callable[[], bool],
     on_attempt: Callable[[AttemptRecord], None],
 ) -> bool:
-    """Run all attempts on one engine, at most `slots` at a time. Returns False if `stop` ended them early.
+    """Run all attempts on one engine, with as many at a time as it has slots. Returns False if `stop` ended them early.
 
     The attempts at a problem are started one after another, so that their prompt is computed once. Seeds depend only on
-    `questions.seed`, the problem's position and the attempt, so different weights get the same random numbers.
+    `settings.seed`, the problem's position and the attempt, so different weights get the same random numbers.
     `on_attempt` is called for each attempt in order of completion, failed ones included. Raises what the engine raises.
     """
+    sampling = SamplingParams(
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        stop_token_ids=ready.stop_token_ids,
+    )
     awake = Awake()
-    waiting = ((number, k) for number in range(len(questions.problems)) for k in range(questions.attempts))
+    waiting = ((number, k) for number in range(len(problems)) for k in range(settings.attempts))
     running: dict[asyncio.Task[Rollout | Failure], tuple[int, int]] = {}
     upcoming = next(waiting, None)
     try:
         while (upcoming is not None or running) and not stop():
-            while upcoming is not None and len(running) < slots:
+            while upcoming is not None and len(running) < ready.slots:
                 number, k = upcoming
-                seed = derive_seed("eval", questions.seed, number, k)
+                seed = derive_seed("eval", settings.seed, number, k)
                 name = f"eval.{number}.{k}"
-                client = RolloutClient(engine, tokenizer, questions.sampling, name=name, seed=seed, awake=awake)
-                rollout = attempt(questions.environment, questions.problems[number], client, questions.limits)
+                client = RolloutClient(ready.engine, tokenizer, sampling, name=name, seed=seed, awake=awake)
+                rollout = attempt(environment, problems[number], client, limits)
                 running[asyncio.create_task(rollout)] = upcoming
                 upcoming = next(waiting, None)
             await awake.settle()
-            if not await engine.advance():
+            if not await ready.engine.advance():
                 await asyncio.sleep(IDLE_S)
             for task in [task for task in running if task.done()]:
-                on_attempt(_record(questions, *running.pop(task), task.result(), tokenizer))
+                number, k = running.pop(task)
+                record = evaluated(problems[number], task.result(), tokenizer)
+                passed = record.failure is None and record.reward >= settings.pass_at
+                on_attempt(AttemptRecord(number=number, attempt=k, passed=passed, **msgspec.structs.asdict(record)))
         return upcoming is None and not running
     finally:
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=END_S)
-
-
-def _record(questions: Questions, number: int, k: int, outcome: Rollout | Failure, tokenizer: Tokenizer) -> AttemptRecord:
-    record = evaluated(questions.problems[number], outcome, tokenizer)
-    passed = record.failure is None and record.reward >= questions.pass_at
-    return AttemptRecord(number=number, attempt=k, passed=passed, **msgspec.structs.asdict(record))

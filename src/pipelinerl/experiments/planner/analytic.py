@@ -10,6 +10,7 @@ time `tau` is in the same unit. Rates are in sampled tokens per unit.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,7 @@ class LengthDistribution:
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> LengthDistribution:
         """The empirical distribution of `lengths`. Raises ValueError if it is empty or a length is below 1."""
-        values, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
-        return cls.of_histogram(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        return cls.of_histogram(Counter(lengths))
 
     @classmethod
     def of_histogram(cls, weights: Mapping[int, float]) -> LengthDistribution:
@@ -98,7 +98,7 @@ def parse_lengths(text: str) -> LengthDistribution:
         return LengthDistribution.uniform(int(longest))
     path = Path(text)
     if path.is_dir():
-        return read_run_lengths(path)
+        return _run_lengths(path)
     if not path.is_file():
         raise UserError(f"--lengths {text}: neither uniform:L, nor a JSON file, nor a run directory")
     try:
@@ -109,8 +109,8 @@ def parse_lengths(text: str) -> LengthDistribution:
         raise UserError(f'{path} is not a histogram of lengths like {{"12": 340, "13": 295}}: {error}') from error
 
 
-def read_run_lengths(run_dir: Path) -> LengthDistribution:
-    """Sampled tokens per rollout, summed over turns, of all groups that a run finished. Raises UserError.
+def _run_lengths(run_dir: Path) -> LengthDistribution:
+    """Sampled tokens per rollout, summed over turns, of all groups that a run finished.
 
     Rollouts still in progress when the run ended are missing. They are longer than average, so lengths from a run of few
     steps are biased a little low.
@@ -244,14 +244,6 @@ def tau_from_mfu(mfu: float) -> float:
     if not 0 < mfu <= 1:
         raise ValueError(f"MFU is a share of peak FLOPs, above 0 and at most 1: {mfu}")
     return 3 / mfu
-
-
-def powers_of_two(largest: int) -> Sequence[int]:
-    """1, 2, 4, ... and `largest` itself: the batch sizes at which step times are measured."""
-    sizes = [1]
-    while 2 * sizes[-1] < largest:
-        sizes.append(2 * sizes[-1])
-    return [*sizes, largest] if largest > 1 else sizes
 
 
 # ---- both methods

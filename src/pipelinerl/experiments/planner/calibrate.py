@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import os
-import platform
 import sys
 import tempfile
 from collections import Counter
@@ -29,6 +27,7 @@ from pipelinerl.child import ChildProcess
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
+from pipelinerl.experiments.machine import load_average, processor
 from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, Machine, TrainingCost
 from pipelinerl.experiments.planner.measure_generation import (
@@ -87,7 +86,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         group_size=config.actor.group_size,
         processes=config.engine.processes,
         side_by_side=together,
-        generation=msgspec.structs.replace(generation_cost, threads=threads.generation),
+        generation=generation_cost,
         training=training_cost,
         lengths=dict(sorted(Counter(_lengths(sampled)).items())),
         reward_mean=fmean(rollout.reward for group in sampled for rollout in group.rollouts),
@@ -178,19 +177,12 @@ def describe_machine(device: str, threads: int) -> Machine:
     gpu = device.startswith("cuda")
     return Machine(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        processor=torch.cuda.get_device_name(device) if gpu else _processor(),
+        processor=torch.cuda.get_device_name(device) if gpu else processor(),
         cores=usable_cores(),
         accelerators=torch.cuda.device_count() if gpu else max(1, usable_cores() // threads),
         torch=str(torch.__version__),
-        load_average=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        load_average=load_average(),
     )
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    names = information.read_text().splitlines() if information.is_file() else []
-    found = next((line.partition(":")[2].strip() for line in names if line.startswith("model name")), "")
-    return found or platform.processor() or platform.machine()
 
 
 def _lengths(groups: list[Group]) -> list[int]:

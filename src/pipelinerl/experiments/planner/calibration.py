@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and when the measurements were made. `load_average` (1 minute, at the start) shows whether it was idle.
+    """Where and when the measurements were made, and `load_average` (1 minute, at the start).
 
     `accelerators` is N: the number of GPUs if engines run on GPUs, else how many processes with the run's number of threads
     fit on the cores.
@@ -26,6 +26,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     accelerators: int
     torch: str
     load_average: float | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the load suggests that other programs disturbed the measurements."""
+        return self.load_average is not None and self.load_average > self.cores / 2
 
 
 class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,8 +26,9 @@ from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import UserError
-from pipelinerl.experiments.planner.analytic import LengthDistribution, powers_of_two
+from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import DecodeCost
+from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer, WeightUpdate
 from pipelinerl.launch.stages.engines import load_local_engine
 from pipelinerl.launch.stages.generation import RolloutWriter
@@ -187,7 +188,7 @@ def decode_costs(generator: Generator, lengths: LengthDistribution, prompt_token
     """Times of decode steps at 1, 2, 4, ... H sequences, about `seconds` at each size (at least MIN_ROUNDS rounds)."""
     rng = np.random.default_rng(generator.config.seed)
     costs = []
-    for active in powers_of_two(generator.engine.slots):
+    for active in (*powers_of_two(generator.engine.slots - 1), generator.engine.slots):
         ages = rng.choice(lengths.longest, size=active, p=lengths.ages())
         times_s: list[float] = []
         begin_s, rounds = time.perf_counter(), 0

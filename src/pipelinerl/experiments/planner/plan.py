@@ -31,6 +31,7 @@ from pipelinerl.experiments.planner.analytic import (
     tau_from_mfu,
 )
 from pipelinerl.experiments.planner.calibration import Calibration, read_calibration
+from pipelinerl.experiments.statistics import powers_of_two
 
 T = TypeVar("T")
 
@@ -320,7 +321,7 @@ def make_plan(question: Question) -> Plan:
         fastest = PipelineGrid.of(workload).best()
         max_lag = fastest.max_lag if fastest else 0
     lags = np.unique(np.geomspace(1, max(8, 4 * max_lag), CURVE_POINTS).round().astype(int)).tolist()
-    curve = compare(workload, sorted({*lags, *_doublings(lags[-1]), max_lag}), baseline=question.baseline)
+    curve = compare(workload, sorted({*lags, *powers_of_two(lags[-1]), max_lag}), baseline=question.baseline)
     chosen = next(comparison for comparison in curve if comparison.max_lag == max_lag)
     if chosen.pipeline is None:
         lowest = min((c.max_lag for c in curve if c.pipeline), default=None)
@@ -331,7 +332,7 @@ def make_plan(question: Question) -> Plan:
 
 def tabulated(plan: Plan) -> list[Comparison]:
     """The points of the curve to print: lags that are powers of two, and the requested lag."""
-    doublings = {*_doublings(plan.curve[-1].max_lag), plan.chosen.max_lag}
+    doublings = {*powers_of_two(plan.curve[-1].max_lag), plan.chosen.max_lag}
     return [comparison for comparison in plan.curve if comparison.max_lag in doublings]
 
 
@@ -368,7 +369,3 @@ def _numbers(comparison: Comparison) -> dict[str, object]:
         "conventional": method(comparison.conventional),
         "speed_up": comparison.speed_up,
     }
-
-
-def _doublings(largest: int) -> list[int]:
-    return [2**power for power in range(largest.bit_length()) if 2**power <= largest]

@@ -18,9 +18,6 @@ from pipelinerl.experiments.planner.simulation.scenario import Measured
 from pipelinerl.report import new_table, number, rendered, write_file
 from pipelinerl.report.curves import finish_axes, new_figure, png_of
 
-BUSY = 0.5
-"""Load average per core before measuring, above which other programs are assumed to have disturbed it."""
-
 
 def plan_text(plan: Plan, config: RunConfig | None = None) -> str:
     """The inputs, the best of both methods, throughput by lag, and the settings for the run file."""
@@ -115,7 +112,7 @@ def calibration_text(calibration: Calibration) -> str:
     together = "at the same time, as in a run" if calibration.side_by_side else "one after the other, as in a run"
     table.add_row("measured", f"generation ({generation.threads} threads) and training ({training.threads}) {together}")
     text = rendered(table)
-    if machine.load_average is not None and machine.load_average > BUSY * machine.cores:
+    if machine.busy:
         text += f"the machine was busy (load average {machine.load_average:g}): measure again when it is not\n"
     return text
 

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import torch
@@ -135,42 +135,41 @@ LENGTH_QUANTILE = 0.9
 _KV: tuple[KV, ...] = ("keep", "recompute")
 
 
-class StudyOptions(NamedTuple):
-    """The user's options. `max_tokens` None: the length that 90% of the run's completions do not exceed."""
-
-    lag: int
-    starts: Sequence[str]
-    problems: int
-    attempts: int
-    max_tokens: int | None
-    seed: int
-
-
 def study_kv_cache(
-    run_dir: Path, config: RunConfig, options: StudyOptions, on_progress: Callable[[str], object] = lambda _: None
+    run_dir: Path,
+    config: RunConfig,
+    *,
+    lag: int,
+    starts: Sequence[str],
+    problems: int,
+    attempts: int,
+    max_tokens: int | None,
+    seed: int,
+    on_progress: Callable[[str], object],
 ) -> StudyRecord:
     """Run the study on the checkpoints of `run_dir`, whose configuration is `config`.
 
-    Raises UserError (or a subclass) if the run lacks data that the study needs. `on_progress` is called with lines of text.
+    `max_tokens` None: the length that 90% of the run's completions do not exceed. Raises UserError (or a subclass) if the
+    run lacks data that the study needs. `on_progress` is called with lines of text.
     """
     weights = SavedWeights(run_dir, config.model)
-    starts = choose_starts(options.starts, weights.starts(options.lag), options.lag)
+    versions = choose_starts(starts, weights.starts(lag), lag)
     history = read_history(run_dir)
-    length = options.max_tokens or history.length_quantile(LENGTH_QUANTILE)
-    if length < options.lag:
+    length = max_tokens or history.length_quantile(LENGTH_QUANTILE)
+    if length < lag:
         raise UserError(
-            f"{length} tokens can't be divided among {options.lag} steps; choose a --lag of at most {length}, or a larger "
+            f"{length} tokens can't be divided among {lag} steps; choose a --lag of at most {length}, or a larger "
             "--max-tokens"
         )
     settings = StudySettings(
-        lag=options.lag,
+        lag=lag,
         max_tokens=length,
-        switches=tuple(stretch.start for stretch in mixed_policy(0, options.lag, length)[1:]),
-        problems=options.problems,
-        attempts=options.attempts,
+        switches=tuple(stretch.start for stretch in mixed_policy(0, lag, length)[1:]),
+        problems=problems,
+        attempts=attempts,
         first_problem=history.next_index,
         temperature=config.actor.temperature,
-        seed=options.seed,
+        seed=seed,
         resamples=RESAMPLES,
         level=LEVEL,
     )
@@ -180,7 +179,7 @@ def study_kv_cache(
         environment=Path(config.environment.kind).name,
         run_seed=config.seed,
         settings=settings,
-        starts=tuple(experiment.study(name, version, on_progress) for name, version in starts.items()),
+        starts=tuple(experiment.study(name, version, on_progress) for name, version in versions.items()),
     )
 
 

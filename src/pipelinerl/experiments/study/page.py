@@ -15,8 +15,9 @@ from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.kv_cache import PolicyRecord, StartRecord, StudyRecord
 from pipelinerl.files import write_atomically
 from pipelinerl.report import new_table, rendered, writing_to
-from pipelinerl.report.curves import new_figure, png_of
+from pipelinerl.report.curves import finish_axes, new_figure, png_of
 
+KL = "KL(mu || pi), nats per token"
 _STALE, _RECOMPUTED, _LAGGED = "tab:orange", "tab:blue", "0.45"
 
 
@@ -48,7 +49,8 @@ def _draw_positions(axes: Any, start: StartRecord) -> None:
         _positions(axes, start.lagged[lag], f"lag {lag}", shade, band=False)
     _positions(axes, start.recomputed, "mixed, recomputed KV", _RECOMPUTED)
     _positions(axes, start.stale, "mixed, stale KV", _STALE)
-    _axes(axes, f"{_title(start)}: along the sequence", "token position")
+    finish_axes(axes, f"{_title(start)}: along the sequence", "token position", KL)
+    axes.set_xlim(left=0)
     axes.set_yscale("log", nonpositive="mask")
     # Beside the plot, because the lines cross all of it.
     axes.legend(edgecolor="none", fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -80,22 +82,14 @@ def _draw_lags(axes: Any, start: StartRecord) -> None:
     ):
         axes.axhline(policy.kl.mean, color=color, linewidth=1.6, label=f"{label} (mean lag {policy.lag_mean:.1f})")
         axes.axhspan(policy.kl.low, policy.kl.high, color=color, alpha=0.15, linewidth=0)
-    _axes(axes, f"{_title(start)}: mean over tokens", "lag k of the whole sequence, optimizer steps")
+    finish_axes(axes, f"{_title(start)}: mean over tokens", "lag k of the whole sequence, optimizer steps", KL)
+    axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    axes.legend(edgecolor="none", framealpha=0.8, fontsize=8)
 
 
 def _title(start: StartRecord) -> str:
     return f"weights {start.version} to {start.target}"
-
-
-def _axes(axes: Any, title: str, x_label: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel("KL(mu || pi), nats per token")
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
 
 
 # ---- output files

@@ -52,6 +52,8 @@ def broadcast_sender(session: Session, fd: int, give_up: Callable[[], bool]) -> 
         join_timeout_s=config.launch.startup_timeout_s,
         device=torch.device(config.trainer.device),
         coordinated=config.engine.kind != "local",
+        encoding=config.weights.encoding,
+        full_every=config.weights.full_every,
         give_up=give_up,
     )
 

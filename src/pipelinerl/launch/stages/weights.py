@@ -27,7 +27,7 @@ def make_channel(config: RunConfig) -> int:
         from pipelinerl.launch.stages.broadcast import listen_for  # noqa: PLC0415 - see above
 
         return listen_for(config)
-    from pipelinerl.weights.shared_file import create_shared_file  # noqa: PLC0415 - see above
+    from pipelinerl.weights.shared.file import create_shared_file  # noqa: PLC0415 - see above
 
     return create_shared_file()
 
@@ -38,7 +38,7 @@ def make_sender(session: Session, fd: int, give_up: Callable[[], bool]) -> Weigh
         from pipelinerl.launch.stages.broadcast import broadcast_sender  # noqa: PLC0415 - see above
 
         return broadcast_sender(session, fd, give_up)
-    from pipelinerl.weights.shared import SharedWeightSender  # noqa: PLC0415 - see above
+    from pipelinerl.weights.shared.sender import SharedWeightSender  # noqa: PLC0415 - see above
 
     return SharedWeightSender(fd, session.config.engine.processes, give_up=give_up)
 
@@ -49,7 +49,7 @@ def make_receiver(session: Session, fd: int, index: int, engine: str) -> WeightR
         from pipelinerl.launch.stages.broadcast import broadcast_receiver  # noqa: PLC0415 - see above
 
         return broadcast_receiver(session, fd, index, engine)
-    from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - see above
+    from pipelinerl.weights.shared.receiver import SharedWeightReceiver  # noqa: PLC0415 - see above
 
     return SharedWeightReceiver(fd, index)
 

@@ -17,21 +17,22 @@ from typing import TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from pipelinerl.environments.chat.conversation import Answer
-from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
-from pipelinerl.serving.agents.answers import MODEL, chunks, whole
-from pipelinerl.serving.agents.session import ChatRequest, Session, TextRequest, rollout_ended
-from pipelinerl.serving.server.http import RefusedError, answer, answer_bug, answer_error, body_of, error_answer, unless_gone
+from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.serving.agents.session import ChatRequest, ModelRequest, Session, TextRequest, rollout_ended
+from pipelinerl.serving.server.http import answer, application, body_of, unless_gone
+from pipelinerl.serving.server.openai.answers import DONE, AnswerWriter, Json, choice_of, usage_of
 from pipelinerl.serving.server.openai.bodies import read_body
 from pipelinerl.serving.server.run import uvicorn_config
 
 HOST = "127.0.0.1"
 CLOSE_S = 5.0
+MODEL = "policy"
+"""The model's name in responses. Requests may use any name."""
 
 RequestT = TypeVar("RequestT", ChatRequest, TextRequest)
 
@@ -89,13 +90,7 @@ class Gateway:
             Route(f"{base}/completions", self._completions, methods=["POST"]),
             Route(f"{base}/models", self._models),
         ]
-        handlers = {
-            PipelineRLError: answer_error,
-            HTTPException: _not_found,
-            ClientDisconnect: _client_gone,
-            Exception: answer_bug,
-        }
-        return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+        return application(routes)
 
     async def _chat(self, request: Request) -> Response:
         return await self._respond(request, ChatRequest)
@@ -117,8 +112,8 @@ class Gateway:
             raise rollout_ended() from None
         reply: Answer = await unless_gone(request, asyncio.wrap_future(call))
         if body.stream:
-            return Response(b"".join(chunks(body, reply)), media_type="text/event-stream")
-        return answer(whole(body, reply))
+            return Response(b"".join(_chunks(body, reply)), media_type="text/event-stream")
+        return answer(_whole(body, reply))
 
     def _session(self, request: Request) -> Session:
         session = self._sessions.get(request.path_params["secret"])
@@ -127,9 +122,34 @@ class Gateway:
         return session
 
 
-def _not_found(request: Request, error: HTTPException) -> Response:
-    return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {error.detail}"))
+# ---- answers
 
 
-def _client_gone(_: Request, __: ClientDisconnect) -> Response:
-    return Response(status_code=499)
+def _whole(request: ModelRequest, reply: Answer) -> Json:
+    """The response to a request that doesn't stream."""
+    chat = isinstance(request, ChatRequest)
+    content: Json = {"message": {**reply.message, "refusal": None}} if chat else {"text": reply.text}
+    return _writer(request, reply).whole(choice_of(content, reply.finish_reason), _usage(reply))
+
+
+def _chunks(request: ModelRequest, reply: Answer) -> Iterator[bytes]:
+    """The response as a stream. The answer is one chunk, because tool calls can be parsed only when it is complete."""
+    writer, contents = _writer(request, reply), list[Json]()
+    if isinstance(request, ChatRequest):
+        calls = [{**call, "index": number} for number, call in enumerate(reply.message.get("tool_calls", ()))]
+        contents += [{"delta": {**reply.message, **({"tool_calls": calls} if calls else {})}}, {"delta": {}}]
+    else:
+        contents += [{"text": reply.text}, {"text": ""}]
+    for content, reason in zip(contents, (None, reply.finish_reason), strict=True):
+        yield writer.chunk([choice_of(content, reason)])
+    if request.include_usage:
+        yield writer.chunk([], usage=_usage(reply))
+    yield DONE
+
+
+def _writer(request: ModelRequest, reply: Answer) -> AnswerWriter:
+    return AnswerWriter(reply.completion.request_id, request.model or MODEL, chat=isinstance(request, ChatRequest))
+
+
+def _usage(reply: Answer) -> Json:
+    return usage_of(len(reply.prompt.ids), len(reply.completion.token_ids))

@@ -10,22 +10,16 @@ from pipelinerl.environments.chat.conversation import Answer, Conversation
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.serving.server.http import RefusedError
-from pipelinerl.serving.server.openai.bodies import Body, CompletionBody
+from pipelinerl.serving.server.openai.bodies import AnyChatBody, CompletionBody
 from pipelinerl.types import SamplingParams
 
 # ---- requests of agents; the run file sets the sampling parameters, so requests that would change them are refused
 
 
-class ChatRequest(Body, frozen=True, kw_only=True):
+class ChatRequest(AnyChatBody, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    logprobs: bool | None = None
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -36,10 +30,10 @@ class TextRequest(CompletionBody, frozen=True, kw_only=True):
     """`prompt` is a text or token ids. `max_tokens` defaults to the run's limit, not to OpenAI's 16."""
 
 
-Request = ChatRequest | TextRequest
+ModelRequest = ChatRequest | TextRequest
 
 
-def check(request: Request, sampling: SamplingParams) -> None:
+def check(request: ModelRequest, sampling: SamplingParams) -> None:
     """Raises RequestError for parameters that differ from this rollout's sampling."""
     for name, requested, of_run in (
         ("temperature", request.temperature, sampling.temperature),
@@ -71,7 +65,7 @@ class Session:
         self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
 
-    async def answer(self, request: Request) -> Answer:
+    async def answer(self, request: ModelRequest) -> Answer:
         """One call of the model, added to the conversation when it is complete.
 
         Raises RequestError for invalid requests, RefusedError (`not_found`) if the rollout has ended or ends meanwhile.
@@ -98,7 +92,7 @@ class Session:
         for task in self._calls:
             task.cancel()
 
-    async def _ask(self, request: Request) -> Answer:
+    async def _ask(self, request: ModelRequest) -> Answer:
         most = request.most_tokens
         if isinstance(request, ChatRequest):
             return await self.conversation.ask(request.messages, request.offered_tools, max_tokens=most)

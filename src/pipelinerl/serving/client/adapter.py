@@ -1,4 +1,6 @@
-"""The protocol of one engine server. To use another kind of engine, implement `EngineServer` for it.
+"""The protocol of one engine server, and what its requests and completions must be.
+
+To use another kind of engine, implement `EngineServer` for it.
 
 All methods are called in one event loop. Each has its own timeout, except `generate`, which takes as long as the server
 needs: its caller watches the server's health and cancels.
@@ -14,36 +16,15 @@ Errors, the same for every kind of server:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
+from pipelinerl.errors import PromptTooLongError, RequestError
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, versions_from_spans
 
 TokenListener = Callable[[TokenEvent], None]
-
-
-class SavedWeights(NamedTuple):
-    """All weights in one safetensors file, under the names of the Hugging Face model.
-
-    The file has data for every name, including tied ones, so that `checksum` is `models.state.checksum` of the file's
-    tensors. The file must not change until `update_weights` has returned.
-    """
-
-    version: int
-    checksum: str
-    path: Path
-
-
-class BroadcastWeights(NamedTuple):
-    """Weights that the trainer has broadcast; the servers that joined have already received and verified them."""
-
-    version: int
-    checksum: str
-
-
-WeightSource = SavedWeights | BroadcastWeights
 
 
 class EngineServer(Protocol):
@@ -74,8 +55,10 @@ class EngineServer(Protocol):
         """Join the trainer's broadcast as a receiver. Returns when all receivers have joined; raises after its timeout."""
         ...
 
-    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+    async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         """Apply the weights from the file or the broadcast in flight, between two tokens: all of them or none.
+
+        A broadcast has already been received and verified. A file does not change before this has returned.
 
         The receipt's checksum is of the weights that the server then holds; a server that can't compute it returns the
         checksum that it verified before loading. Applying the version and checksum that it already holds is no error.
@@ -85,3 +68,66 @@ class EngineServer(Protocol):
     async def close(self) -> None:
         """Close all connections."""
         ...
+
+
+# ---- checks of requests before they are sent, and of completions when they arrive
+
+
+_ROUNDING = 1e-3
+"""Log-probabilities may be this far above 0."""
+
+
+class Limits(NamedTuple):
+    """Limits that hold for every server."""
+
+    max_length: int
+    vocabulary: int
+
+
+def check_request(request: GenerationRequest, limits: Limits) -> None:
+    """Raises PromptTooLongError or RequestError if this request can never be served."""
+    prompt, sampling = request.prompt_ids, request.sampling
+    if not prompt:
+        raise RequestError(f"request {request.id!r} has an empty prompt; give it at least one token")
+    if sampling.max_tokens < 1:
+        raise RequestError(f"request {request.id!r} asks for {sampling.max_tokens} tokens; ask for at least 1")
+    if len(prompt) + sampling.max_tokens > limits.max_length:
+        raise PromptTooLongError(
+            f"request {request.id!r} can't fit: {len(prompt)} prompt tokens + {sampling.max_tokens} new tokens > "
+            f"{limits.max_length} (the engine servers' longest sequence)"
+        )
+    if min(prompt) < 0 or max(prompt) >= limits.vocabulary:
+        raise RequestError(f"request {request.id!r} has token ids outside the model's vocabulary of {limits.vocabulary}")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise RequestError(f"request {request.id!r} has sampling parameters out of range: {sampling}")
+
+
+def find_fault(completion: Completion, request: GenerationRequest, vocabulary: int) -> str | None:
+    """Describe why `completion` is not a valid answer to `request`, or return None. Nothing is guessed or repaired."""
+    return next(_faults(completion, request, vocabulary), None)
+
+
+def _faults(completion: Completion, request: GenerationRequest, vocabulary: int) -> Iterator[str]:
+    ids, logprobs, limit = completion.token_ids, completion.logprobs, request.sampling.max_tokens
+    stops = set(request.sampling.stop_token_ids)
+    ended_by_stop = bool(ids) and ids[-1] in stops
+    if completion.request_id != request.id:
+        yield f"it belongs to request {completion.request_id!r}"
+    if len(ids) > limit:
+        yield f"it has {len(ids)} tokens, more than the limit of {limit}"
+    if len(logprobs) != len(ids):
+        yield f"it has {len(ids)} tokens and {len(logprobs)} log-probabilities"
+    if not all(math.isfinite(value) and value <= _ROUNDING for value in logprobs):
+        yield "it has log-probabilities that are not finite or above 0"
+    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+        yield f"it has tokens outside the vocabulary of {vocabulary}"
+    if not stops.isdisjoint(ids[:-1]):
+        yield "it continues after a stop token"
+    if completion.finish_reason == "stop" and not ended_by_stop:
+        yield 'its finish reason is "stop", but its last token is not a stop token'
+    if completion.finish_reason == "length" and (len(ids) != limit or ended_by_stop):
+        yield f'its finish reason is "length" after {len(ids)} of {limit} tokens'
+    try:
+        versions_from_spans(completion.weight_versions, len(ids))
+    except ValueError as error:
+        yield str(error)

@@ -23,8 +23,7 @@ import msgspec
 
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import CANCELLED_KEPT
-from pipelinerl.serving.client.adapter import TokenListener
-from pipelinerl.serving.client.checks import find_fault
+from pipelinerl.serving.client.adapter import TokenListener, find_fault
 from pipelinerl.serving.client.errors import (
     Bounds,
     EngineUnavailableError,
@@ -35,7 +34,8 @@ from pipelinerl.serving.client.errors import (
 )
 from pipelinerl.serving.client.fleet import LostError, Replica, ReplicaPool
 from pipelinerl.serving.client.routing import Router
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, cancelled_completion, versions_from_spans
+from pipelinerl.serving.wire import token_events
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent, cancelled_completion
 
 # ---- the tokens of one streamed request
 
@@ -59,24 +59,22 @@ class TokenRelay:
     def take(self, event: TokenEvent) -> None:
         """Forward the token if it is the next one. Repeated tokens, and tokens after a gap, are left to `complete`."""
         if event.index == len(self._seen):
-            self._forward_token(event.token_id, event.logprob, event.version)
+            self._forward_token(msgspec.structs.replace(event, request_id=self._request_id))
 
     def complete(self, completion: Completion) -> bool:
         """Forward the remaining tokens. Returns False and forwards nothing if the completion contradicts those forwarded."""
-        versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
-        tokens = list(zip(completion.token_ids, completion.logprobs, versions, strict=True))
-        if [(event.token_id, event.logprob, event.version) for event in self._seen] != tokens[: self.count]:
+        events = token_events(msgspec.structs.replace(completion, request_id=self._request_id))
+        if self._seen != events[: self.count]:
             return False
-        for token_id, logprob, version in tokens[self.count :]:
-            self._forward_token(token_id, logprob, version)
+        for event in events[self.count :]:
+            self._forward_token(event)
         return True
 
     def partial_completion(self) -> Completion:
         """A completion of the tokens forwarded so far, for a stream that can't continue."""
         return cancelled_completion(self._request_id, self._seen)
 
-    def _forward_token(self, token_id: int, logprob: float, version: int) -> None:
-        event = TokenEvent(self._request_id, len(self._seen), token_id, logprob, version)
+    def _forward_token(self, event: TokenEvent) -> None:
         self._seen.append(event)
         self._forward(event)
 
@@ -350,7 +348,7 @@ class Dispatcher:
         if eligible is not None and not eligible:
             waiting.replica.set_exception(next(iter(ticket.rejections.values())))
             return True
-        url = self._router.place(ticket.name, ticket.request.prompt_ids, self._clock(), only=eligible)
+        url = self._router.place(ticket.name, ticket.request.prompt_ids, only=eligible)
         if url is None:
             return False
         waiting.replica.set_result(next(replica for replica in self._pool.replicas if replica.url == url))

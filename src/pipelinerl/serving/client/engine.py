@@ -21,13 +21,12 @@ import msgspec
 
 from pipelinerl.errors import RequestError, UserError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.serving.client.adapter import BroadcastWeights, EngineServer, SavedWeights, TokenListener, WeightSource
-from pipelinerl.serving.client.checks import Limits, check_request
+from pipelinerl.serving.client.adapter import EngineServer, Limits, TokenListener, check_request
 from pipelinerl.serving.client.dispatch import Dispatcher
 from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.client.fleet import ReplicaPool
 from pipelinerl.serving.client.weights_file import SHARED_MEMORY, WeightFiles
-from pipelinerl.serving.wire import ServerInfo
+from pipelinerl.serving.wire import ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, EngineProgress, GenerationRequest, TokenEvent, UpdateReceipt
 
 
@@ -54,7 +53,6 @@ class RemoteEngine:
         self._files = files
         self._step_s = step_s
         self._clock = clock
-        self._last_update: WeightSource | None = None
         self._joined = False
         self._open: set[str] = set()
         self._busy_s = 0.0
@@ -232,26 +230,21 @@ class RemoteEngine:
             raise WeightUpdateError(
                 f"version {update.version} is older than the engine's {self._version}; nothing was changed"
             )
-        source: WeightSource
         if self._joined:
-            source = BroadcastWeights(update.version, update.checksum)
+            request = WeightUpdateRequest(version=update.version, checksum=update.checksum)
         else:
-            source = await asyncio.to_thread(self._files.write, update)
-        receipt = await self._pool.update(source)
+            request = await asyncio.to_thread(self._files.write, update)
+        previous = self._pool.last_update
+        receipt = await self._pool.update(request)
+        unused = previous if receipt.error is None else request
+        if unused is not None and unused.path is not None:
+            self._files.remove(unused.path)
         if receipt.error is not None:
-            self._release(source)
             return receipt
-        self._release(self._last_update)
-        self._last_update = source
         self._version = update.version
         self._updates += 1
         self._pauses_s.append(receipt.pause_s)
         return msgspec.structs.replace(receipt, engine=self.name)
-
-    def _release(self, source: WeightSource | None) -> None:
-        """Free weights that will not be sent again."""
-        if isinstance(source, SavedWeights):
-            self._files.remove(source)
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pipelinerl.errors import PipelineRLError, UserError, WeightUpdateError
-from pipelinerl.serving.client.adapter import BroadcastWeights, EngineServer, WeightSource
+from pipelinerl.serving.client.adapter import EngineServer
 from pipelinerl.serving.client.errors import (
     Bounds,
     EngineUnavailableError,
@@ -24,7 +24,7 @@ from pipelinerl.serving.client.errors import (
     ServerUnreachableError,
     back_off_s,
 )
-from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
 
 # ---- one replica: its health, its weights and its calls in progress
@@ -126,7 +126,10 @@ class Replica:
 
 
 class ReplicaPool:
-    """All servers of an engine, in one event loop. `on_change` is called whenever the state of one may have changed."""
+    """All servers of an engine, in one event loop. `on_change` is called whenever the state of one may have changed.
+
+    `last_update`: the newest weights that all servers have acknowledged, except those that are gone; None before the first.
+    """
 
     def __init__(self, servers: Sequence[EngineServer], bounds: Bounds, clock: Callable[[], float]) -> None:
         self.on_change: Callable[[], None] = lambda: None
@@ -134,11 +137,11 @@ class ReplicaPool:
         self._bounds = bounds
         self._clock = clock
         self._update_lock = asyncio.Lock()
-        self._last_update: WeightSource | None = None
+        self.last_update: WeightUpdateRequest | None = None
 
     def accepts(self, replica: Replica) -> bool:
         """Whether it gets new requests: it is healthy and holds the newest weights that all servers have acknowledged."""
-        return replica.healthy and (self._last_update is None or replica.holds(self._last_update.version))
+        return replica.healthy and (self.last_update is None or replica.holds(self.last_update.version))
 
     @property
     def all_gone(self) -> bool:
@@ -227,7 +230,7 @@ class ReplicaPool:
         async with self._update_lock:
             await _gather_or_cancel(one(index, replica) for index, replica in enumerate(self.replicas))
 
-    async def update(self, weights: WeightSource) -> UpdateReceipt:
+    async def update(self, weights: WeightUpdateRequest) -> UpdateReceipt:
         """Have all servers that are not gone apply the weights. Servers that are gone get them when they come back.
 
         If some servers refuse, the receipt's error names them; they keep their old weights. Raises WeightUpdateError naming
@@ -248,11 +251,11 @@ class ReplicaPool:
                 raise self.unavailable()
             receipt = _combined_receipt(receipts, weights)
             if receipt.error is None:
-                self._last_update = weights
+                self.last_update = weights
         self.on_change()
         return receipt
 
-    async def _update_one(self, replica: Replica, weights: WeightSource) -> UpdateReceipt | None:
+    async def _update_one(self, replica: Replica, weights: WeightUpdateRequest) -> UpdateReceipt | None:
         """The replica's receipt, or None if it is gone."""
         deadline_s = self._clock() + self._bounds.update_s
         failures = 0
@@ -272,18 +275,18 @@ class ReplicaPool:
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
         """Send the last update to a server that does not hold it: it was restarted, or unreachable during the update."""
-        if self._last_update is None or replica.holds(self._last_update.version) or self._update_lock.locked():
+        if self.last_update is None or replica.holds(self.last_update.version) or self._update_lock.locked():
             return
-        if isinstance(self._last_update, BroadcastWeights):
+        if self.last_update.path is None:
             raise WeightUpdateError(
                 f"engine server {replica.url} was restarted and has left the trainer's broadcast; resume the run"
             )
         async with self._update_lock:
-            receipt = await self._send(replica, self._last_update, self._bounds.update_s)
+            receipt = await self._send(replica, self.last_update, self._bounds.update_s)
             if receipt.error is not None:
                 raise WeightUpdateError(receipt.error)
 
-    async def _send(self, replica: Replica, weights: WeightSource, bound_s: float) -> UpdateReceipt:
+    async def _send(self, replica: Replica, weights: WeightUpdateRequest, bound_s: float) -> UpdateReceipt:
         """Update one server. A refusal is in the receipt's error. Raises WeightUpdateError if no answer comes in time."""
         answer = asyncio.ensure_future(replica.server.update_weights(weights))
         try:
@@ -307,7 +310,7 @@ class ReplicaPool:
         replica.record_receipt(receipt)
         return receipt
 
-    def _no_answer(self, replica: Replica, weights: WeightSource) -> WeightUpdateError:
+    def _no_answer(self, replica: Replica, weights: WeightUpdateRequest) -> WeightUpdateError:
         return WeightUpdateError(
             f"engine server {replica.url} did not answer weights of version {weights.version} within "
             f"{self._bounds.update_s:g} s; look at its log"
@@ -324,7 +327,7 @@ async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-def _error_receipt(replica: Replica, weights: WeightSource, problem: str) -> UpdateReceipt:
+def _error_receipt(replica: Replica, weights: WeightUpdateRequest, problem: str) -> UpdateReceipt:
     return UpdateReceipt(
         engine=replica.url,
         version=weights.version,
@@ -335,7 +338,7 @@ def _error_receipt(replica: Replica, weights: WeightSource, problem: str) -> Upd
     )
 
 
-def _combined_receipt(receipts: Sequence[UpdateReceipt], weights: WeightSource) -> UpdateReceipt:
+def _combined_receipt(receipts: Sequence[UpdateReceipt], weights: WeightUpdateRequest) -> UpdateReceipt:
     """One receipt for all servers: the longest pause, the sum of sequences in flight, and all errors."""
     problems = [receipt.error for receipt in receipts if receipt.error is not None]
     return UpdateReceipt(

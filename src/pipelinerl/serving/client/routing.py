@@ -14,10 +14,9 @@ Prompt = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Home:
-    """The server for a prompt's requests. Valid until `until_s`, and while one of the requests is in progress."""
+    """The server for a prompt's requests, while one of them is in progress there."""
 
     server: str
-    until_s: float
     in_progress: int = 0
 
 
@@ -37,13 +36,9 @@ class _Load:
 
 
 class Router:
-    """Places requests on servers, at most one per slot.
+    """Places requests on servers, at most one per slot."""
 
-    `memory_s`: how long a prompt's home stays valid after its last request was placed.
-    """
-
-    def __init__(self, memory_s: float = 1.0) -> None:
-        self._memory_s = memory_s
+    def __init__(self) -> None:
         self._loads: dict[str, _Load] = {}
         self._homes: dict[Prompt, _Home] = {}
         self._servers: dict[str, str] = {}
@@ -64,14 +59,14 @@ class Router:
         load = self._loads.setdefault(server, _Load(slots))
         load.slots, load.open = slots, open_
 
-    def place(self, request_id: str, prompt: Prompt, now_s: float, *, only: Collection[str] | None = None) -> str | None:
+    def place(self, request_id: str, prompt: Prompt, *, only: Collection[str] | None = None) -> str | None:
         """Choose a server and count the request as in progress there. Returns None if no open server has room.
 
-        `only`: the servers that are allowed. `now_s` must not decrease. Raises ValueError if the request is already placed.
+        `only`: the servers that are allowed. Raises ValueError if the request is already placed.
         """
         if request_id in self._servers:
             raise ValueError(f"request {request_id!r} is already placed")
-        home = self._home(prompt, now_s)
+        home = self._homes.get(prompt)
         candidates = [server for server, load in self._loads.items() if load.has_room and (only is None or server in only)]
         if home is not None and home.server in candidates and not self._over_share(home.server):
             server = home.server
@@ -80,10 +75,9 @@ class Router:
         else:
             return None
         if only is None and (home is None or home.server not in candidates):
-            home = self._homes[prompt] = _Home(server, now_s)
+            home = self._homes[prompt] = _Home(server)
         if home is not None and home.server == server:
             home.in_progress += 1
-            home.until_s = now_s + self._memory_s
         self._loads[server].requests[request_id] = prompt
         self._servers[request_id] = server
         return server
@@ -96,14 +90,9 @@ class Router:
         prompt = self._loads[server].requests.pop(request_id)
         home = self._homes.get(prompt)
         if home is not None and home.server == server:
-            home.in_progress = max(0, home.in_progress - 1)
-
-    def _home(self, prompt: Prompt, now_s: float) -> _Home | None:
-        """The prompt's home, if it is still valid. Removes expired homes when there are many."""
-        if len(self._homes) > 4 * len(self._servers) + 64:
-            self._homes = {key: home for key, home in self._homes.items() if home.in_progress or home.until_s >= now_s}
-        home = self._homes.get(prompt)
-        return home if home and (home.in_progress or home.until_s >= now_s) else None
+            home.in_progress -= 1
+            if home.in_progress <= 0:
+                del self._homes[prompt]
 
     def _over_share(self, server: str) -> bool:
         """Whether the server has its fair share of all requests, in proportion to its slots.

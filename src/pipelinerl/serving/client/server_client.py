@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
-from pipelinerl.serving.client.adapter import SavedWeights, TokenListener, WeightSource
+from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.errors import ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import HttpClient, RefusedError
 from pipelinerl.serving.wire import (
@@ -103,12 +103,10 @@ class PipelineServer:
         except RefusedError as error:
             raise WeightUpdateError(str(error)) from error
 
-    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
-        path = str(update.path) if isinstance(update, SavedWeights) else None
-        request = WeightUpdateRequest(version=update.version, checksum=update.checksum, path=path)
+    async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         try:
             return await self._updates.post(
-                "/request_weight_update", request, UpdateReceipt, timeout_s=self._update_timeout_s
+                "/request_weight_update", update, UpdateReceipt, timeout_s=self._update_timeout_s
             )
         except RefusedError as error:
             raise WeightUpdateError(str(error)) from error

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.serving.client.adapter import SavedWeights
+from pipelinerl.serving.wire import WeightUpdateRequest
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared with the servers on this machine
 _PREFIX = "pipelinerl-weights-"
@@ -50,8 +50,8 @@ class WeightFiles:
         self._lock_fd = -1
         self._spare: Path | None = None
 
-    def write(self, update: WeightUpdate) -> SavedWeights:
-        """Write all tensors of the update to a file. Raises WeightUpdateError if that fails."""
+    def write(self, update: WeightUpdate) -> WeightUpdateRequest:
+        """Write all tensors of the update to a file; returns the request to apply it. Raises WeightUpdateError."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in update.tensors.values())
         try:
             if self._directory is None:
@@ -71,13 +71,13 @@ class WeightFiles:
                 f"can't write {size / 1e6:.0f} MB of weights for the engine servers to {where}: "
                 f"{error.strerror or error}; make room there, or name another directory"
             ) from error
-        return SavedWeights(update.version, update.checksum, path)
+        return WeightUpdateRequest(version=update.version, checksum=update.checksum, path=str(path))
 
-    def remove(self, saved: SavedWeights) -> None:
+    def remove(self, path: str) -> None:
         """Release a file: the next update may overwrite it."""
         if self._spare is not None:
             self._spare.unlink(missing_ok=True)
-        self._spare = saved.path
+        self._spare = Path(path)
 
     def close(self) -> None:
         """Remove the directory and its files."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.serving.client.adapter import EngineServer, TokenListener
-from pipelinerl.serving.client.checks import find_fault
+from pipelinerl.serving.client.adapter import EngineServer, TokenListener, find_fault
 from pipelinerl.serving.wire import ServerInfo
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 
@@ -96,6 +95,13 @@ def require(condition: bool, problem: str) -> None:
     """Raise ViolationError unless `condition` holds."""
     if not condition:
         raise ViolationError(problem)
+
+
+async def first_event(begun: asyncio.Event, tasks: Sequence[asyncio.Task[Completion]], timeout_s: float = 1.0) -> None:
+    """Wait until a first token has set `begun` or one of `tasks` has ended; not for long, as servers may not stream."""
+    waiting = asyncio.create_task(begun.wait())
+    await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
+    waiting.cancel()
 
 
 async def run_checks(

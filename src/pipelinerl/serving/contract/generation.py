@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError
 from pipelinerl.serving.client.http import HttpClient, RefusedError
-from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, require
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, versions_from_spans
+from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, first_event, require
+from pipelinerl.serving.wire import token_events
+from pipelinerl.types import GenerationRequest, TokenEvent, versions_from_spans
 
 _TOLERANCE = 1e-4
 _CANCEL_S = 10.0
@@ -48,13 +49,7 @@ async def streams(subject: Subject) -> str:
     completion = await subject.complete(request, tokens.append)
     if not tokens:
         raise NotSupportedError("the server does not stream tokens")
-    versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
-    expected = [
-        TokenEvent(request.id, index, token_id, logprob, version)
-        for index, (token_id, logprob, version) in enumerate(
-            zip(completion.token_ids, completion.logprobs, versions, strict=True)
-        )
-    ]
+    expected = token_events(completion)
     require(tokens == expected, f"streamed tokens {tokens[:3]}... differ from the completion's, {expected[:3]}...")
     return f"{len(tokens)} tokens"
 
@@ -135,7 +130,7 @@ async def cancels(subject: Subject) -> str:
     request = subject.request(subject.prompt(8), max_tokens=subject.info.max_length - 5, stream=True)
     task = asyncio.create_task(subject.complete(request, lambda _: begun.set()))
     try:
-        await _wait_for_first_token(task, begun)
+        await first_event(begun, [task])
         await subject.server.cancel(request.id)
         await asyncio.wait({task}, timeout=_CANCEL_S)
         require(task.done(), f"a cancelled request continues for more than {_CANCEL_S:g} s")
@@ -155,18 +150,11 @@ async def frees_the_slots_of_disconnected_clients(subject: Subject) -> str:
     length = subject.info.max_length - 5
     wanted = [subject.request(subject.prompt(9), max_tokens=length, stream=True) for _ in range(2)]
     tasks = [asyncio.create_task(subject.complete(request, lambda _: begun.set())) for request in wanted]
-    await _wait_for_first_token(tasks[0], begun)
+    await first_event(begun, tasks[:1])
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
     return f"idle {await subject.idle(_GRACE_S):.1f} s after the connections broke"
-
-
-async def _wait_for_first_token(task: asyncio.Task[Completion], begun: asyncio.Event) -> None:
-    """Wait for the first token or the end; at most 1 s, for servers that do not stream."""
-    waiting = asyncio.create_task(begun.wait())
-    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
-    waiting.cancel()
 
 
 async def answers_a_retry_with_the_same_completion(subject: Subject) -> str:

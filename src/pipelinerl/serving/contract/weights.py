@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -20,9 +21,9 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
-from pipelinerl.serving.client.adapter import SavedWeights
 from pipelinerl.serving.client.weights_file import WeightFiles
-from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, require
+from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, first_event, require
+from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt, versions_from_spans
 
 _PERTURBATION = 0.05
@@ -99,16 +100,13 @@ class WeightChecks:
     async def bad_updates_change_nothing(self, subject: Subject) -> str:
         base = subject.info.version
         good = self._write(base + 2, 2)
-        older = good._replace(version=base)
-        damaged = good._replace(checksum="0" * 32)
-        absent = good._replace(path=good.path.with_name("absent.safetensors"))
-        for what, update in (
-            ("an older version", older),
-            ("a wrong checksum", damaged),
-            ("a missing file", absent),
+        for what, change in (
+            ("an older version", {"version": base}),
+            ("a wrong checksum", {"checksum": "0" * 32}),
+            ("a missing file", {"path": f"{good.path}.absent"}),
         ):
             try:
-                receipt = await subject.server.update_weights(update)
+                receipt = await subject.server.update_weights(msgspec.structs.replace(good, **change))
             except WeightUpdateError:
                 continue
             require(receipt.error is not None, f"it accepts {what}")
@@ -126,14 +124,12 @@ class WeightChecks:
     # ---- requests
 
     async def _update_during(
-        self, subject: Subject, wanted: Sequence[GenerationRequest], saved: SavedWeights
+        self, subject: Subject, wanted: Sequence[GenerationRequest], saved: WeightUpdateRequest
     ) -> tuple[UpdateReceipt, list[Completion]]:
         begun = asyncio.Event()
         tasks = [asyncio.create_task(subject.complete(request, lambda _: begun.set())) for request in wanted]
         try:
-            first = asyncio.create_task(begun.wait())
-            await asyncio.wait({first, *tasks}, return_when=asyncio.FIRST_COMPLETED, timeout=5.0)
-            first.cancel()
+            await first_event(begun, tasks, timeout_s=5.0)
             receipt = await subject.server.update_weights(saved)
             return receipt, await asyncio.gather(*tasks)
         finally:
@@ -204,12 +200,12 @@ class WeightChecks:
             load_weights(self._model, self._sets[index])
         self._loaded = index
 
-    def _write(self, version: int, index: int) -> SavedWeights:
+    def _write(self, version: int, index: int) -> WeightUpdateRequest:
         self._load(index)
         return self._files.write(WeightUpdate(version, checksum(self._weights), self._weights))
 
 
-def _check_receipt(receipt: UpdateReceipt, saved: SavedWeights) -> None:
+def _check_receipt(receipt: UpdateReceipt, saved: WeightUpdateRequest) -> None:
     require(receipt.error is None, f"it refused the weights: {receipt.error}")
     require(receipt.version == saved.version, f"the receipt is for version {receipt.version}, not {saved.version}")
     require(receipt.checksum == saved.checksum, f"it holds weights of checksum {receipt.checksum}, not {saved.checksum}")

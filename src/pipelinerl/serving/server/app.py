@@ -1,28 +1,96 @@
-"""The server's applications: routes, access control and metrics."""
+"""The server's applications: our own endpoints, with the messages of `wire`; metrics; access control; routes."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipelinerl.errors import PipelineRLError
-from pipelinerl.serving.server.http import RefusedError, answer_bug, answer_error, error_answer
-from pipelinerl.serving.server.native import Native
+from pipelinerl.serving.server.exchange import Generation
+from pipelinerl.serving.server.http import (
+    RefusedError,
+    Stream,
+    answer,
+    application,
+    body_of,
+    check_request,
+    decoded,
+    error_answer,
+    json_line,
+    unavailable,
+    unless_gone,
+)
 from pipelinerl.serving.server.openai.endpoints import OpenAI
 from pipelinerl.serving.server.service import ServiceHolder
+from pipelinerl.serving.wire import CancelRequest, CompletionLine, ProcessGroupRequest, TokenLine, WeightUpdateRequest
+from pipelinerl.types import GenerationRequest
+
+# ---- our own endpoints
+
+RETRY_GRACE_S = 5.0
+"""How long a generation continues after its connection broke, so that the client can retry."""
+
+
+class Native:
+    """Handlers of the endpoints. They raise RefusedError (503) until `holder` has a service."""
+
+    def __init__(self, holder: ServiceHolder) -> None:
+        self._holder = holder
+
+    async def info(self, _: Request) -> Response:
+        return answer(self._holder.service.info())
+
+    async def health(self, _: Request) -> Response:
+        """200 while requests are accepted, else 503 with the reason."""
+        service = self._holder.service
+        if service.engine.refusing is not None:
+            raise unavailable(service.engine.refusing)
+        return answer({"status": "ready", "version": service.engine.holding.version})
+
+    async def generate(self, request: Request) -> Response:
+        service = self._holder.service
+        wanted = decoded(await body_of(request), GenerationRequest)
+        check_request(wanted)
+        with ExitStack() as stack:
+            generation = await service.exchange.submit_once(wanted)
+            stack.enter_context(service.exchange.following(generation, RETRY_GRACE_S))
+            if not wanted.stream:
+                return answer(await unless_gone(request, generation.completion()))
+            await unless_gone(request, generation.begun())  # refused requests get an error status, not a stream
+            return Stream(_lines(generation), stack.pop_all(), json_line, "application/x-ndjson")
+
+    async def cancel(self, request: Request) -> Response:
+        wanted = decoded(await body_of(request), CancelRequest)
+        self._holder.service.exchange.cancel(wanted.request_id)
+        return answer({})
+
+    async def request_weight_update(self, request: Request) -> Response:
+        wanted = decoded(await body_of(request), WeightUpdateRequest)
+        return answer(await self._holder.service.updates.take(wanted))
+
+    async def init_process_group(self, request: Request) -> Response:
+        """Answers once the trainer and all its receivers have formed the group."""
+        wanted = decoded(await body_of(request), ProcessGroupRequest)
+        await self._holder.service.updates.join(wanted)
+        return answer({})
+
+
+async def _lines(generation: Generation) -> AsyncGenerator[bytes]:
+    async for batch in generation.batches():
+        yield b"".join(json_line(TokenLine(token=event)) for event in batch)
+    yield json_line(CompletionLine(completion=await generation.completion()))
+
 
 # ---- Prometheus metrics
 
@@ -110,6 +178,9 @@ class _EngineCollector(Collector):
         )
 
 
+# ---- routes and access control
+
+
 _OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key, for health checks."""
 
@@ -138,14 +209,7 @@ def make_apps(holder: ServiceHolder, *, api_key: str | None, apart: bool) -> tup
 
 
 def _app(routes: list[Route], metrics: Metrics, api_key: str | None) -> ASGIApp:
-    handlers = {
-        PipelineRLError: answer_error,
-        ClientDisconnect: _answer_disconnect,
-        HTTPException: _answer_not_found,
-        Exception: answer_bug,
-    }
-    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
-    return CountedApp(Guard(app, api_key), metrics, frozenset(route.path for route in routes))
+    return CountedApp(Guard(application(routes), api_key), metrics, frozenset(route.path for route in routes))
 
 
 class Guard:
@@ -178,11 +242,3 @@ def _is_local(origin: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _answer_not_found(request: Request, error: HTTPException) -> Response:
-    return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {error.detail}"))
-
-
-def _answer_disconnect(_: Request, __: ClientDisconnect) -> Response:
-    return Response(status_code=499)

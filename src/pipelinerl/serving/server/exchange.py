@@ -13,18 +13,20 @@ import msgspec
 
 from pipelinerl.errors import PipelineRLError, RequestError
 from pipelinerl.serving.server.engine_thread import Delivery, EngineThread
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, versions_from_spans
+from pipelinerl.serving.wire import token_events
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent
 
 
 class Generation:
     """One submitted request. Any number of coroutines may follow it.
 
-    `outcome` is None while the request is in progress. `abandoned`: cancelled because it had no followers.
+    `outcome` is None while the request is in progress. `abandoned`: cancelled because it had no followers. `keep`: the
+    completion is kept for a repeated request.
     """
 
-    def __init__(self, request: GenerationRequest, on_end: Callable[[Generation], None]) -> None:
+    def __init__(self, request: GenerationRequest, *, keep: bool) -> None:
         self.request = request
-        self._on_end = on_end
+        self.keep = keep
         self.followers = 0
         self.abandoned = False
         self.outcome: Completion | PipelineRLError | None = None
@@ -68,7 +70,6 @@ class Generation:
     def end(self, outcome: Completion | PipelineRLError) -> None:
         self.outcome = outcome
         self._tokens = []
-        self._on_end(self)
 
     def wake(self) -> None:
         """Wake all waiting coroutines; each checks its condition again."""
@@ -76,31 +77,55 @@ class Generation:
         self._changed = asyncio.Event()
 
 
-def token_events(completion: Completion) -> list[TokenEvent]:
-    """The token events that a stream of this completion would have."""
-    versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
-    return [
-        TokenEvent(completion.request_id, index, token_id, logprob, version)
-        for index, (token_id, logprob, version) in enumerate(
-            zip(completion.token_ids, completion.logprobs, versions, strict=True)
-        )
-    ]
+class _Kept(NamedTuple):
+    request_id: str
+    size: int
+    at_s: float
 
 
 class Exchange:
-    """Starts the engine's thread and receives its deliveries. Used only in the event loop that it was created in."""
+    """Starts the engine's thread and receives its deliveries. Used only in the event loop that it was created in.
 
-    def __init__(self, engine: EngineThread) -> None:
+    Of the generations that `submit_once` started, it keeps the completed ones for `keep_s`, up to `keep_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        *,
+        keep_s: float = 600.0,
+        keep_tokens: int = 500_000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.engine = engine
+        self._keep_s = keep_s
+        self._keep_tokens = keep_tokens
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._open: dict[str, Generation] = {}
+        self._known: dict[str, Generation] = {}  # in progress or kept
+        self._kept: deque[_Kept] = deque()
+        self._kept_tokens = 0
         engine.start(self._from_engine)
 
-    def submit(self, request: GenerationRequest, on_end: Callable[[Generation], None] = lambda _: None) -> Generation:
-        """Submit a request; `on_end` is called when it has an outcome. Raises as `EngineThread.submit` does."""
+    def submit(self, request: GenerationRequest, *, keep: bool = False) -> Generation:
+        """Submit a request with a new id. Raises as `EngineThread.submit` does."""
         self.engine.submit(request)
-        generation = self._open[request.id] = Generation(request, on_end)
+        generation = self._known[request.id] = Generation(request, keep=keep)
         return generation
+
+    async def submit_once(self, request: GenerationRequest) -> Generation:
+        """Submit the request, or return the generation of the same request that was submitted before.
+
+        Raises as `EngineThread.submit` does, and RequestError if the id was used for another request.
+        """
+        while (known := self._known.get(request.id)) is not None:
+            if msgspec.structs.replace(known.request, stream=request.stream) != request:
+                raise RequestError(f"request id {request.id!r} was used for another request; give each request a unique id")
+            if not known.abandoned:
+                return known
+            # The known one was just cancelled for lack of followers. It ends with the next step; then start a new one.
+            await known.ended()
+        return self.submit(request, keep=True)
 
     def cancel(self, request_id: str) -> None:
         """End a request at the next token boundary. Unknown ids are ignored."""
@@ -131,75 +156,28 @@ class Exchange:
     def _deliver(self, delivery: Delivery) -> None:
         changed: dict[str, Generation] = {}
         for event in delivery.tokens:
-            generation = changed[event.request_id] = self._open[event.request_id]
+            generation = changed[event.request_id] = self._known[event.request_id]
             generation.add(event)
         for completion in delivery.finished:
-            generation = changed[completion.request_id] = self._open.pop(completion.request_id)
-            generation.end(completion)
+            changed[completion.request_id] = self._end(completion.request_id, completion)
         for request_id, error in delivery.failed:
-            generation = changed[request_id] = self._open.pop(request_id)
-            generation.end(error)
+            changed[request_id] = self._end(request_id, error)
         for generation in changed.values():
             generation.wake()
 
-
-# ---- idempotence by request id
-
-
-class _Cached(NamedTuple):
-    request_id: str
-    size: int
-    at_s: float
-
-
-class OncePerId:
-    """Generates once per request id: a repeated request gets the first one's generation.
-
-    Keeps generations in progress and, for `keep_s`, completed ones, up to `keep_tokens` tokens in total.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        *,
-        keep_s: float = 600.0,
-        keep_tokens: int = 500_000,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._exchange = exchange
-        self._keep_s = keep_s
-        self._keep_tokens = keep_tokens
-        self._clock = clock
-        self._known: dict[str, Generation] = {}
-        self._cached: deque[_Cached] = deque()
-        self._size = 0
-
-    async def generation(self, request: GenerationRequest) -> Generation:
-        """The request's generation: the known one, or a new one.
-
-        Raises as `EngineThread.submit` does, and RequestError if the id was used for another request.
-        """
-        while (known := self._known.get(request.id)) is not None:
-            if msgspec.structs.replace(known.request, stream=request.stream) != request:
-                raise RequestError(f"request id {request.id!r} was used for another request; give each request a unique id")
-            if not known.abandoned:
-                return known
-            # The known one was just cancelled for lack of followers. It ends with the next step; then start a new one.
-            await known.ended()
-        generation = self._known[request.id] = self._exchange.submit(request, on_end=self._cache)
-        return generation
-
-    def _cache(self, generation: Generation) -> None:
-        """Cache a completed generation, and evict old ones."""
-        request, outcome = generation.request, generation.outcome
-        if not isinstance(outcome, Completion) or generation.abandoned:
-            del self._known[request.id]  # a retry should generate again
-            return
+    def _end(self, request_id: str, outcome: Completion | PipelineRLError) -> Generation:
+        """Keep a completed generation for a retry, or forget it; a retry then generates again."""
+        generation = self._known[request_id]
+        generation.end(outcome)
+        if not isinstance(outcome, Completion) or generation.abandoned or not generation.keep:
+            del self._known[request_id]
+            return generation
         now_s = self._clock()
-        size = len(request.prompt_ids) + len(outcome.token_ids)
-        self._cached.append(_Cached(request.id, size, now_s))
-        self._size += size
-        while self._cached and (self._size > self._keep_tokens or now_s - self._cached[0].at_s > self._keep_s):
-            oldest = self._cached.popleft()
-            self._size -= oldest.size
+        size = len(generation.request.prompt_ids) + len(outcome.token_ids)
+        self._kept.append(_Kept(request_id, size, now_s))
+        self._kept_tokens += size
+        while self._kept and (self._kept_tokens > self._keep_tokens or now_s - self._kept[0].at_s > self._keep_s):
+            oldest = self._kept.popleft()
+            self._kept_tokens -= oldest.size
             del self._known[oldest.request_id]
+        return generation

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, WeightUpdateError
@@ -191,12 +194,23 @@ async def _with_error_frame(chunks: AsyncGenerator[bytes], frame: Frame) -> Asyn
         yield frame(error_body(error))
 
 
-def answer_bug(_: Request, error: Exception) -> Response:
+def application(routes: Sequence[Route]) -> Starlette:
+    """An application that answers every error in the usual shape."""
+    handlers: dict[Any, Callable[[Request, Any], Response]] = {
+        PipelineRLError: lambda _, error: error_answer(error),
+        HTTPException: _answer_not_found,
+        ClientDisconnect: lambda _, __: Response(status_code=499),
+        Exception: _answer_bug,
+    }
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _answer_not_found(request: Request, error: HTTPException) -> Response:
+    return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {error.detail}"))
+
+
+def _answer_bug(_: Request, error: Exception) -> Response:
     """The answer to an unexpected exception: logs it, and answers 500 with an error in the usual shape."""
     _log.error("a request failed", exc_info=error)
     detail = ErrorDetail(message=f"internal error: {type(error).__name__}", type="server_error", code="unavailable")
     return Response(msgspec.json.encode(ErrorBody(error=detail)), 500, media_type="application/json")
-
-
-def answer_error(_: Request, error: Any) -> Response:
-    return error_answer(error)

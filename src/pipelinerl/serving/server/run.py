@@ -27,7 +27,7 @@ from pipelinerl.files import write_atomically
 from pipelinerl.parent_pipe import when_closed
 from pipelinerl.serving.server.app import make_apps
 from pipelinerl.serving.server.options import Address, ServeOptions
-from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load, make_service
+from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load
 
 
 def uvicorn_config(app: ASGIApp, *, close_s: int) -> uvicorn.Config:
@@ -102,7 +102,7 @@ class _Process:
             first: list[asyncio.Future[Any]] = [loading, stopping, *serving]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
-                service = make_service(loading.result(), self._options)
+                service = Service(loading.result(), self._options)
                 self._begin(holder, service)
                 await asyncio.wait(first[1:], return_when=asyncio.FIRST_COMPLETED)
                 await self._drain(service)

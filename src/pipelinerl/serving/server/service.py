@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pipelinerl.interfaces import Tokenizer
 from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.server.engine_thread import EngineThread
-from pipelinerl.serving.server.exchange import Exchange, OncePerId
+from pipelinerl.serving.server.exchange import Exchange
 from pipelinerl.serving.server.http import unavailable
 from pipelinerl.serving.server.options import ServeOptions
 from pipelinerl.serving.server.weights import WeightUpdates
@@ -128,30 +128,26 @@ def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: b
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Service:
-    """All parts of a running server. Used only in the event loop that it was created in."""
+    """All parts of a running server. Starts the engine's thread. Used only in the event loop that it was created in."""
 
-    name: str
-    model: str
-    loaded: Loaded
-    exchange: Exchange
-    once: OncePerId
-    prompts: Prompts
-    updates: WeightUpdates
-    instance: str = field(default_factory=lambda: secrets.token_hex(8))
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def engine(self) -> EngineThread:
-        return self.loaded.engine
+    def __init__(self, loaded: Loaded, options: ServeOptions) -> None:
+        self.name = options.name
+        self.loaded = loaded
+        self.engine = loaded.engine
+        self.exchange = Exchange(loaded.engine)
+        self.prompts = Prompts(loaded.tokenizer, loaded.max_length)
+        self.updates = WeightUpdates(loaded.engine, loaded.weights, options.weight_directories)
+        self.created = int(time.time())
+        self._model = options.model.path
+        self._instance = secrets.token_hex(8)
 
     def info(self) -> ServerInfo:
         progress, holding = self.engine.progress(), self.engine.holding
         return ServerInfo(
-            instance=self.instance,
+            instance=self._instance,
             name=self.name,
-            model=self.model,
+            model=self._model,
             slots=self.loaded.slots,
             max_length=self.loaded.max_length,
             vocabulary=self.loaded.vocabulary,
@@ -162,20 +158,6 @@ class Service:
             queued=max(0, self.engine.open_requests - progress.in_progress),
             decode_steps=progress.decode_steps,
         )
-
-
-def make_service(loaded: Loaded, options: ServeOptions) -> Service:
-    """Start the engine's thread and create the service. Call it in the event loop that answers requests."""
-    exchange = Exchange(loaded.engine)
-    return Service(
-        name=options.name,
-        model=options.model.path,
-        loaded=loaded,
-        exchange=exchange,
-        once=OncePerId(exchange),
-        prompts=Prompts(loaded.tokenizer, loaded.max_length),
-        updates=WeightUpdates(loaded.engine, loaded.weights, options.weight_directories),
-    )
 
 
 class ServiceHolder:

@@ -12,73 +12,47 @@ does not report which weights computed a prompt's KV entries, so completions hav
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.serving.client.adapter import SavedWeights, TokenListener, WeightSource
+from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.errors import ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import HttpClient
-from pipelinerl.serving.vllm.messages import BACKEND, UNLABELLED, GenerateBody, InvalidAnswerError, LabelBody
+from pipelinerl.serving.vllm.messages import UNLABELLED, InvalidAnswerError
 from pipelinerl.serving.vllm.requests import Requests, generate_body, version_of
 from pipelinerl.serving.vllm.server_info import (
     ModelFacts,
     PauseState,
-    ServerConfig,
     ServerDescription,
+    VllmConfig,
     WeightLabel,
     model_facts,
-    problems,
 )
-from pipelinerl.serving.vllm.switch import HalfUpdatedError, WeightSwitch
-from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo
+from pipelinerl.serving.vllm.switch import TIMEOUT_S, HalfUpdatedError, WeightSwitch
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt
-
-
-@dataclass(slots=True)
-class _ServerState:
-    """The state of the current server process. `directory`: the directory for weight files that it was told."""
-
-    config: ServerConfig
-    facts: ModelFacts
-    version: int
-    checksum: str = ""
-    directory: Path | None = None
-
-    def record(self, update: WeightSource) -> None:
-        self.version, self.checksum = update.version, update.checksum
 
 
 class VllmServer:
     """One vLLM server; implements `EngineServer`. No other client may update its weights.
 
-    `facts`: read from the model's folder if not given. `version`: version of the weights that vLLM starts with. `timeout_s`
-    limits short calls, `update_timeout_s` an update.
+    `facts`: read from the model's folder if not given.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        facts: ModelFacts | None = None,
-        version: int = 0,
-        api_key: str | None = None,
-        timeout_s: float = 10.0,
-        update_timeout_s: float = 300.0,
-    ) -> None:
+    def __init__(self, url: str, *, facts: ModelFacts | None = None, api_key: str | None = None) -> None:
         self._http = HttpClient(url, api_key=api_key)
         self._facts = facts
-        self._first_version = version
-        self._timeout_s = timeout_s
         self._attaching = asyncio.Lock()
         self._updating = asyncio.Lock()
-        self._state: _ServerState | None = None
+        self._known: ServerInfo | None = None  # of the current server process
+        self._told = ("", Path())  # the instance that was told the directory of weight files, and the directory
         self._may_have_restarted = False  # whether another process may answer now
         self._broken = ""
-        self._requests = Requests(self._http, self._prepare, self._version)
-        self._switch = WeightSwitch(self._http, timeout_s=timeout_s, update_timeout_s=update_timeout_s)
+        self._requests = Requests(self._http, self._prepare, lambda: self._known.version if self._known else 0)
+        self._switch = WeightSwitch(self._http)
 
     @property
     def url(self) -> str:
@@ -89,24 +63,12 @@ class VllmServer:
 
         During an update the known state is returned, without asking the server.
         """
-        state = self._state if self._updating.locked() else None
-        if state is None:
-            state = await self._attach()
+        info = self._known if self._updating.locked() else None
+        if info is None:
+            info = await self._attach()
         self._refuse_if_broken()
-        in_progress = min(len(self._requests), state.config.slots)
-        return ServerInfo(
-            instance=state.config.instance,
-            name="vllm",
-            model=state.config.model,
-            slots=state.config.slots,
-            max_length=state.config.max_length,
-            vocabulary=state.facts.vocabulary,
-            stop_token_ids=state.facts.stop_token_ids,
-            version=state.version,
-            checksum=state.checksum,
-            in_progress=in_progress,
-            queued=len(self._requests) - in_progress,
-        )
+        in_progress = min(len(self._requests), info.slots)
+        return msgspec.structs.replace(info, in_progress=in_progress, queued=len(self._requests) - in_progress)
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
         try:
@@ -115,15 +77,12 @@ class VllmServer:
             self._may_have_restarted = True
             raise
 
-    async def _prepare(self, request: GenerationRequest) -> GenerateBody:
-        state = self._state
-        if state is None or self._may_have_restarted:
-            state = await self._attach(again=False)
+    async def _prepare(self, request: GenerationRequest) -> dict[str, Any]:
+        info = self._known
+        if info is None or self._may_have_restarted:
+            info = await self._attach(again=False)
         self._refuse_if_broken()
-        return generate_body(request, state.config.max_length)
-
-    def _version(self) -> int:
-        return self._state.version if self._state else self._first_version
+        return generate_body(request, info.max_length)
 
     async def cancel(self, request_id: str) -> None:
         await self._requests.cancel(request_id)
@@ -134,23 +93,23 @@ class VllmServer:
             self._refuse_if_broken()
             await self._switch.join_broadcast(group)
 
-    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
+    async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         """See `EngineServer`. After a refused update the old weights are in place and generation continues.
 
         If the update may be incomplete, vLLM stays paused, requests in progress fail, and new ones are refused: the weights
         may belong to no version.
         """
         async with self._updating:
-            state = await self._attach()
+            info = await self._attach()
             self._refuse_if_broken()
-            if update.version < state.version:
+            if update.version < info.version:
                 raise WeightUpdateError(
-                    f"version {update.version} is older than the {state.version} of {self.url}; nothing was changed"
+                    f"version {update.version} is older than the {info.version} of {self.url}; nothing was changed"
                 )
             in_flight = len(self._requests)
             pause_s = 0.0
-            if (state.version, state.checksum) != (update.version, update.checksum):
-                pause_s = await self._replace(state, update)
+            if (info.version, info.checksum) != (update.version, update.checksum):
+                pause_s = await self._replace(info, update)
             return UpdateReceipt(
                 engine=self.url,
                 version=update.version,
@@ -162,53 +121,68 @@ class VllmServer:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _replace(self, state: _ServerState, update: WeightSource) -> float:
-        if isinstance(update, SavedWeights) and state.directory != (directory := update.path.resolve().parent):
-            await self._switch.name_directory(directory)
-            state.directory = directory
+    async def _replace(self, info: ServerInfo, update: WeightUpdateRequest) -> float:
+        if update.path is not None:
+            told = info.instance, Path(update.path).resolve().parent
+            if self._told != told:
+                await self._switch.name_directory(told[1])
+                self._told = told
+
+        def replaced() -> None:
+            self._known = msgspec.structs.replace(info, version=update.version, checksum=update.checksum)
+
         try:
-            return await self._switch.run(update, lambda: state.record(update))
+            return await self._switch.run(update, replaced)
         except (HalfUpdatedError, asyncio.CancelledError) as error:
             self._broken = f"can't be used since an update of its weights was interrupted ({error}); restart it"
             self._requests.fail_all(self._broken)
             raise
 
-    async def _attach(self, *, again: bool = True) -> _ServerState:
-        """Query the server and return its state. Unless `again`, a known state is returned if no restart is suspected.
+    async def _attach(self, *, again: bool = True) -> ServerInfo:
+        """Query the server and describe it. Unless `again`, a known description is returned if no restart is suspected.
 
         Raises ServerError if the server can't be used.
         """
         async with self._attaching:
-            if self._state is not None and not (again or self._may_have_restarted):
-                return self._state
+            if self._known is not None and not (again or self._may_have_restarted):
+                return self._known
             path = "/server_info?config_format=json"
-            config = (await self._http.get(path, ServerDescription, timeout_s=3 * self._timeout_s)).vllm_config.settings
-            label = (await self._http.get("/weight_info", WeightLabel, timeout_s=self._timeout_s)).weight_version
-            if self._state is None or self._state.config.instance != config.instance:
-                self._state = await self._attach_new(config, label)
+            config = (await self._http.get(path, ServerDescription, timeout_s=3 * TIMEOUT_S)).vllm_config
+            label = (await self._http.get("/weight_info", WeightLabel, timeout_s=TIMEOUT_S)).weight_version
+            if self._known is None or self._known.instance != config.instance_id:
+                self._known = await self._attach_new(config, label)
             self._may_have_restarted = False
-            return self._state
+            return self._known
 
-    async def _attach_new(self, config: ServerConfig, label: str) -> _ServerState:
-        """Check whether a new server process can be used, and label its weights if they have no version label."""
-        if found := problems(config, BACKEND):
+    async def _attach_new(self, config: VllmConfig, label: str) -> ServerInfo:
+        """Check whether a new server process can be used, and label its weights as version 0 if they have no label."""
+        if found := config.problems():
             raise ServerError(self.url, f"can't be used as an engine: {'; '.join(found)}")
-        if (await self._http.get("/is_paused", PauseState, timeout_s=self._timeout_s)).is_paused:
+        if (await self._http.get("/is_paused", PauseState, timeout_s=TIMEOUT_S)).is_paused:
             raise ServerError(self.url, "is paused: an update of its weights may have been interrupted; restart it")
-        version = self._first_version
         if label == UNLABELLED:
-            body = LabelBody(new_version=str(version))
-            await self._http.post("/update_weight_version", body, msgspec.Raw, timeout_s=self._timeout_s)
-        else:
-            try:
-                version = version_of(label)
-            except InvalidAnswerError as error:
-                raise ServerError(self.url, f"is used by something else: its {error}") from error
-        facts = self._facts
-        if facts is None:
-            facts = await asyncio.to_thread(model_facts, config.model)
+            label = "0"
+            await self._http.post("/update_weight_version", {"new_version": label}, msgspec.Raw, timeout_s=TIMEOUT_S)
+        try:
+            version = version_of(label)
+        except InvalidAnswerError as error:
+            raise ServerError(self.url, f"is used by something else: its {error}") from error
+        model = config.model_config
+        facts = await asyncio.to_thread(model_facts, model.model) if self._facts is None else self._facts
         self._broken = ""
-        return _ServerState(config, facts, version)
+        return ServerInfo(
+            instance=config.instance_id,
+            name="vllm",
+            model=model.model,
+            slots=config.scheduler_config.max_num_seqs,
+            max_length=model.max_model_len,
+            vocabulary=facts.vocabulary,
+            stop_token_ids=facts.stop_token_ids,
+            version=version,
+            checksum="",
+            in_progress=0,
+            queued=0,
+        )
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

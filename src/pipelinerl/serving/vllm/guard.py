@@ -28,8 +28,6 @@ from pipelinerl.child import exit_words
 POLL_EVERY_S = 0.2
 TERM_TIMEOUT_S = 10.0
 CLEAN_UP_S = 15.0
-LOG_PREFIX = "guard: "
-"""The beginning of the guard's own lines in the log."""
 
 
 def main(command: Sequence[str]) -> int:
@@ -93,7 +91,7 @@ def members(group: int) -> list[int]:
 
 
 def log(what: str) -> None:
-    print(f"{LOG_PREFIX}{what}", file=sys.stderr, flush=True)
+    print(f"guard: {what}", file=sys.stderr, flush=True)
 
 
 def _stdin_closed(timeout_s: float) -> bool:

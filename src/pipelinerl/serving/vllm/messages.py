@@ -1,4 +1,4 @@
-"""Request and answer bodies of vLLM's HTTP API, as far as they are used here."""
+"""Messages of vLLM's HTTP API that are decoded here: by the client, and by our backend inside vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 
 import msgspec
 
-from pipelinerl.serving.wire import ProcessGroupRequest
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 
 BACKEND = "pipelinerl"
 """The name of our weight-transfer backend in vLLM."""
@@ -18,38 +18,6 @@ UNLABELLED = "default"
 
 class InvalidAnswerError(ValueError):
     """An answer that is incomplete, or contradicts itself or the request."""
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """No seed is sent. The model's end tokens stop a completion only if they are in `stop_token_ids`."""
-
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool = True
-    logprobs: int = 0
-    detokenize: bool = False
-
-
-class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /inference/v1/generate."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    sampling_params: Sampling
-    stream: bool
-
-
-class AbortBody(msgspec.Struct, frozen=True):
-    """POST /inference/v1/abort_requests. vLLM derives its request ids from ours."""
-
-    request_ids: tuple[str, ...]
-
-    @staticmethod
-    def of(request_id: str) -> AbortBody:
-        return AbortBody((f"generate-tokens-{request_id}",))
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -108,36 +76,8 @@ class BroadcastInfo(ProcessGroupRequest, frozen=True, forbid_unknown_fields=True
 InitInfo = FilesInfo | BroadcastInfo
 
 
-class InitBody(msgspec.Struct, frozen=True):
-    """POST /init_weight_transfer_engine."""
-
-    init_info: InitInfo
-
-
-class UpdateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The weights of `version`, in the safetensors file at `path` or broadcast, under Hugging Face names."""
-
-    version: int
-    checksum: str
-    path: str | None = None
-
-
-class UpdateBody(msgspec.Struct, frozen=True):
-    """POST /update_weights."""
-
-    update_info: UpdateInfo
-
-
-class FinishBody(msgspec.Struct, frozen=True):
-    """POST /finish_weight_update."""
-
-    weight_version: str
-
-
-class LabelBody(msgspec.Struct, frozen=True):
-    """POST /update_weight_version."""
-
-    new_version: str
+class UpdateInfo(WeightUpdateRequest, frozen=True, forbid_unknown_fields=True):
+    """The weights to load, under Hugging Face names."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

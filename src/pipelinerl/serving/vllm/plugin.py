@@ -17,7 +17,7 @@ may leave the model half loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import new_class
 from typing import Any
@@ -213,13 +213,10 @@ def refresh_heads(model: nn.Module) -> None:
     On CPU a head computes with a packed copy of its weights. A head tied to the embedding has no weights of its own to load,
     so the reload skips it, and it would silently continue with the old copy.
     """
-    for name, module in heads(model.named_modules()):
+    for name, module in model.named_modules():
+        if not any(kind.__name__ == "ParallelLMHead" for kind in type(module).__mro__):  # its name depends on the model
+            continue
         method = getattr(module, "quant_method", None)
         if method is None:
             raise WeightUpdateError(f"vLLM's head {name} has no way to prepare its weights; this version is not supported")
         method.process_weights_after_loading(module)
-
-
-def heads(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """vLLM's output heads among `modules`, recognised by class because their names depend on the model."""
-    return [(name, module) for name, module in modules if any(c.__name__ == "ParallelLMHead" for c in type(module).__mro__)]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -13,22 +14,14 @@ from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import HttpClient, RefusedError
-from pipelinerl.serving.vllm.messages import (
-    AbortBody,
-    Answer,
-    Choice,
-    GenerateBody,
-    InvalidAnswerError,
-    Sampling,
-    TokenLogprob,
-    worker_error,
-)
+from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, TokenLogprob, worker_error
 from pipelinerl.types import (
     Completion,
     FinishReason,
     GenerationRequest,
     TokenEvent,
     VersionSpan,
+    cancelled_completion,
     versions_from_spans,
 )
 
@@ -40,10 +33,14 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM silently raises temperatures between 0 and this value."""
 MISSING_LOGPROB = -9999.0
 """vLLM's value for -inf, NaN, and missing log-probabilities."""
+_FINISH_REASONS: dict[str, FinishReason] = {"abort": "cancelled", "stop": "stop", "length": "length"}
 
 
-def generate_body(request: GenerationRequest, max_length: int) -> GenerateBody:
-    """Translate a request for vLLM. Raises PromptTooLongError or RequestError for what vLLM would silently change."""
+def generate_body(request: GenerationRequest, max_length: int) -> dict[str, Any]:
+    """Translate a request for vLLM. Raises PromptTooLongError or RequestError for what vLLM would silently change.
+
+    No seed is sent. The model's end tokens stop a completion only if the request names them.
+    """
     prompt, sampling = request.prompt_ids, request.sampling
     if len(prompt) + sampling.max_tokens > max_length:
         raise PromptTooLongError(
@@ -54,18 +51,14 @@ def generate_body(request: GenerationRequest, max_length: int) -> GenerateBody:
         raise RequestError(
             f"request {request.id!r} has temperature {sampling.temperature}; vLLM needs 0 or at least {LOWEST_TEMPERATURE}"
         )
-    return GenerateBody(
-        request_id=request.id,
-        token_ids=prompt,
-        stream=request.stream,
-        sampling_params=Sampling(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=sampling.stop_token_ids,
-        ),
-    )
+    names = ("max_tokens", "temperature", "top_p", "top_k", "stop_token_ids")
+    fixed = {"ignore_eos": True, "logprobs": 0, "detokenize": False}
+    return {
+        "request_id": request.id,
+        "token_ids": prompt,
+        "stream": request.stream,
+        "sampling_params": {name: getattr(sampling, name) for name in names} | fixed,
+    }
 
 
 def tokens_of(choice: Choice) -> list[TokenLogprob]:
@@ -88,7 +81,12 @@ def version_of(label: str) -> int:
 
 
 def completion_of(request: GenerationRequest, tokens: Sequence[TokenLogprob], end: Choice) -> Completion:
-    """Build the completion from its tokens. `end`: the last choice. Raises InvalidAnswerError."""
+    """Build the completion from its tokens. `end`: the last choice. Raises InvalidAnswerError.
+
+    Whether it can be the answer to the request is checked by its caller (`client.adapter.find_fault`).
+    """
+    if (reason := _FINISH_REASONS.get(end.finish_reason or "")) is None:
+        raise InvalidAnswerError(f"it ended with reason {end.finish_reason!r}")
     ids = tuple(token.token_id for token in tokens)
     spans = tuple(VersionSpan(version_of(span.version), span.start, span.end) for span in end.weight_versions or ())
     try:
@@ -100,7 +98,7 @@ def completion_of(request: GenerationRequest, tokens: Sequence[TokenLogprob], en
         token_ids=ids,
         logprobs=tuple(token.logprob for token in tokens),
         weight_versions=spans,
-        finish_reason=_finish_reason(request, ids, end.finish_reason),
+        finish_reason=reason,
     )
 
 
@@ -113,19 +111,6 @@ def same_versions(completion: Completion, streamed: Sequence[TokenEvent]) -> Non
                 f"token {event.index} of request {completion.request_id!r} was streamed as version {event.version}, but is "
                 f"of version {version}: vLLM took longer to report it than to change its weights"
             )
-
-
-def _finish_reason(request: GenerationRequest, ids: Sequence[int], reason: str | None) -> FinishReason:
-    stops = set(request.sampling.stop_token_ids)
-    if stops.intersection(ids[:-1]):
-        raise InvalidAnswerError("it continues after a stop token")
-    if reason == "abort":
-        return "cancelled"
-    if reason == "stop" and ids and ids[-1] in stops:
-        return "stop"
-    if reason == "length" and len(ids) == request.sampling.max_tokens and ids[-1] not in stops:
-        return "length"
-    raise InvalidAnswerError(f"it ended with reason {reason!r} after {len(ids)} of {request.sampling.max_tokens} tokens")
 
 
 # ---- requests in progress
@@ -156,7 +141,7 @@ class Requests:
     """
 
     def __init__(
-        self, http: HttpClient, prepare: Callable[[GenerationRequest], Awaitable[GenerateBody]], version: Callable[[], int]
+        self, http: HttpClient, prepare: Callable[[GenerationRequest], Awaitable[dict[str, Any]]], version: Callable[[], int]
     ) -> None:
         self._http = http
         self._prepare = prepare
@@ -181,9 +166,7 @@ class Requests:
                 raise  # the caller was cancelled, which has also closed the connection
             if not flight.cancelled:
                 raise ServerError(self._http.url, self._failure) from None
-            return Completion(
-                request_id=request.id, token_ids=(), logprobs=(), weight_versions=(), finish_reason="cancelled"
-            )
+            return cancelled_completion(request.id, ())
         except InvalidAnswerError as error:
             raise ServerError(self._http.url, f"gave a completion that can't be used: {error}") from error
         except RefusedError as error:
@@ -199,9 +182,10 @@ class Requests:
         if flight is None or flight.task is None:
             return
         flight.cancelled = True
+        body = {"request_ids": [f"generate-tokens-{request_id}"]}  # vLLM derives its request ids from ours
         for _ in range(ABORT_TRIES):  # an abort that overtakes its request is ignored
             with suppress(ServerError):
-                await self._http.post(ABORT, AbortBody.of(request_id), msgspec.Raw, timeout_s=ABORT_TIMEOUT_S)
+                await self._http.post(ABORT, body, msgspec.Raw, timeout_s=ABORT_TIMEOUT_S)
             await asyncio.wait([flight.task], timeout=ABORT_TIMEOUT_S)
             if flight.task.done():
                 return
@@ -218,8 +202,8 @@ class Requests:
     async def _exchange(self, flight: _InFlight) -> Completion:
         body = await self._prepare(flight.request)
         if flight.cancelled:
-            return _empty_completion(flight.request)
-        if body.stream:
+            return cancelled_completion(flight.request.id, ())
+        if flight.request.stream:
             tokens, end = await self._stream(flight, body)
         else:
             end = (await self._http.post(GENERATE, body, Answer, timeout_s=None)).only
@@ -232,7 +216,7 @@ class Requests:
         same_versions(completion, flight.streamed)
         return completion
 
-    async def _stream(self, flight: _InFlight, body: GenerateBody) -> tuple[list[TokenLogprob], Choice]:
+    async def _stream(self, flight: _InFlight, body: dict[str, Any]) -> tuple[list[TokenLogprob], Choice]:
         """Return all tokens and the last choice. Each token is reported on arrival, with the version that vLLM then holds.
 
         vLLM itself reports versions only at the end. An update pauses it for much longer than a token takes to arrive, so
@@ -266,8 +250,3 @@ class Requests:
                 why = worker_error(data.decode(errors="replace"))
                 raise ServerBusyError(self._http.url, f"failed in a stream: {why}") from error
             raise self._http.malformed(str(error), data) from error
-
-
-def _empty_completion(request: GenerationRequest) -> Completion:
-    """The completion of a request that was cancelled before it was sent."""
-    return Completion(request_id=request.id, token_ids=(), logprobs=(), weight_versions=(), finish_reason="cancelled")

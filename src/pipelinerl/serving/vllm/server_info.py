@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipelinerl.config.schema import ModelConfig
+from pipelinerl.serving.vllm.messages import BACKEND
 
 
 class WeightLabel(msgspec.Struct, frozen=True):
@@ -40,18 +41,6 @@ class WeightTransferSection(msgspec.Struct, frozen=True):
     backend: str
 
 
-class ServerConfig(NamedTuple):
-    """The settings that are used here."""
-
-    instance: str
-    model: str
-    max_length: int
-    slots: int
-    logprobs_mode: str
-    prefix_caching: bool
-    weight_backend: str
-
-
 class VllmConfig(msgspec.Struct, frozen=True):
     """The part of vLLM's configuration that is used here."""
 
@@ -61,36 +50,22 @@ class VllmConfig(msgspec.Struct, frozen=True):
     scheduler_config: SchedulerSection
     weight_transfer_config: WeightTransferSection | None = None
 
-    @property
-    def settings(self) -> ServerConfig:
-        transfer = self.weight_transfer_config
-        return ServerConfig(
-            instance=self.instance_id,
-            model=self.model_config.model,
-            max_length=self.model_config.max_model_len,
-            slots=self.scheduler_config.max_num_seqs,
-            logprobs_mode=self.model_config.logprobs_mode,
-            prefix_caching=bool(self.cache_config.enable_prefix_caching),
-            weight_backend=transfer.backend if transfer else "",
-        )
+    def problems(self) -> list[str]:
+        """Settings that must be changed before the server can be used, each with the flag for it."""
+        transfer, found = self.weight_transfer_config, []
+        if self.model_config.logprobs_mode != "processed_logprobs":
+            found.append("its log-probs are not of the sampled distribution (--logprobs-mode processed_logprobs)")
+        if self.cache_config.enable_prefix_caching:
+            found.append("it would reuse KV entries of older weights for prompts (--no-enable-prefix-caching)")
+        if transfer is None or transfer.backend != BACKEND:
+            found.append(f'it uses another weight transfer (--weight-transfer-config \'{{"backend":"{BACKEND}"}}\')')
+        return found
 
 
 class ServerDescription(msgspec.Struct, frozen=True):
     """GET /server_info?config_format=json."""
 
     vllm_config: VllmConfig
-
-
-def problems(config: ServerConfig, backend: str) -> list[str]:
-    """Settings that must be changed before the server can be used, each with the flag for it."""
-    found = []
-    if config.logprobs_mode != "processed_logprobs":
-        found.append("its log-probs are not of the sampled distribution (--logprobs-mode processed_logprobs)")
-    if config.prefix_caching:
-        found.append("it would reuse KV entries of older weights for prompts (--no-enable-prefix-caching)")
-    if config.weight_backend != backend:
-        found.append(f'it uses another weight transfer (--weight-transfer-config \'{{"backend":"{backend}"}}\')')
-    return found
 
 
 # ---- facts from the model's folder, which vLLM does not report over HTTP

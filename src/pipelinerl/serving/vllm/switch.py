@@ -6,27 +6,21 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.serving.client.adapter import SavedWeights, WeightSource
 from pipelinerl.serving.client.errors import ServerError
 from pipelinerl.serving.client.http import HttpClient
-from pipelinerl.serving.vllm.messages import (
-    REFUSED,
-    BroadcastInfo,
-    FilesInfo,
-    FinishBody,
-    InitBody,
-    InitInfo,
-    UpdateBody,
-    UpdateInfo,
-    worker_error,
-)
-from pipelinerl.serving.wire import ProcessGroupRequest
+from pipelinerl.serving.vllm.messages import REFUSED, worker_error
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 
 RESUME_TRIES = 3
+TIMEOUT_S = 10.0
+"""For each short call."""
+UPDATE_TIMEOUT_S = 300.0
+"""For reading the file, if there is one, and loading."""
 
 
 class HalfUpdatedError(WeightUpdateError):
@@ -34,32 +28,30 @@ class HalfUpdatedError(WeightUpdateError):
 
 
 class WeightSwitch:
-    """`timeout_s` limits each step; `update_timeout_s` limits reading the file, if there is one, and loading."""
+    """Updates the weights of the server that `http` reaches."""
 
-    def __init__(self, http: HttpClient, *, timeout_s: float, update_timeout_s: float) -> None:
+    def __init__(self, http: HttpClient) -> None:
         self._http = http
-        self._timeout_s = timeout_s
-        self._update_timeout_s = update_timeout_s
 
     async def name_directory(self, directory: Path) -> None:
         """Tell the server which directory has the weight files. Raises WeightUpdateError."""
-        await self._init(FilesInfo(str(directory)), "did not accept the directory of weights", self._timeout_s)
+        await self._init({"source": "files", "directory": str(directory)}, "did not accept the directory of weights")
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         """Have vLLM's worker join the trainer's broadcast. It generates nothing until all receivers have joined.
 
         Raises WeightUpdateError.
         """
-        info = msgspec.convert(msgspec.to_builtins(group) | {"source": "broadcast"}, BroadcastInfo)
-        await self._init(info, "did not join the trainer's broadcast", group.timeout_s + self._timeout_s)
+        info = {"source": "broadcast", **msgspec.structs.asdict(group)}
+        await self._init(info, "did not join the trainer's broadcast", group.timeout_s)
 
-    async def _init(self, info: InitInfo, failed: str, timeout_s: float) -> None:
+    async def _init(self, info: dict[str, Any], failed: str, longer_s: float = 0.0) -> None:
         try:
-            await self._post("/init_weight_transfer_engine", InitBody(info), timeout_s=timeout_s)
+            await self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=TIMEOUT_S + longer_s)
         except ServerError as error:
             raise self._refusal(failed, error) from error
 
-    async def run(self, update: WeightSource, replaced: Callable[[], None]) -> float:
+    async def run(self, update: WeightUpdateRequest, replaced: Callable[[], None]) -> float:
         """Replace all weights. Returns the seconds from the pause request until generation has resumed.
 
         `replaced` is called when the new weights are in place, before generation resumes.
@@ -97,21 +89,19 @@ class WeightSwitch:
                 ) from second
             raise self._refusal("did not pause", error) from error
 
-    async def _replace(self, update: WeightSource) -> None:
+    async def _replace(self, update: WeightUpdateRequest) -> None:
         """Raises WeightUpdateError if nothing was changed, ServerError if the weights may have changed."""
         try:
             await self._post("/start_weight_update")
         except ServerError as error:
             raise self._refusal("did not start an update", error) from error
-        path = str(update.path) if isinstance(update, SavedWeights) else None
-        info = UpdateInfo(version=update.version, checksum=update.checksum, path=path)
         try:
-            await self._post("/update_weights", UpdateBody(info), timeout_s=self._update_timeout_s)
+            await self._post("/update_weights", {"update_info": update}, timeout_s=UPDATE_TIMEOUT_S)
         except ServerError as error:
             if worker_error(error.problem).startswith(REFUSED):
                 raise self._refusal("kept its weights", error) from error
             raise
-        await self._post("/finish_weight_update", FinishBody(weight_version=str(update.version)))
+        await self._post("/finish_weight_update", {"weight_version": str(update.version)})
 
     async def _resume(self) -> None:
         for retries_left in reversed(range(RESUME_TRIES)):
@@ -123,14 +113,14 @@ class WeightSwitch:
                     raise
 
     async def _post(
-        self, path: str, body: object = None, *, params: dict[str, str] | None = None, timeout_s: float | None = None
+        self, path: str, body: object = None, *, params: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        await self._http.post(path, body, msgspec.Raw, timeout_s=timeout_s or self._timeout_s, params=params)
+        await self._http.post(path, body, msgspec.Raw, timeout_s=timeout_s, params=params)
 
     def _refusal(self, what: str, error: ServerError) -> WeightUpdateError:
         return WeightUpdateError(f"engine server {self._http.url} {what}: {worker_error(error.problem)}")
 
-    def _half_updated(self, update: WeightSource, why: str) -> HalfUpdatedError:
+    def _half_updated(self, update: WeightUpdateRequest, why: str) -> HalfUpdatedError:
         return HalfUpdatedError(
             f"engine server {self._http.url} may hold half of version {update.version} ({why}); restart it"
         )

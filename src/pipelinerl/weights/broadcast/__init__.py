@@ -15,6 +15,13 @@ a group of gloo or nccl (`group`). The launcher creates the sender's socket with
     waits for all answers before the next update; a
     wrong one ends the run
 
+Deltas (`weights.delta`). The sender keeps a copy of the previous update, and its thread encodes what differs. The Offer
+names the checksum of that base. A receiver that does not hold the base says so before it is ready (Report full), and the
+sender then broadcasts all weights; otherwise it broadcasts the delta. Receivers apply it to their buffer, which still holds
+the base, and verify the checksum of the whole buffer. If that is wrong at any receiver (Report full instead of staged), Go
+receive is sent again, and all receive all weights. The first and every k-th update have no delta, and one that is not
+shorter than all weights is not sent. Engines see no difference.
+
 Engine servers receive in the process that computes. The process that sends requests to them is then the coordinator. Go
 apply is for it alone: it offers the update (without tensors) to its engine, which makes the servers apply what they have
 staged (over HTTP: `serving.client`), and its Answer is for all of them.
@@ -28,7 +35,7 @@ Who waits for what, and for how long:
     sender     all members have connected              `join_timeout_s`
     receiver   the sender, and then the other members  `join_timeout_s`
     all        the group is formed; a bucket arrives   2 `stall_s`
-    sender     all are ready; all have staged          2 `stall_s`
+    sender     all are ready; all have staged          2 `stall_s`; after a refused delta once more
     sender     all have answered                       `timeout_s`
     sender     a member that sends no heartbeat        `stall_s`; one whose process has ended: no wait, its connection ends
     receiver   the next update                         until the sender closes or its connection ends

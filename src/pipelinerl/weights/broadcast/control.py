@@ -17,9 +17,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.types import Encoding, UpdateReceipt
 
-PROTOCOL = "pipelinerl-weights-3"
+PROTOCOL = "pipelinerl-weights-4"
 POLL_S = 0.05
 _SOCKET_BOUND_S = 10
 _LONGEST_BYTES = 64 << 20  # a layout of half a million tensors
@@ -44,13 +44,14 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """From a member. `step`:
 
     ready     it has memory for update `number` and waits for its bytes
+    full      it can't use the delta of update `number`: it does not hold the base, or the result had another checksum
     staged    it has all bytes of update `number`, with the right checksum
     failed    `error` says why it can't go on
     running   a heartbeat
     leaving   it closes normally
     """
 
-    step: Literal["ready", "staged", "failed", "running", "leaving"]
+    step: Literal["ready", "full", "staged", "failed", "running", "leaving"]
     number: int = 0
     error: str = ""
 
@@ -78,22 +79,30 @@ class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
-    """Get ready for update `number` (from 1). Only the first offer has a `layout` (JSON); it is valid for all updates."""
+    """Get ready for update `number` (from 1). Only the first offer has a `layout` (JSON); it is valid for all updates.
+
+    `checksum` is of all weights. `base`: the update can be sent as a delta of `delta_bytes`, for receivers that hold the
+    update of this checksum; "": it can't.
+    """
 
     number: int
     version: int
     checksum: str
     layout: str = ""
+    base: str = ""
+    delta_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
     """`receive`: all receivers are ready, the broadcast of update `number` begins. `apply`: all have staged it.
 
-    `apply` is sent to the coordinator if there is one, else to the receivers.
+    `receive` is sent a second time, with `encoding` full, if a receiver could not use the delta. `apply` is sent to the
+    coordinator if there is one, else to the receivers.
     """
 
     step: Literal["receive", "apply"]
     number: int
+    encoding: Encoding = "full"
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):

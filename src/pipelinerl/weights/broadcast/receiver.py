@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.types import Encoding, UpdateReceipt
 from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.group import Group, gpu_of, join_store, staging_buffer, staging_device
+from pipelinerl.weights.delta import apply
 from pipelinerl.weights.layout import Layout
 
 _LONGEST_ERROR = 500
@@ -27,8 +28,6 @@ _ENDING_S = 5.0
 # How long to wait for the sender's own error message, which explains more than a broken broadcast.
 _EXPLANATION_S = 3.0
 _CPU = torch.device("cpu")
-
-M = TypeVar("M", bound=control.FromSender)
 
 
 class _OverError(Exception):
@@ -85,6 +84,8 @@ class CollectiveWeightReceiver:
         # One buffer for all updates: the sender offers the next update only after this one is acknowledged.
         self._buffer_U8 = torch.empty(0, dtype=torch.uint8)
         self._tensors: dict[str, Tensor] = {}
+        self._held = ""  # checksum of the update in the buffer, which is the base of a delta; "": none
+        self._delta_U8 = torch.empty(0, dtype=torch.uint8)
         self._arrived: _Arrived | None = None
         self._taken: _Arrived | None = None
         self._problem: str | None = None
@@ -161,19 +162,30 @@ class CollectiveWeightReceiver:
         if self._index is not None:
             self._group = self._form_group(channel, form, self._index)
         self._joined.set()
+        message = self._next()
+        while isinstance(message, control.Offer):
+            message = self._take(message, form)
+        raise _out_of_order(message)
+
+    def _take(self, offer: control.Offer, form: control.Form) -> control.FromSender:
+        """Take the offered update, up to the first message that is not about it, which is returned."""
+        group, staged, released = self._group, self._group is None, False  # The coordinator has nothing to stage.
+        if group is not None:
+            self._get_ready(offer)
+        arrived = _Arrived(offer.number, WeightUpdate(offer.version, offer.checksum, self._tensors))
         while True:
-            offer = self._next(control.Offer)
-            if self._group is not None:
-                self._stage(self._group, offer, form.bucket_bytes)
-            arrived = _Arrived(offer.number, WeightUpdate(offer.version, offer.checksum, self._tensors))
-            if self._group is not None and form.coordinated:
-                # The engine is a server, which is told over HTTP when to apply the update: `poll` must return it by then.
-                self._arrived = arrived
-            if self._group is not None:
-                self._send(control.Report("staged", offer.number))
-            if self._group is None or not form.coordinated:
-                self._expect(control.Go("apply", offer.number))
-                self._arrived = arrived
+            match self._next():
+                case control.Go("receive", offer.number, encoding) if group is not None and not released:
+                    staged = self._stage(group, offer, encoding, form.bucket_bytes)
+                    if staged and form.coordinated:
+                        # The engine is a server, which is told over HTTP when to apply the update: `poll` must return it by
+                        # then. No server is told before all have staged it.
+                        self._arrived = arrived
+                    self._send(control.Report("staged" if staged else "full", offer.number))
+                case control.Go("apply", offer.number) if staged and not released:
+                    released, self._arrived = True, arrived
+                case message:
+                    return message
 
     def _join(self) -> tuple[control.Channel[control.FromSender], control.Form]:
         """Connect to the sender and wait until all members have."""
@@ -191,7 +203,9 @@ class CollectiveWeightReceiver:
         self._channel = channel
         self._send(self._hello)
         threading.Thread(target=self._beat, name="weights-beat", daemon=True).start()
-        form = self._next(control.Form, deadline_s)
+        form = self._next(deadline_s)
+        if not isinstance(form, control.Form):
+            raise _out_of_order(form)
         self._beat_s = form.stall_s / _BEATS_PER_BOUND
         return channel, form
 
@@ -201,32 +215,46 @@ class CollectiveWeightReceiver:
         store = join_store(channel.peer_host, form.store_port, bound_s)
         return Group(form.backend, store, rank=index + 1, size=form.size, host=host, bound_s=bound_s, device=self._device)
 
-    def _stage(self, group: Group, offer: control.Offer, bucket_bytes: int) -> None:
-        """Receive the offered update and verify its checksum."""
+    def _get_ready(self, offer: control.Offer) -> None:
+        """Have memory for the offered update. Asks for all weights if they are not here to apply its delta to."""
         if offer.layout:
             layout = decode_layout(offer.layout)
             self._buffer_U8 = staging_buffer(layout.buffer_bytes, self._device)
             self._tensors = layout.views(self._buffer_U8)
+        if offer.base and offer.base == self._held:
+            self._delta_U8 = staging_buffer(offer.delta_bytes, self._device)
+        elif offer.base:
+            self._send(control.Report("full", offer.number))
         self._send(control.Report("ready", offer.number))
-        self._expect(control.Go("receive", offer.number))
-        group.broadcast(self._buffer_U8, bucket_bytes, self._require_sender)
-        if (found := checksum(self._tensors)) != offer.checksum:
+
+    def _stage(self, group: Group, offer: control.Offer, encoding: Encoding, bucket_bytes: int) -> bool:
+        """Receive the offered update and verify its checksum. False if a delta did not give the offered weights.
+
+        The delta is applied to the buffer itself, which the engine has copied. So the base is lost if this fails.
+        """
+        self._held, delta_U8, self._delta_U8 = "", self._delta_U8, torch.empty(0, dtype=torch.uint8)
+        received_U8 = delta_U8 if encoding == "delta" else self._buffer_U8
+        group.broadcast(received_U8, bucket_bytes, self._require_sender)
+        if encoding == "delta":
+            try:
+                apply(delta_U8, self._buffer_U8)
+            except WeightUpdateError:
+                return False
+        found = checksum(self._tensors)
+        if found == offer.checksum:
+            self._held = found
+        elif encoding == "full":
             raise WeightUpdateError(
                 f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
             )
+        return found == offer.checksum
 
-    def _next(self, expected: type[M], deadline_s: float | None = None) -> M:
-        """The sender's next message. Raises _OverError if the transfer ends first, WeightUpdateError for another message."""
+    def _next(self, deadline_s: float | None = None) -> control.FromSender:
+        """The sender's next message. Raises _OverError if the transfer ends first, WeightUpdateError after the deadline."""
         while (message := self._receive(control.POLL_S)) is None:
             if deadline_s is not None and time.monotonic() > deadline_s:
                 raise WeightUpdateError(self._no_group(self._join_timeout_s))
-        if not isinstance(message, expected):
-            raise WeightUpdateError(f"the weight sender sent {type(message).__name__} out of order")
         return message
-
-    def _expect(self, expected: control.Go) -> None:
-        if (message := self._next(control.Go)) != expected:
-            raise WeightUpdateError(f"the weight sender sent {message} instead of {expected}")
 
     def _receive(self, timeout_s: float) -> control.FromSender | None:
         """The sender's next message, or None if there is none. Raises _OverError if the transfer has ended."""
@@ -275,6 +303,10 @@ class CollectiveWeightReceiver:
 
     def _no_group(self, waited_s: float) -> str:
         return f"{self._where} and its receivers formed no group in {waited_s:g} s"
+
+
+def _out_of_order(message: control.FromSender) -> WeightUpdateError:
+    return WeightUpdateError(f"the weight sender sent {type(message).__name__} out of order")
 
 
 def decode_layout(text: str) -> Layout:

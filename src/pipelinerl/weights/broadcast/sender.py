@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, first_names
-from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
+from pipelinerl.types import MAX_RECEIVERS, Encoding, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.group import (
     Backend,
@@ -33,6 +33,7 @@ from pipelinerl.weights.broadcast.group import (
     staging_buffer,
     staging_device,
 )
+from pipelinerl.weights.delta import encode
 from pipelinerl.weights.layout import Layout, complaint, layout_of
 
 BUCKET_BYTES = 64 << 20
@@ -52,7 +53,7 @@ class Member:
     channel: control.Channel[control.FromMember] | None = None  # None: not connected yet
     engine: str = ""
     gpu: str = ""
-    done: dict[str, int] = field(default_factory=lambda: {"ready": 0, "staged": 0, "answered": 0})
+    done: dict[str, int] = field(default_factory=lambda: {"ready": 0, "full": 0, "staged": 0, "answered": 0})
     heard_s: float = 0.0  # time.monotonic, as `failed_s`
     failure: str = ""
     failed_s: float = math.inf  # when the failure counts
@@ -247,7 +248,9 @@ class Members:
                 member.connected = False
                 member.failure, member.failed_s = member.failure or lost, min(member.failed_s, now_s)
             match message:
-                case control.Report("ready" | "staged" as step, number) if self.offer and number == self.offer.number:
+                case control.Report("ready" | "full" | "staged" as step, number) if (
+                    self.offer and number == self.offer.number
+                ):
                     member.done[step] = number
                 case control.Report("failed", error=reason) if not member.failure:
                     member.failure, member.failed_s = f"can't receive weights: {reason}", now_s + _GRACE_S
@@ -278,6 +281,8 @@ class CollectiveWeightSender:
         dtype: torch.dtype | None = None,
         device: torch.device = _CPU,
         coordinated: bool = False,
+        encoding: Encoding = "full",
+        full_every: int = 100,
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """`timeout_s`: how long to wait for answers. `stall_s`: how long a receiver may be silent; a transfer may make no
@@ -286,6 +291,8 @@ class CollectiveWeightSender:
         `join_timeout_s`: how long to wait for all receivers to connect. `dtype`: the type of floating-point tensors as sent
         (None: unchanged). `device`: where this process computes; with nccl the copy to send is there. `coordinated`: the
         engines are servers; a coordinator connects as well, decides when they apply an update and answers for all of them.
+        `encoding` delta: send what differs from the previous update, except in the first and every `full_every`-th update,
+        if a receiver asks for all weights, or if that would not be fewer bytes. Needs a second copy of the weights.
         `give_up` returns True when the run is ending, and engines may be gone: the sender then neither waits nor sends.
         """
         if not 1 <= receivers <= MAX_RECEIVERS:
@@ -301,7 +308,11 @@ class CollectiveWeightSender:
         self.host, self.port = listener.getsockname()[:2]
         self._members = Members(listener, key, receivers, stall_s=stall_s, coordinated=coordinated, give_up=give_up)
         self._layout: Layout | None = None
-        self._staging_U8 = torch.empty(0, dtype=torch.uint8)
+        self._encoding, self._full_every = encoding, full_every
+        self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)  # the update, and with deltas the previous one
+        self._base = ""  # checksum of the previous update
+        self._begin_s = 0.0
+        self.transfer: WeightTransfer | None = None
         self._released = 0  # the last update that may be applied
         self._closing = threading.Event()
         self._outbox: queue.SimpleQueue[control.Offer | None] = queue.SimpleQueue()
@@ -325,8 +336,14 @@ class CollectiveWeightSender:
         if self._layout is None:
             if self._gpu and not self._wait_until_joined():  # The copy's device depends on the receivers.
                 return ""
-            self._staging_U8 = staging_buffer(layout.buffer_bytes, staging_device(self._backend, self._device))
+            device = staging_device(self._backend, self._device)
+            self._staging_U8 = staging_buffer(layout.buffer_bytes, device)
+            if self._encoding == "delta":
+                self._base_U8 = staging_buffer(layout.buffer_bytes, device)
             self._layout, encoded = layout, msgspec.json.encode(layout).decode()
+        elif self._encoding == "delta":
+            self._staging_U8, self._base_U8 = self._base_U8, self._staging_U8
+        self._begin_s = time.monotonic()
         staged = layout.views(self._staging_U8)
         with torch.no_grad():
             for name, owner in first_names(tensors).items():
@@ -357,7 +374,7 @@ class CollectiveWeightSender:
         self._closing.set()
         self._members.close()
         self._thread.join(_ENDING_S)
-        self._staging_U8 = torch.empty(0, dtype=torch.uint8)
+        self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)
 
     def _wait_for_answers(self) -> bool:
         """Wait until all engines have acknowledged the previous update. False if the run is ending."""
@@ -380,7 +397,8 @@ class CollectiveWeightSender:
         """Wait until every receiver has the update and may apply it. False if the run is ending."""
         # The thread has tighter bounds; this one is for a backend that blocks it.
         buckets = -(-self._staging_U8.numel() // self._bucket_bytes)
-        bound_s = self._join_timeout_s + 2 * self._stall_s * (2 + buckets)
+        broadcasts = 1 if self._encoding == "full" else 2
+        bound_s = self._join_timeout_s + 2 * self._stall_s * (1 + broadcasts * (1 + buckets))
         verb = f"receive weights of version {offer.version}"
         return self._members.wait_until(lambda _: self._released >= offer.number, bound_s, verb)
 
@@ -435,27 +453,63 @@ class CollectiveWeightSender:
     def _broadcast(self, group: Group, offer: control.Offer) -> None:
         """Offer the update, broadcast it once all receivers are ready, and release it once all have staged it.
 
-        So no broadcast begins while a receiver is stopped or dead. One that stops later is detected by its silence.
+        So no broadcast begins while a receiver is stopped or dead. One that stops later is detected by its silence. If any
+        receiver can't use the delta, all receive all weights.
         """
-        members, number = self._members, offer.number
+        members, number, delta_U8 = self._members, offer.number, self._delta(offer)
+        if delta_U8 is not None:
+            offer = msgspec.structs.replace(offer, base=self._base, delta_bytes=delta_U8.numel())
         members.send(offer)
-        if not self._wait_for_step("ready", offer, 2 * self._stall_s):
+        if not self._wait_for_step(("ready",), offer, 2 * self._stall_s):
             return
-        members.send(control.Go("receive", number), members.receivers)
-        try:
-            group.broadcast(self._staging_U8, self._bucket_bytes, lambda: members.require_alive(self._behind(number)))
-        except WeightUpdateError:
-            self._wait_for_step("staged", offer, _EXPLANATION_S)  # Raises an error that names the failed receiver.
-            raise
-        if self._wait_for_step("staged", offer, 2 * self._stall_s):
-            members.send(control.Go("apply", number), members.answering)
-            self._released = number
+        encoding: Encoding = "full"
+        sent_bytes = 0
+        if delta_U8 is not None and not self._full_wanted(number):
+            encoding, sent_bytes = "delta", delta_U8.numel()
+            if not self._transmit(group, offer, "delta", delta_U8):
+                return
+        if encoding == "full" or self._full_wanted(number):
+            encoding, sent_bytes = "full", sent_bytes + self._staging_U8.numel()
+            if not self._transmit(group, offer, "full", self._staging_U8):
+                return
+        time_s = time.monotonic() - self._begin_s
+        self.transfer = WeightTransfer(version=offer.version, bytes=sent_bytes, time_s=time_s, encoding=encoding)
+        self._base = offer.checksum
+        members.send(control.Go("apply", number), members.answering)
+        self._released = number
 
-    def _wait_for_step(self, step: str, offer: control.Offer, bound_s: float) -> bool:
-        """Wait until all receivers have done the step. False if the run is ending."""
-        verb = f"{'get ready for' if step == 'ready' else 'receive'} weights of version {offer.version}"
-        receivers = self._members.receivers
-        return self._members.wait_until(lambda member: member.done[step] >= offer.number, bound_s, verb, receivers)
+    def _delta(self, offer: control.Offer) -> Tensor | None:
+        """The delta from the previous update; None if all weights are due or not longer."""
+        if self._encoding == "full" or not self._base or (offer.number - 1) % self._full_every == 0:
+            return None
+        return encode(self._staging_U8, self._base_U8, below=self._staging_U8.numel())
+
+    def _full_wanted(self, number: int) -> bool:
+        return any(member.done["full"] >= number for member in self._members.receivers)
+
+    def _transmit(self, group: Group, offer: control.Offer, encoding: Encoding, sent_U8: Tensor) -> bool:
+        """One broadcast, until all receivers have staged the update or refused the delta. False if the run is ending."""
+        members, number = self._members, offer.number
+        for member in members.receivers:
+            member.done["staged"] = number - 1  # Those that could use the delta stage the update again.
+        members.send(control.Go("receive", number, encoding), members.receivers)
+        ends = ("staged",) if encoding == "full" else ("staged", "full")
+        try:
+            group.broadcast(sent_U8, self._bucket_bytes, lambda: members.require_alive(self._behind(number)))
+        except WeightUpdateError:
+            self._wait_for_step(ends, offer, _EXPLANATION_S)  # Raises an error that names the failed receiver.
+            raise
+        return self._wait_for_step(ends, offer, 2 * self._stall_s)
+
+    def _wait_for_step(self, steps: Sequence[str], offer: control.Offer, bound_s: float) -> bool:
+        """Wait until all receivers have done one of the steps. False if the run is ending."""
+        verb = f"{'get ready for' if 'ready' in steps else 'receive'} weights of version {offer.version}"
+        return self._members.wait_until(
+            lambda member: any(member.done[step] >= offer.number for step in steps),
+            bound_s,
+            verb,
+            self._members.receivers,
+        )
 
     def _behind(self, number: int) -> Sequence[Member]:
         """The receivers that have not staged update `number` yet. The others may leave."""

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from pipelinerl.cli.browse import add_to
-from pipelinerl.cli.parser import Commands
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError, ModelLoadError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.export import export
@@ -26,7 +25,18 @@ from pipelinerl.experiments.browse.records import (
     printable,
 )
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
-from tests.unit.experiments.browse.browse_parts import Bytes, group, lines, rollout, run_directory, some_groups, step, turn
+from tests.unit.experiments.browse.browse_parts import (
+    Bytes,
+    answer,
+    group,
+    lines,
+    rollout,
+    run_directory,
+    some_groups,
+    step,
+    turn,
+)
+from tests.unit.experiments.parts import invoke
 
 
 def opened(folder: Path) -> RunRollouts:
@@ -126,21 +136,6 @@ def test_which_rollouts_the_trainer_left_out_is_known_if_it_said_so(tmp_path: Pa
 
 
 # Evaluations
-
-
-def answer(problem: int, reward: float, version: int = 0, **fields: object) -> dict[str, object]:
-    text = f"{problem} is {reward:g}"
-    return {
-        "problem_id": f"h{problem}",
-        "reward": reward,
-        "prompt": f"what is {problem}?",
-        "completion": text,
-        "token_ids": list(text.encode()),
-        "weight_versions": [{"version": version, "start": 0, "end": len(text)}],
-        "length": len(text),
-        "finish_reason": "stop",
-        **fields,
-    }
 
 
 def evaluated_run(folder: Path) -> Path:
@@ -311,12 +306,7 @@ def test_the_plain_table_names_groups_hits_and_damage(tmp_path: Path) -> None:
 
 
 def command(*arguments: str) -> int:
-    commands = Commands()
-    add_to(commands)
-    own, settings = commands.split(["browse", *arguments])
-    options = commands.root.parse_args(own)
-    status: int = options.run(options, settings)
-    return status
+    return invoke(add_to, "browse", *arguments)
 
 
 def test_the_command_prints_a_table_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

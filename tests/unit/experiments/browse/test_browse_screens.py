@@ -16,7 +16,7 @@ from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.browse.records import Browsed, RunEvaluations, RunRollouts
 from pipelinerl.experiments.browse.tokens import TokenText, by_gap, by_logprob, by_version
 from pipelinerl.types import Rollout
-from tests.unit.experiments.browse.browse_parts import Bytes, group, lines, rollout, run_directory, step, turn
+from tests.unit.experiments.browse.browse_parts import Bytes, answer, group, lines, rollout, run_directory, step, turn
 
 pytest.importorskip("textual", reason="needs textual: pip install 'pipelinerl[browse]'")
 from textual.events import MouseScrollDown, Paste
@@ -305,27 +305,18 @@ def test_gap_colours_say_which_way() -> None:
 def test_evaluations_are_looked_at_in_the_same_screens(sit: Sit, tmp_path: Path) -> None:
     folder = run_directory(tmp_path)
     for name, reward, version in (("before", 0.0, 0), ("v20", 1.0, 20)):
-        text = f"answer {reward:g}"
-        answer = {
-            "problem_id": "sum/held-out/1",
-            "reward": reward,
-            "prompt": "2+3=",
-            "completion": text,
-            "token_ids": list(text.encode()),
-            "weight_versions": [{"version": version, "start": 0, "end": len(text)}],
-            "metrics": {"boxed": 1.0},
-        }
-        (folder / "rollouts" / f"evaluation-{name}.jsonl").write_bytes(lines([answer]))
+        answers = lines([answer(1, reward, version, metrics={"boxed": 1.0})])
+        (folder / "rollouts" / f"evaluation-{name}.jsonl").write_bytes(answers)
     seat = sit(folder, run=RunEvaluations(folder))
     assert "1 held-out problems · evaluations: before, v20" in seat.look()
     side_by_side = seat.press("enter")
-    assert 'sum/held-out/1 {"prompt":"2+3="}' in side_by_side
+    assert 'h1 {"prompt":"what is 1?"}' in side_by_side
     assert "before  reward 0" in side_by_side
     assert "v20  reward 1" in side_by_side
     tokens = seat.press("right", "enter")
     assert "boxed 1" in tokens
-    assert "v20: 0-7" in tokens
-    assert "answer 1" in tokens
+    assert "v20: 0-5" in tokens
+    assert "1 is 1" in tokens
     assert "log-probs are not recorded" in seat.press("c")
 
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.experiments.compare.compare import rounded
@@ -118,7 +118,6 @@ numbers = st.one_of(st.none(), st.floats(0.1, 100))
 
 
 @given(st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=5))
-@settings(deadline=None)
 def test_ratios_against_a_reference(times: list[tuple[float | None, float | None, float | None]]) -> None:
     names = ("pipeline", "conventional:1", "conventional:2")
     runs = [

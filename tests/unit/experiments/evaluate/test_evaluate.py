@@ -13,12 +13,11 @@ from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import TimeLimits
 from pipelinerl.cli import eval as command
-from pipelinerl.cli.parser import Commands
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RunDirectoryError, UserError
-from pipelinerl.experiments.evaluate.evaluate import Questions, answer, problems_of
-from pipelinerl.experiments.evaluate.models import Target, find_targets, run_config_of
+from pipelinerl.experiments.evaluate.evaluate import answer, problems_of
+from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, find_targets, run_config_of
 from pipelinerl.experiments.evaluate.results import (
     AttemptRecord,
     EvaluationFolder,
@@ -31,7 +30,8 @@ from pipelinerl.experiments.evaluate.results import (
 )
 from pipelinerl.experiments.statistics import Interval, pass_at_k
 from pipelinerl.files import read_json_lines
-from pipelinerl.types import GenerationRequest, Problem, SamplingParams
+from pipelinerl.types import GenerationRequest, Problem
+from tests.unit.experiments.parts import invoke
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TARGET = Target("m", "m", ModelConfig(path="somewhere"))
@@ -83,14 +83,16 @@ def script(request: GenerationRequest) -> list[int]:
 
 def play(engine: ScriptedEngine, *, stop_after: int | None = None, seed: int = 0, slots: int = 4) -> list[AttemptRecord]:
     environment = Letters(CharTokenizer(), 0)
-    sampling = SamplingParams(max_tokens=8, stop_token_ids=(STOP,))
-    questions = Questions(environment, environment.held_out(3), 4, sampling, LIMITS, 1.0, seed)
+    ready = EvaluationEngine(EngineClient(engine), slots, (STOP,), None)
+    settings = msgspec.structs.replace(SETTINGS, seed=seed)
     records: list[AttemptRecord] = []
 
     def stop() -> bool:
         return stop_after is not None and len(records) >= stop_after
 
-    done = asyncio.run(answer(questions, EngineClient(engine), CharTokenizer(), slots, stop=stop, on_attempt=records.append))
+    problems, tokenizer = environment.held_out(3), CharTokenizer()
+    work = answer(problems, environment, tokenizer, ready, settings, limits=LIMITS, stop=stop, on_attempt=records.append)
+    done = asyncio.run(work)
     assert done == (stop_after is None)
     return records
 
@@ -350,12 +352,7 @@ URL = ("--engine.kind", "http", "--engine.urls", "[http://127.0.0.1:1]")
 
 
 def run_command(*arguments: str) -> int:
-    commands = Commands()
-    command.add_to(commands)
-    own, settings = commands.split(["eval", *arguments])
-    options = commands.root.parse_args(own)
-    status: int = options.run(options, settings)
-    return status
+    return invoke(command.add_to, "eval", *arguments)
 
 
 @pytest.mark.parametrize(

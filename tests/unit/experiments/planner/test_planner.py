@@ -26,18 +26,13 @@ from pipelinerl.experiments.planner.analytic import (
     flash_s,
     pipeline,
     pipeline_max_lag,
-    powers_of_two,
     roofline,
     tau_from_mfu,
 )
 from pipelinerl.experiments.planner.plan import PipelineGrid, compare
+from tests.unit.experiments.parts import histogram_of
 
 histograms = st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6)
-
-
-def histogram_of(lengths: LengthDistribution) -> dict[int, float]:
-    """Length -> share, for lengths that occur."""
-    return {length: share for length, share in enumerate(lengths.probabilities.tolist(), start=1) if share}
 
 
 def workload(histogram: dict[int, int], accelerators: int = 6, batch_size: int = 8) -> Workload:
@@ -134,11 +129,6 @@ def test_units() -> None:
     assert tau_from_mfu(0.5) == 6
     with pytest.raises(ValueError, match="MFU"):
         tau_from_mfu(1.2)
-
-
-@pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_sizes_to_measure(largest: int, sizes: list[int]) -> None:
-    assert list(powers_of_two(largest)) == sizes
 
 
 # ------------------------------------------------------------------------------------------------ formulas

@@ -10,7 +10,6 @@ import pytest
 
 from pipelinerl.cli import main
 from pipelinerl.cli import plan as plan_command
-from pipelinerl.cli.parser import Commands
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
@@ -19,96 +18,19 @@ from pipelinerl.experiments.planner.analytic import (
     conventional,
     parse_lengths,
     pipeline,
-    read_run_lengths,
 )
-from pipelinerl.experiments.planner.calibration import (
-    Calibration,
-    DecodeCost,
-    GenerationCost,
-    Machine,
-    TrainingCost,
-    read_calibration,
-    write_calibration,
-)
+from pipelinerl.experiments.planner.calibration import read_calibration, write_calibration
 from pipelinerl.experiments.planner.plan import Flags, ask, make_plan, plan_json, tabulated
 from pipelinerl.experiments.planner.table import calibration_text, plan_text
-from pipelinerl.files import JsonLines
-from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
-
-DECODE = tuple(
-    DecodeCost(active=active, step_s=step_s, step_s_p25=step_s, step_s_p75=step_s, steps=32)
-    for active, step_s in ((1, 0.001), (4, 0.0013), (16, 0.0025))
-)
-CALIBRATION = Calibration(
-    machine=Machine(
-        date="2030-01-01T00:00:00+00:00", processor="a processor", cores=8, accelerators=4, torch="2", load_average=0.1
-    ),
-    model="demo",
-    parameters=1000,
-    slots=16,
-    batch_size=32,
-    group_size=4,
-    processes=1,
-    side_by_side=True,
-    generation=GenerationCost(
-        threads=2,
-        decode=DECODE,
-        context_mean=20.0,
-        prefill_s=0.001,
-        prefill_s_per_token=0.0001,
-        prompt_tokens_mean=6.0,
-        rollout_overhead_s=0.0004,
-        tokens_per_s=5000.0,
-        update_pause_s=0.002,
-    ),
-    training=TrainingCost(threads=2, step_s=0.064, token_s=0.0001, used_share=0.5, rollout_s=0.001),
-    lengths={10: 3, 30: 1},
-    reward_mean=0.5,
-)
-
-
-def histogram_of(lengths: LengthDistribution) -> dict[int, float]:
-    """Length -> share, for lengths that occur."""
-    return {length: share for length, share in enumerate(lengths.probabilities.tolist(), start=1) if share}
-
-
-def completion(tokens: int, versions: tuple[int, ...] | None = None) -> Turn:
-    return Turn(
-        prompt_ids=(1, 2),
-        completion=Completion(
-            request_id="r",
-            token_ids=(3,) * tokens,
-            logprobs=(-1.0,) * tokens,
-            weight_versions=spans_from_versions(versions or (0,) * tokens),
-            finish_reason="stop",
-        ),
-    )
-
-
-def group(index: int, *turns: tuple[Turn, ...]) -> Group:
-    rollouts = tuple(Rollout(turns=each, reward=0.0) for each in turns)
-    return Group(index=index, problem=Problem("p", {}), rollouts=rollouts, started=len(rollouts))
-
-
-def write_run(root: Path, *groups: Group) -> Path:
-    (root / "rollouts").mkdir(parents=True)
-    with JsonLines(root / "rollouts" / "rollouts.jsonl") as log:
-        for each in groups:
-            log.write(each)
-    return root
-
+from tests.unit.experiments.parts import CALIBRATION, group, histogram_of, invoke, turn, write_rollouts
 
 # ------------------------------------------------------------------------------------------------ lengths
 
 
 def test_lengths_of_a_run_are_sampled_tokens_of_all_turns(tmp_path: Path) -> None:
-    run = write_run(
-        tmp_path / "run",
-        group(0, (completion(3, (0, 1, 1)),), (completion(2), completion(5))),
-        group(1, (completion(7),), (completion(0),), ()),
-    )
-    assert histogram_of(read_run_lengths(run)) == pytest.approx({3: 1 / 3, 7: 2 / 3})
-    assert parse_lengths(str(run)).mean == pytest.approx(17 / 3)
+    groups = [group(0, [turn(3, versions=(0, 1, 1))], [turn(2), turn(5)]), group(1, [turn(7)], [turn(0)], [])]
+    run = write_rollouts(tmp_path / "run", groups)
+    assert histogram_of(parse_lengths(str(run))) == pytest.approx({3: 1 / 3, 7: 2 / 3})
 
 
 def test_lengths_by_name_and_from_a_histogram(tmp_path: Path) -> None:
@@ -136,8 +58,8 @@ def test_run_directories_without_lengths(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run directory"):
         parse_lengths(str(tmp_path))
     with pytest.raises(UserError, match="no lengths in"):
-        parse_lengths(str(write_run(tmp_path / "empty")))
-    damaged = write_run(tmp_path / "damaged", group(0, (completion(3),)))
+        parse_lengths(str(write_rollouts(tmp_path / "empty", [])))
+    damaged = write_rollouts(tmp_path / "damaged", [group(0, [turn(3)])])
     (damaged / "rollouts" / "rollouts.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="line 1"):
         parse_lengths(str(damaged))
@@ -158,7 +80,7 @@ def test_a_calibration_is_read_back_as_written(tmp_path: Path) -> None:
     [
         {"format": 99},
         {"lengths": {}},
-        {"generation": msgspec.structs.replace(CALIBRATION.generation, decode=DECODE[::-1])},
+        {"generation": msgspec.structs.replace(CALIBRATION.generation, decode=CALIBRATION.generation.decode[::-1])},
         {"slots": "many"},
     ],
 )
@@ -303,12 +225,7 @@ def test_a_busy_machine_is_said_to_have_been_busy() -> None:
 
 
 def command(*arguments: str) -> int:
-    commands = Commands()
-    plan_command.add_to(commands)
-    own, settings = commands.split(["plan", *arguments])
-    options = commands.root.parse_args(own)
-    status: int = options.run(options, settings)
-    return status
+    return invoke(plan_command.add_to, "plan", *arguments)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

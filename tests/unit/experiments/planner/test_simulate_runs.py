@@ -6,19 +6,11 @@ import msgspec
 import pytest
 
 from pipelinerl.cli import plan as command
-from pipelinerl.cli.parser import Commands
 from pipelinerl.config.help import render
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import RunDirectoryError, UserError
-from pipelinerl.experiments.planner.calibration import (
-    Calibration,
-    DecodeCost,
-    GenerationCost,
-    Machine,
-    TrainingCost,
-    write_calibration,
-)
-from pipelinerl.experiments.planner.simulation import simulate
+from pipelinerl.experiments.planner.calibration import write_calibration
+from pipelinerl.experiments.planner.simulation.run import simulate
 from pipelinerl.experiments.planner.simulation.scenario import (
     calibrated_costs,
     calibrated_workload,
@@ -29,58 +21,16 @@ from pipelinerl.experiments.planner.simulation.scenario import (
 )
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.records import EvaluationRecord, StepRecord
-from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
+from tests.unit.experiments.parts import CALIBRATION, group, invoke, turn, write_rollouts
 
 SETTINGS = ["--engine.slots", "8", "--actor.group_size", "2", "--trainer.batch_size", "8", "--trainer.steps", "5"]
 
 
-def calibration():
-    decode = tuple(
-        DecodeCost(active=active, step_s=step_s, step_s_p25=step_s, step_s_p75=step_s, steps=10)
-        for active, step_s in ((1, 0.01), (2, 0.02), (4, 0.03), (8, 0.05))
-    )
-    return Calibration(
-        machine=Machine(date="2026-01-01T00:00:00+00:00", processor="p", cores=2, accelerators=2, torch="2"),
-        model="demo",
-        parameters=1000,
-        slots=8,
-        batch_size=8,
-        group_size=2,
-        processes=1,
-        side_by_side=True,
-        generation=GenerationCost(
-            threads=1,
-            decode=decode,
-            context_mean=20.0,
-            prefill_s=0.01,
-            prefill_s_per_token=0.001,
-            prompt_tokens_mean=6.0,
-            rollout_overhead_s=0.005,
-            tokens_per_s=160.0,
-            update_pause_s=0.002,
-        ),
-        training=TrainingCost(threads=1, step_s=0.1, token_s=0.0005, used_share=0.75, rollout_s=0.0001),
-        lengths={10: 3, 30: 1},
-        reward_mean=0.5,
-    )
-
-
-def rollout(number, length, reward, *, reason="stop", prompt=5):
-    completion = Completion(
-        request_id=f"r{number}",
-        token_ids=(1,) * length,
-        logprobs=(0.0,) * length,
-        weight_versions=(VersionSpan(0, 0, length),),
-        finish_reason=reason,
-    )
-    return Rollout(turns=(Turn(prompt_ids=(2,) * prompt, completion=completion),), reward=reward, id=f"r{number}")
-
-
 GROUPS = [
-    Group(index=0, problem=Problem("a", {}), rollouts=(rollout(0, 4, 1.0), rollout(1, 6, 0.0)), started=2),
-    Group(index=2, problem=Problem("c", {}), rollouts=(rollout(2, 9, 1.0), rollout(3, 5, 1.0, prompt=9)), started=2),
-    Group(index=1, problem=Problem("b", {}), rollouts=(rollout(4, 3, 1.0),), started=2, dropped={"timeout": 1}),
-    Group(index=3, problem=Problem("d", {}), rollouts=(rollout(5, 7, 0.0), rollout(6, 8, 1.0, reason="length")), started=2),
+    group(0, [turn(4)], [turn(6)], rewards=(1, 0)),
+    group(2, [turn(9)], [turn(5, prompt=9)], rewards=(1, 1)),
+    group(1, [turn(3)], rewards=[1]),  # its other attempt failed
+    group(3, [turn(7)], [turn(8, reason="length")], rewards=(0, 1)),
 ]
 
 
@@ -88,10 +38,7 @@ GROUPS = [
 def run_dir(tmp_path):
     config = load_config(None, [*SETTINGS, "--run_dir", str(tmp_path)])
     (tmp_path / "config.yaml").write_text(render(config))
-    (tmp_path / "rollouts").mkdir()
-    with JsonLines(tmp_path / "rollouts" / "rollouts.jsonl") as lines:
-        for group in GROUPS:
-            lines.write(group)
+    write_rollouts(tmp_path, GROUPS)
     with JsonLines(tmp_path / "metrics.jsonl") as lines:
         for version in range(1, 11):
             lines.write(
@@ -163,22 +110,22 @@ def test_damaged_runs(run_dir, tmp_path_factory):
 
 
 def test_costs_of_a_calibration():
-    costs = calibrated_costs(calibration(), slots=16, group_size=2, trainers=5)
-    assert len(costs.decode_step_s) == 17
-    assert costs.decode_step_s[3] == pytest.approx(0.025)
-    assert costs.decode_step_s[16] == pytest.approx(0.1)  # twice as many as were measured take turns
-    assert costs.prompt_s == pytest.approx(0.006)
-    assert costs.prompt_s / 2 + costs.rollout_s == pytest.approx(0.005)  # nothing counts twice
-    assert costs.train_token_s == pytest.approx(0.0001)
-    assert costs.train_step_s == 0.1
+    costs = calibrated_costs(CALIBRATION, slots=32, group_size=2, trainers=5)
+    assert len(costs.decode_step_s) == 33
+    assert costs.decode_step_s[3] == pytest.approx(0.0012)
+    assert costs.decode_step_s[32] == pytest.approx(0.005)  # twice as many as were measured take turns
+    assert costs.prompt_s == pytest.approx(0.0006)
+    assert costs.prompt_s / 2 + costs.rollout_s == pytest.approx(0.0004)  # nothing counts twice
+    assert costs.train_token_s == pytest.approx(0.00002)
+    assert costs.train_step_s == 0.064
 
 
 def test_work_of_a_calibration():
     config = load_config(None, SETTINGS)
-    workload = calibrated_workload(calibration(), config, seed=0)
+    workload = calibrated_workload(CALIBRATION, config, seed=0)
     groups = [workload.group(index) for index in range(2000)]
     assert {length for group in groups for length in group.lengths} == {10, 30}
-    assert sum(group.used[0] for group in groups) / 2000 == pytest.approx(0.75, abs=0.04)
+    assert sum(group.used[0] for group in groups) / 2000 == pytest.approx(0.5, abs=0.04)
 
 
 def test_a_scenario_is_the_run_file_s():
@@ -186,8 +133,8 @@ def test_a_scenario_is_the_run_file_s():
         None, [*SETTINGS, "--schedule.max_lag", "2", "--engine.processes", "3", "--stream.when_full", "drop_oldest"]
     )
     costs, workload = (
-        calibrated_costs(calibration(), slots=8, group_size=2),
-        calibrated_workload(calibration(), config, seed=0),
+        calibrated_costs(CALIBRATION, slots=8, group_size=2),
+        calibrated_workload(CALIBRATION, config, seed=0),
     )
     made = run_scenario(config, costs, workload)
     assert (made.engines, made.slots, made.group_size, made.batch_size, made.steps) == (3, 8, 2, 8, 5)
@@ -198,17 +145,17 @@ def test_a_scenario_is_the_run_file_s():
 
 def test_doubts():
     config = load_config(None, SETTINGS)
-    assert doubts(config, calibration()) == []
-    other = load_config(None, ["--model.path", "m", "--engine.slots", "9", "--schedule.kind", "conventional"])
+    assert doubts(config, CALIBRATION) == []
+    other = load_config(None, ["--model.path", "m", "--engine.slots", "17", "--schedule.kind", "conventional"])
     busy = msgspec.structs.replace(
-        calibration(), machine=msgspec.structs.replace(calibration().machine, load_average=3.5, cores=2)
+        CALIBRATION, machine=msgspec.structs.replace(CALIBRATION.machine, load_average=3.5, cores=2)
     )
     model, slots, turns, load = doubts(other, busy)
     assert "model demo, the run's is m" in model
-    assert "8 slots, fewer than the run's 9" in slots
+    assert "16 slots, fewer than the run's 17" in slots
     assert "running at the same time; here they run in turn" in turns
     assert "load average 3.5, 2 cores" in load
-    alone = msgspec.structs.replace(calibration(), side_by_side=False)
+    alone = msgspec.structs.replace(CALIBRATION, side_by_side=False)
     assert ["running in turn; here they run at the same time" in doubt for doubt in doubts(config, alone)] == [True]
 
 
@@ -217,32 +164,28 @@ def test_doubts():
 
 @pytest.fixture
 def calibration_file(tmp_path):
-    write_calibration(tmp_path / "cal.json", calibration())
+    write_calibration(tmp_path / "cal.json", CALIBRATION)
     return ["--calibration", str(tmp_path / "cal.json")]
 
 
-def invoke(*arguments):
-    commands = Commands()
-    command.add_to(commands)
-    own, given = commands.split(["simulate", *map(str, arguments)])
-    options = commands.root.parse_args(own)
-    return options.run(options, given)
+def simulate_command(*arguments):
+    return invoke(command.add_to, "simulate", *arguments)
 
 
 def test_predicts_a_run_file(calibration_file, tmp_path, capsys):
-    assert invoke(*calibration_file, *SETTINGS, "--engines", 2, "--json", tmp_path / "out.json") == 0
+    assert simulate_command(*calibration_file, *SETTINGS, "--engines", 2, "--json", tmp_path / "out.json") == 0
     printed = capsys.readouterr().out
     assert "pipeline, 2 engines of 8 slots, 5 steps" in printed
     assert "of the untrained model, from the calibration" in printed
     written = msgspec.json.decode((tmp_path / "out.json").read_bytes())
     assert written["prediction"]["rollouts_trained"] == 40
     assert written["measured"] is None
-    assert invoke(*calibration_file, *SETTINGS, "--engines", 2, "--trainers", 4, "--lengths", "uniform:50") == 0
+    assert simulate_command(*calibration_file, *SETTINGS, "--engines", 2, "--trainers", 4, "--lengths", "uniform:50") == 0
     assert "lengths: uniform:50" in capsys.readouterr().out
 
 
 def test_compares_with_a_run(calibration_file, run_dir, tmp_path, capsys):
-    assert invoke("--compare", run_dir, *calibration_file, "--json", tmp_path / "out.json") == 0
+    assert simulate_command("--compare", run_dir, *calibration_file, "--json", tmp_path / "out.json") == 0
     printed = capsys.readouterr().out
     assert "predicted" in printed
     assert "measured" in printed
@@ -268,7 +211,7 @@ def test_compares_with_a_run(calibration_file, run_dir, tmp_path, capsys):
 def test_user_errors(arguments, message, calibration_file):
     before = [] if "--calibration" in arguments else calibration_file
     with pytest.raises(UserError, match=message):
-        invoke(*before, *SETTINGS, *arguments)
+        simulate_command(*before, *SETTINGS, *arguments)
 
 
 def test_a_run_that_would_never_end(calibration_file, run_dir):
@@ -276,4 +219,4 @@ def test_a_run_that_would_never_end(calibration_file, run_dir):
         lines.write(GROUPS[1])
     (run_dir / "rollouts" / "rollouts.jsonl").write_bytes(msgspec.json.encode(GROUPS[1]) + b"\n")
     with pytest.raises(UserError, match="this run would never end"):
-        invoke("--compare", run_dir, *calibration_file, "--preprocess.zero_advantage", "drop")
+        simulate_command("--compare", run_dir, *calibration_file, "--preprocess.zero_advantage", "drop")

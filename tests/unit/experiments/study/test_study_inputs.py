@@ -12,10 +12,10 @@ from pipelinerl.config.schema import ActorConfig, ModelConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserError
 from pipelinerl.experiments.study.inputs import History, Prompt, SavedWeights, choose_starts, make_prompts, read_history
-from pipelinerl.files import JsonLines
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.models.state import checksum
-from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
+from pipelinerl.types import Problem, Rollout, Turn
+from tests.unit.experiments.parts import group, turn, write_rollouts
 
 DEMO = ModelConfig()
 
@@ -66,30 +66,12 @@ def test_version_0_is_the_model_that_the_run_started_from(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------ records
 
 
-def group(index: int, lengths: list[int], turns: int = 1) -> Group:
-    def turn(length: int) -> Turn:
-        completion = Completion(
-            request_id="r",
-            token_ids=tuple(range(length)),
-            logprobs=(0.0,) * length,
-            weight_versions=(VersionSpan(0, 0, length),),
-            finish_reason="stop",
-        )
-        return Turn(prompt_ids=(1,), completion=completion)
-
-    rollouts = tuple(Rollout(turns=(turn(length),) * turns, reward=0.0) for length in lengths)
-    return Group(index=index, problem=Problem(id="p", payload={}), rollouts=rollouts, started=len(rollouts))
-
-
-def write_records(run_dir: Path, groups: list[Group]) -> None:
-    (run_dir / "rollouts").mkdir()
-    with JsonLines(run_dir / "rollouts" / "rollouts.jsonl") as records:
-        for record in groups:
-            records.write(record)
+def attempts(*lengths: int, turns: int = 1) -> list[list[Turn]]:
+    return [[turn(length)] * turns for length in lengths]
 
 
 def test_history(tmp_path: Path) -> None:
-    write_records(tmp_path, [group(4, [1, 2, 3, 4]), group(3, [5, 6, 7, 8, 9, 10])])
+    write_rollouts(tmp_path, [group(4, *attempts(1, 2, 3, 4)), group(3, *attempts(5, 6, 7, 8, 9, 10))])
     history = read_history(tmp_path)
     assert history == History(5, tuple(range(1, 11)))
     assert history.length_quantile(0.9) == 9
@@ -99,7 +81,7 @@ def test_history(tmp_path: Path) -> None:
 def test_records_that_can_not_be_used(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         read_history(tmp_path)
-    write_records(tmp_path, [])
+    write_rollouts(tmp_path, [])
     with pytest.raises(RunDirectoryError, match="holds no rollout"):
         read_history(tmp_path)
     (tmp_path / "rollouts" / "rollouts.jsonl").write_text('{"no": "group"}\n')
@@ -108,7 +90,7 @@ def test_records_that_can_not_be_used(tmp_path: Path) -> None:
 
 
 def test_several_turns_are_refused(tmp_path: Path) -> None:
-    write_records(tmp_path, [group(0, [3], turns=2)])
+    write_rollouts(tmp_path, [group(0, *attempts(3, turns=2))])
     with pytest.raises(UserError, match="several turns"):
         read_history(tmp_path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipelinerl.serving.client.checks import find_fault
+from pipelinerl.serving.client.adapter import find_fault
 from pipelinerl.serving.client.dispatch import TokenRelay
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
 

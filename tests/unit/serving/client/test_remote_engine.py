@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,26 +11,19 @@ import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError, UserError
 from pipelinerl.serving.client.engine import RemoteEngine
-from pipelinerl.serving.client.errors import (
-    Bounds,
-    EngineUnavailableError,
-    ServerBusyError,
-    ServerError,
-    ServerUnreachableError,
-)
+from pipelinerl.serving.client.errors import EngineUnavailableError, ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent
-from tests.unit.fake_engine_servers import FakeServer, RefusingServer, completion_of, in_event_loop, wait_until
-
-FAST = Bounds(
-    startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3, overload_s=0.3, cancel_s=0.1, tries=8
+from tests.unit.fake_engine_servers import (
+    FAST,
+    FakeServer,
+    RefusingServer,
+    completion_of,
+    engine_over,
+    in_event_loop,
+    wait_until,
 )
+
 Asked = dict[str, asyncio.Task[Completion]]
-
-
-@asynccontextmanager
-async def engine_over(*servers: FakeServer, **options: Any) -> AsyncIterator[RemoteEngine]:
-    async with RemoteEngine.connect(servers, **{"bounds": FAST} | options) as engine:
-        yield engine
 
 
 def requests(count: int, *, max_tokens: int = 3) -> list[GenerationRequest]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,10 +15,9 @@ import pytest
 
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError, WeightUpdateError
 from pipelinerl.serving.client import http
-from pipelinerl.serving.client.adapter import SavedWeights
 from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.server_client import PipelineServer
-from pipelinerl.serving.wire import CompletionLine, TokenLine
+from pipelinerl.serving.wire import CompletionLine, TokenLine, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent
 from tests.unit.fake_engine_servers import FakeServer, completion_of
 
@@ -213,7 +211,7 @@ def test_no_answer_may_be_endless(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refused_update_says_why(status: str, code: str) -> None:
     async def update() -> None:
         async with server_of(answering(status, error_body(code, "checksum differs"))) as client:
-            await client.update_weights(SavedWeights(1, "0" * 32, Path("/x")))
+            await client.update_weights(WeightUpdateRequest(version=1, checksum="0" * 32, path="/x"))
 
     with pytest.raises(WeightUpdateError, match="checksum differs"):
         asyncio.run(update())

@@ -14,7 +14,7 @@ import torch
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.serving.client.adapter import TokenListener, WeightSource
+from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.server.service import Service
@@ -197,7 +197,7 @@ class HostedServer:
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
         async def work() -> Completion:
-            generation = await self.service.once.generation(request)
+            generation = await self.service.exchange.submit_once(request)
             with self.service.exchange.following(generation, 1.0):
                 return await generation.completion()
 
@@ -208,9 +208,8 @@ class HostedServer:
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         await self._there(self.service.updates.join(group))
 
-    async def update_weights(self, update: WeightSource) -> UpdateReceipt:
-        request = WeightUpdateRequest(version=update.version, checksum=update.checksum)
-        return await self._there(self.service.updates.take(request))
+    async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
+        return await self._there(self.service.updates.take(update))
 
     async def close(self) -> None: ...
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,26 @@ import msgspec
 import openai
 import pytest
 
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.serving.server.app import Guard
-from pipelinerl.serving.server.exchange import token_events
 from pipelinerl.serving.server.http import MAX_BODY_BYTES
 from pipelinerl.serving.server.service import Service
-from pipelinerl.serving.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine
+from pipelinerl.serving.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine, token_events
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
-from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, client_of, running, until
+from tests.unit.fake_engine_servers import in_event_loop, wait_until
+from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, client_of, running
 
 TOKENIZER = byte_tokenizer()
 PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 12, "seed": 1, "temperature": 1.0}
 CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 1}
 
 
-def served(directory: Path, scenario: Callable[[httpx2.AsyncClient, Service], Awaitable[None]], **changes: Any) -> None:
-    """Run `scenario` with a client of a service of its own."""
-
-    async def run() -> None:
-        async with running(directory, **changes) as (service, app), client_of(app) as client:
-            await scenario(client, service)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def serving(directory: Path, **changes: Any) -> AsyncIterator[tuple[httpx2.AsyncClient, Service]]:
+    """A client of a service of its own."""
+    async with running(directory, **changes) as (service, app), client_of(app) as client:
+        yield client, service
 
 
 def events(response: httpx2.Response) -> list[dict[str, Any]]:
@@ -61,118 +61,125 @@ async def generate(client: httpx2.AsyncClient, request: GenerationRequest) -> Co
     return msgspec.json.decode(response.content, type=Completion)
 
 
+class Shared:
+    """One service for many small tests, each call a turn of its event loop."""
+
+    def __init__(self, runner: asyncio.Runner, client: httpx2.AsyncClient, service: Service) -> None:
+        self._runner = runner
+        self._client = client
+        self.service = service
+
+    def get(self, path: str) -> httpx2.Response:
+        return self._runner.run(self._client.get(path))
+
+    def post(self, path: str, body: Any) -> httpx2.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self._runner.run(self._client.post(path, content=content))
+
+    def choice(self, path: str, body: Any) -> Any:
+        """The only choice of the answer."""
+        (choice,) = self.post(path, body).json()["choices"]
+        return choice
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with asyncio.Runner() as runner:
+        context = running(tmp_path_factory.mktemp("weights"))
+        service, app = runner.run(context.__aenter__())
+        yield Shared(runner, client_of(app), service)
+        runner.run(context.__aexit__(None, None, None))
+
+
 # ---------------------------------------------------------------------------------------------- OpenAI's
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)])
-def test_a_stream_is_the_whole_answer_in_parts(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+def test_a_stream_is_the_whole_answer_in_parts(shared: Shared, path: str, body: dict[str, Any]) -> None:
     chat = "chat" in path
     wants = {"logprobs": True if chat else 0, "return_token_ids": True, "return_weight_versions": True}
-
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
-        whole = (await client.post(path, json=body | wants)).json()
-        streamed = body | wants | {"stream": True, "stream_options": {"include_usage": True}}
-        *chunks, last, usage = events(await client.post(path, json=streamed))
-        (choice,) = whole["choices"]
-        assert choice["finish_reason"] == last["choices"][0]["finish_reason"] == "length"
-        assert (
-            whole["usage"]
-            == usage["usage"]
-            == {"prompt_tokens": 10 if chat else 5, "completion_tokens": 12} | {"total_tokens": 22 if chat else 17}
-        )
-        assert usage["choices"] == []
-        assert all(chunk["usage"] is None for chunk in (*chunks, last))
-        deltas = [chunk["choices"][0] for chunk in (*chunks, last)]
-        if chat:
-            assert deltas.pop(0)["delta"] == {"role": "assistant", "content": ""}
-            text = "".join(delta["delta"].get("content", "") for delta in deltas)
-            assert choice["message"] == {"content": text, "role": "assistant", "refusal": None}
-        else:
-            assert choice["text"] == "".join(delta["text"] for delta in deltas)
-        ids = [token for delta in deltas for token in delta.get("token_ids", [])]
-        assert choice["token_ids"] == ids
-        assert TOKENIZER.decode(ids, skip_special_tokens=True) == (choice["message"]["content"] if chat else choice["text"])
-        expected = TOKENIZER.encode("u:hello\na:" if chat else "hello")
-        assert choice["prompt_token_ids"] == deltas[-1]["prompt_token_ids"] == expected
-        spans = [span for delta in deltas[:-1] for span in delta["weight_versions"]]
-        assert [i for span in spans for i in range(span["start"], span["end"])] == [*range(12)]
-        assert choice["weight_versions"] == deltas[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": 12}]
-        assert choice["prompt_versions"] == [{"version": 0, "start": 0, "end": len(expected)}]
-        logprobs = [delta["logprobs"] for delta in deltas if delta["logprobs"]]
-        merged = {key: [x for part in logprobs for x in part[key] or []] for key in logprobs[0]}
-        assert {key: value or [] for key, value in choice["logprobs"].items()} == merged
-
-    served(tmp_path, scenario)
+    whole = shared.post(path, body | wants).json()
+    *chunks, last, usage = events(
+        shared.post(path, body | wants | {"stream": True, "stream_options": {"include_usage": True}})
+    )
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == last["choices"][0]["finish_reason"] == "length"
+    counts = {"prompt_tokens": 10 if chat else 5, "completion_tokens": 12, "total_tokens": 22 if chat else 17}
+    assert whole["usage"] == usage["usage"] == counts
+    assert usage["choices"] == []
+    assert all(chunk["usage"] is None for chunk in (*chunks, last))
+    deltas = [chunk["choices"][0] for chunk in (*chunks, last)]
+    if chat:
+        assert deltas.pop(0)["delta"] == {"role": "assistant", "content": ""}
+        text = "".join(delta["delta"].get("content", "") for delta in deltas)
+        assert choice["message"] == {"content": text, "role": "assistant", "refusal": None}
+    else:
+        text = "".join(delta["text"] for delta in deltas)
+        assert choice["text"] == text
+    ids = [token for delta in deltas for token in delta.get("token_ids", [])]
+    assert choice["token_ids"] == ids
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == text
+    expected = TOKENIZER.encode("u:hello\na:" if chat else "hello")
+    assert choice["prompt_token_ids"] == deltas[-1]["prompt_token_ids"] == expected
+    spans = [span for delta in deltas[:-1] for span in delta["weight_versions"]]
+    assert [i for span in spans for i in range(span["start"], span["end"])] == [*range(12)]
+    assert choice["weight_versions"] == deltas[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": 12}]
+    assert choice["prompt_versions"] == [{"version": 0, "start": 0, "end": len(expected)}]
+    logprobs = [delta["logprobs"] for delta in deltas if delta["logprobs"]]
+    merged = {key: [x for part in logprobs for x in part[key] or []] for key in logprobs[0]}
+    assert {key: value or [] for key, value in choice["logprobs"].items()} == merged
 
 
-def test_what_openai_answers_is_what_generate_answers(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
-        done = await generate(client, native("a", 12, seed=1, stop_token_ids=(EOS,)))
-        choice = (await client.post("/v1/completions", json=PLAIN | {"logprobs": 0, "return_token_ids": True})).json()
-        (choice,) = choice["choices"]
-        assert tuple(choice["token_ids"]) == done.token_ids
-        assert choice["logprobs"]["token_logprobs"] == list(done.logprobs)
-        by_ids = PLAIN | {"prompt": TOKENIZER.encode("hello")}
-        for prompt in (by_ids["prompt"], [by_ids["prompt"]], ["hello"]):
-            same = (await client.post("/v1/completions", json=PLAIN | {"prompt": prompt})).json()
-            assert same["choices"][0]["text"] == choice["text"]
-
-    served(tmp_path, scenario)
+def test_what_openai_answers_is_what_generate_answers(shared: Shared) -> None:
+    request = native("same", 12, seed=1, stop_token_ids=(EOS,))
+    done = msgspec.json.decode(shared.post("/generate", msgspec.json.encode(request)).content, type=Completion)
+    choice = shared.choice("/v1/completions", PLAIN | {"logprobs": 0, "return_token_ids": True})
+    assert tuple(choice["token_ids"]) == done.token_ids
+    assert choice["logprobs"]["token_logprobs"] == list(done.logprobs)
+    ids = TOKENIZER.encode("hello")
+    for prompt in (ids, [ids], ["hello"]):
+        assert shared.choice("/v1/completions", PLAIN | {"prompt": prompt})["text"] == choice["text"]
 
 
-def test_a_stop_string_cuts_the_text_and_the_tokens_behind_it(tmp_path: Path) -> None:
+def test_a_stop_string_cuts_the_text_and_the_tokens_behind_it(shared: Shared) -> None:
     wants = {"logprobs": 0, "return_token_ids": True, "return_weight_versions": True, "max_tokens": 60, "ignore_eos": True}
-
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
-        free = (await client.post("/v1/completions", json=PLAIN | wants)).json()["choices"][0]
-        stop = free["text"][20:22]
-        cut = (await client.post("/v1/completions", json=PLAIN | wants | {"stop": [stop, "never there"]})).json()
-        (choice,) = cut["choices"]
-        place = free["text"].index(stop)
-        assert choice["text"] == free["text"][:place]
-        assert choice["finish_reason"] == "stop"
-        count = len(choice["token_ids"])
-        assert choice["token_ids"] == free["token_ids"][:count]
-        seen = [TOKENIZER.decode(free["token_ids"][:n], skip_special_tokens=True) for n in (count - 1, count)]
-        assert [stop in text for text in seen] == [False, True]
-        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": count}]
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(free["logprobs"]["token_logprobs"][:count], abs=1e-5)
-        assert cut["usage"]["completion_tokens"] == count
-        streamed = events(await client.post("/v1/completions", json=PLAIN | wants | {"stop": stop, "stream": True}))
-        assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == choice["text"]
-        await until(lambda: service.engine.open_requests == 0)
-
-    served(tmp_path, scenario)
+    free = shared.choice("/v1/completions", PLAIN | wants)
+    stop = free["text"][20:22]
+    cut = shared.post("/v1/completions", PLAIN | wants | {"stop": [stop, "never there"]}).json()
+    (choice,) = cut["choices"]
+    assert choice["text"] == free["text"][: free["text"].index(stop)]
+    assert choice["finish_reason"] == "stop"
+    count = len(choice["token_ids"])
+    assert choice["token_ids"] == free["token_ids"][:count]
+    seen = [TOKENIZER.decode(free["token_ids"][:n], skip_special_tokens=True) for n in (count - 1, count)]
+    assert [stop in text for text in seen] == [False, True]
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": count}]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(free["logprobs"]["token_logprobs"][:count], abs=1e-5)
+    assert cut["usage"]["completion_tokens"] == count
+    streamed = events(shared.post("/v1/completions", PLAIN | wants | {"stop": stop, "stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == choice["text"]
+    assert shared.service.engine.open_requests == 0
 
 
-def test_defaults_ends_and_other_parameters(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
-        async def finish(path: str, body: dict[str, Any]) -> tuple[str, int]:
-            answer = (await client.post(path, json=body)).json()
-            return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
+def test_defaults_ends_and_other_parameters(shared: Shared) -> None:
+    def finish(path: str, body: dict[str, Any]) -> tuple[str, int]:
+        answer = shared.post(path, body).json()
+        return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
 
-        endless = {"ignore_eos": True, "seed": 3}
-        assert await finish("/v1/completions", {"prompt": "hello"} | endless) == ("length", 16)
-        assert await finish("/v1/completions", {"prompt": "x" * 90} | endless) == ("length", MAX_LENGTH - 90)
-        messages = {
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
-        }
-        assert await finish("/v1/chat/completions", messages | endless) == ("length", MAX_LENGTH - 10)
-        assert await finish("/v1/chat/completions", CHAT | {"max_completion_tokens": 3}) == ("length", 3)
-        greedy = PLAIN | {"temperature": 0, "top_k": -1, "top_p": 0.5, "user": "me", "metadata": {}, "n": 1, "tools": []}
-        ids = [
-            (await client.post("/v1/completions", json=greedy | {"seed": seed, "return_token_ids": True})).json()["choices"][
-                0
-            ]
-            for seed in (1, 2)
-        ]
-        assert ids[0]["token_ids"] == ids[1]["token_ids"]
-        first = ids[0]["token_ids"][4]
-        assert (await finish("/v1/completions", greedy | {"stop_token_ids": [first]}))[0] == "stop"
-        models = (await client.get("/v1/models")).json()
-        assert models["data"][0]["id"] == "bytes"
-
-    served(tmp_path, scenario)
+    endless = {"ignore_eos": True, "seed": 3}
+    assert finish("/v1/completions", {"prompt": "hello"} | endless) == ("length", 16)
+    assert finish("/v1/completions", {"prompt": "x" * 90} | endless) == ("length", MAX_LENGTH - 90)
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    messages = {"messages": [{"role": "user", "content": parts}]}
+    assert finish("/v1/chat/completions", messages | endless) == ("length", MAX_LENGTH - 10)
+    assert finish("/v1/chat/completions", CHAT | {"max_completion_tokens": 3}) == ("length", 3)
+    greedy = PLAIN | {"temperature": 0, "top_k": -1, "top_p": 0.5, "user": "me", "metadata": {}, "n": 1, "tools": []}
+    ids, others = (
+        shared.choice("/v1/completions", greedy | {"seed": seed, "return_token_ids": True})["token_ids"] for seed in (1, 2)
+    )
+    assert ids == others
+    assert finish("/v1/completions", greedy | {"stop_token_ids": [ids[4]]})[0] == "stop"
+    assert shared.get("/v1/models").json()["data"][0]["id"] == "bytes"
 
 
 @pytest.mark.parametrize(
@@ -226,27 +233,6 @@ def test_what_can_not_be_honoured_is_refused_by_name_and_harms_nobody(
     assert shared.post("/v1/completions", PLAIN).status_code == 200
 
 
-class Shared:
-    """One service for many small tests, each call a turn of its event loop."""
-
-    def __init__(self, runner: asyncio.Runner, client: httpx2.AsyncClient) -> None:
-        self._runner = runner
-        self._client = client
-
-    def post(self, path: str, body: Any) -> httpx2.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self._runner.run(self._client.post(path, content=content))
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with asyncio.Runner() as runner:
-        context = running(tmp_path_factory.mktemp("weights"))
-        _, app = runner.run(context.__aenter__())
-        yield Shared(runner, client_of(app))
-        runner.run(context.__aexit__(None, None, None))
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -279,28 +265,37 @@ def test_chats_that_can_not_be_had(shared: Shared, change: dict[str, Any], words
         ({"add_generation_prompt": False, "continue_final_message": True}, "u:hi"),
     ],
 )
-def test_what_a_chat_may_change_about_its_template(tmp_path: Path, change: dict[str, Any], prompt: str) -> None:
+@in_event_loop
+async def test_what_a_chat_may_change_about_its_template(tmp_path: Path, change: dict[str, Any], prompt: str) -> None:
     template = TEMPLATE.replace(
         "{% if add", "{% if enable_thinking is defined and not enable_thinking %}!{% endif %}{% if add"
     )
     tokenizer = byte_tokenizer(template=template)
 
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
+    async with serving(tmp_path, tokenizer=tokenizer) as (client, _):
         asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "return_token_ids": True}
         response = await client.post("/v1/chat/completions", json=asked | change)
         assert response.status_code == 200
         assert tokenizer.decode(response.json()["choices"][0]["prompt_token_ids"]) == prompt
 
-    served(tmp_path, scenario, tokenizer=tokenizer)
 
-
-def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
-        response = await client.post("/v1/chat/completions", json=CHAT)
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/chat/completions", CHAT, "no chat template: use /v1/completions"),
+        ("/v1/completions", PLAIN, "can't encode"),
+        ("/v1/completions", PLAIN | {"stream": True}, "can't encode"),
+    ],
+)
+@in_event_loop
+async def test_what_the_models_tokenizer_can_not_do_is_said(
+    tmp_path: Path, path: str, body: dict[str, Any], words: str
+) -> None:
+    of_numbers = load_tokenizer(ModelConfig(path="demo"))
+    async with serving(tmp_path, tokenizer=of_numbers) as (client, _):
+        response = await client.post(path, json=body)
         assert response.status_code == 400
-        assert "no chat template: use /v1/completions" in error_of(response).error.message
-
-    served(tmp_path, scenario, tokenizer=byte_tokenizer(template=None))
+        assert words in error_of(response).error.message
 
 
 @pytest.mark.parametrize(
@@ -341,45 +336,42 @@ def test_numbers_that_no_computation_survives_do_not_reach_it(shared: Shared, ch
 # ---------------------------------------------------------------------------------------------- our own
 
 
-def test_lines_are_the_tokens_and_then_the_completion(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
-        response = await client.post("/generate", content=msgspec.json.encode(native("a", stream=True)))
-        decoder = msgspec.json.Decoder(TokenLine | CompletionLine)
-        *tokens, last = [decoder.decode(line) for line in response.content.splitlines()]
-        assert isinstance(last, CompletionLine)
-        assert [line.token for line in tokens if isinstance(line, TokenLine)] == token_events(last.completion)
-        assert len(tokens) == 10
-        assert await generate(client, native("a")) == last.completion  # sent again, without streaming
-
-    served(tmp_path, scenario)
+def test_lines_are_the_tokens_and_then_the_completion(shared: Shared) -> None:
+    response = shared.post("/generate", msgspec.json.encode(native("lines", stream=True)))
+    decoder = msgspec.json.Decoder(TokenLine | CompletionLine)
+    *tokens, last = [decoder.decode(line) for line in response.content.splitlines()]
+    assert isinstance(last, CompletionLine)
+    assert [line.token for line in tokens if isinstance(line, TokenLine)] == token_events(last.completion)
+    assert len(tokens) == 10
+    again = shared.post("/generate", msgspec.json.encode(native("lines")))  # without streaming
+    assert msgspec.json.decode(again.content, type=Completion) == last.completion
 
 
-def test_the_same_id_is_generated_once(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_the_same_id_is_generated_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
         both = await asyncio.gather(*(generate(client, native("a", 80)) for _ in range(2)))
         assert both[0] == both[1] == await generate(client, native("a", 80))
         assert service.engine.progress().tokens_generated == 80
         changed = await client.post("/generate", content=msgspec.json.encode(native("a", 81)))
         assert changed.status_code == 400
 
-    served(tmp_path, scenario)
 
-
-def test_cancelling_ends_a_request_with_what_it_has(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_cancelling_ends_a_request_with_what_it_has(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
         running_ = asyncio.create_task(generate(client, native("a", 90)))
-        await until(lambda: service.engine.progress().tokens_generated > 0)
+        await wait_until(lambda: service.engine.progress().tokens_generated > 0)
         assert (await client.post("/cancel", json={"request_id": "a"})).json() == {}
         assert (await client.post("/cancel", json={"request_id": "unknown"})).status_code == 200
         done = await running_
         assert done.finish_reason == "cancelled"
         assert 0 < len(done.token_ids) < 90
 
-    served(tmp_path, scenario)
 
-
-def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
         await generate(client, native("a"))
         info = msgspec.json.decode((await client.get("/info")).content, type=ServerInfo)
         assert (info.name, info.slots, info.max_length, info.vocabulary) == ("bytes", 4, MAX_LENGTH, 259)
@@ -403,22 +395,20 @@ def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
             assert "retry-after" in response.headers
             assert error_of(response).error.message == "the server stops"
 
-    served(tmp_path, scenario)
 
-
-def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_queue=2) as (client, service):
         waiting = [asyncio.create_task(generate(client, native(f"r{i}", 90))) for i in range(6)]
-        await until(lambda: service.engine.open_requests == 6)
+        await wait_until(lambda: service.engine.open_requests == 6)
         for path, body in (("/v1/completions", PLAIN), ("/generate", json.loads(msgspec.json.encode(native("more"))))):
             response = await client.post(path, json=body)
             assert response.status_code == 429
             assert response.headers["retry-after"] == "1"
             assert error_of(response).error.code == "overloaded"
+            assert "4 requests are in progress and 2 wait" in error_of(response).error.message
         await asyncio.gather(*waiting)
         assert (await client.post("/v1/completions", json=PLAIN)).status_code == 200
-
-    served(tmp_path, scenario, max_queue=2)
 
 
 def test_paths_methods_and_what_is_not_built(shared: Shared) -> None:
@@ -438,8 +428,9 @@ def test_updates_may_only_name_files_in_the_directory(shared: Shared) -> None:
 # ---------------------------------------------------------------------------------------------- who is let in
 
 
-def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
+@in_event_loop
+async def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
+    async with serving(tmp_path, api_key="secret") as (client, _):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer "}):
             for path in ("/v1/completions", "/generate", "/request_weight_update", "/nowhere"):
                 assert (await client.post(path, json=PLAIN, headers=headers)).status_code == 401
@@ -447,8 +438,6 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
             assert (await client.get("/health", headers=headers)).status_code == 200
         right = {"authorization": "Bearer secret", "origin": "https://elsewhere.example"}
         assert (await client.post("/v1/completions", json=PLAIN, headers=right)).status_code == 200
-
-    served(tmp_path, scenario, api_key="secret")
 
 
 @pytest.mark.parametrize(
@@ -487,8 +476,9 @@ def test_log_probabilities_are_numbers_json_can_say(shared: Shared) -> None:
 # ---------------------------------------------------------------------------------------------- OpenAI's own client
 
 
-def test_openais_client_chats(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, _: Service) -> None:
+@in_event_loop
+async def test_openais_client_chats(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
         official = openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client, max_retries=0)
         create = official.chat.completions.create
         messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -508,15 +498,14 @@ def test_openais_client_chats(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="tools: this server does not support it"):
             await create(model="bytes", messages=messages, tools=[{"type": "function", "function": {"name": "f"}}])
 
-    served(tmp_path, scenario)
 
-
-def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
-    async def scenario(client: httpx2.AsyncClient, service: Service) -> None:
+@in_event_loop
+async def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
         body = PLAIN | {"stream": True, "max_tokens": 90, "ignore_eos": True}
         asking = asyncio.create_task(client.post("/v1/completions", json=body))
         lines = asyncio.create_task(client.post("/generate", content=msgspec.json.encode(native("a", 90, stream=True))))
-        await until(lambda: service.engine.progress().in_progress == 2)
+        await wait_until(lambda: service.engine.progress().in_progress == 2)
         service.engine.cancel_all()
         *events_, last = [line for line in (await asking).text.split("\n\n") if line]
         assert all("choices" in json.loads(event.removeprefix("data: ")) for event in events_)
@@ -524,5 +513,3 @@ def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
         assert (error.code, error.message) == ("unavailable", "the request was cancelled")
         completion = json.loads((await lines).content.splitlines()[-1])["completion"]
         assert completion["finish_reason"] == "cancelled"
-
-    served(tmp_path, scenario)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,13 @@ from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError,
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.server.engine_thread import Delivery, EngineThread
-from pipelinerl.serving.server.exchange import Exchange, OncePerId, token_events
+from pipelinerl.serving.server.exchange import Exchange
 from pipelinerl.serving.server.http import RefusedError
+from pipelinerl.serving.wire import token_events
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
 from tests.parity.models import make_model
+from tests.unit.fake_engine_servers import in_event_loop, wait_until
 from tests.unit.scripted_engine import ScriptedEngine
-from tests.unit.server_parts import until
 
 ENDLESS = 10**8
 TOO_LONG = 2 * ENDLESS
@@ -116,21 +119,6 @@ def test_a_step_makes_at_most_one_delivery_and_none_without_news() -> None:
     assert [event.token_id for item in running.inbox.deliveries for event in item.tokens if event.request_id == "a"] == [
         *range(1, 21)
     ]
-
-
-def test_overload_is_refused_and_room_is_found_again() -> None:
-    with Running(scripted(), max_queue=2) as running:
-        for i in range(6):
-            running.thread.submit(request(f"r{i}", ENDLESS))
-        with pytest.raises(RefusedError, match="4 requests are in progress and 2 wait") as caught:
-            running.thread.submit(request("more"))
-        assert (caught.value.code, caught.value.retry_after_s) == ("overloaded", 1)
-        running.thread.cancel("r0")
-        running.inbox.wait(lambda: "r0" in running.inbox.finished)
-        running.thread.submit(request("more"))
-        running.thread.cancel_all()
-        running.inbox.wait(lambda: len(running.inbox.finished) == 7)
-    assert {done.finish_reason for name, done in running.inbox.finished.items() if name != "more"} == {"cancelled"}
 
 
 def test_what_the_engine_refuses_fails_alone() -> None:
@@ -253,125 +241,106 @@ def test_whoever_gave_up_waiting_for_an_update_does_not_harm_the_engine() -> Non
 # ---------------------------------------------------------------------------------------------- the exchange
 
 
-class Crossing:
+@asynccontextmanager
+async def crossing(**options: Any) -> AsyncIterator[tuple[Exchange, ScriptedEngine]]:
     """An exchange over a scripted engine, in the running event loop."""
-
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self.engine = engine
-        self.thread = EngineThread(engine, name="e", slots=4, max_queue=100, held=str)
-        self.exchange = Exchange(self.thread)
-
-    async def __aenter__(self) -> Crossing:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self.thread.close()
+    engine = scripted()
+    thread = EngineThread(engine, name="e", slots=4, max_queue=100, held=str)
+    yield Exchange(thread, **options), engine
+    assert thread.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_whoever_follows_sees_every_token_once(stream: bool) -> None:
-    async def scenario() -> None:
-        async with Crossing(scripted()) as crossing:
-            generation = crossing.exchange.submit(request("a", 300, stream=stream))
+@in_event_loop
+async def test_whoever_follows_sees_every_token_once(stream: bool) -> None:
+    async with crossing() as (exchange, _):
+        generation = exchange.submit(request("a", 300, stream=stream))
 
-            async def follow() -> list[int]:
-                return [event.index async for batch in generation.batches() for event in batch]
+        async def follow() -> list[int]:
+            return [event.index async for batch in generation.batches() for event in batch]
 
-            early = asyncio.create_task(follow())
-            await generation.begun()
-            late = asyncio.create_task(follow())
-            done = await generation.completion()
-            assert await early == await late == await follow() == [*range(300)]
-            assert done.token_ids == tuple(range(1, 301))
-
-    asyncio.run(scenario())
+        early = asyncio.create_task(follow())
+        await generation.begun()
+        late = asyncio.create_task(follow())
+        done = await generation.completion()
+        assert await early == await late == await follow() == [*range(300)]
+        assert done.token_ids == tuple(range(1, 301))
 
 
-def test_what_nobody_follows_any_more_is_cancelled() -> None:
-    async def scenario() -> None:
-        async with Crossing(scripted()) as crossing:
-            generation = crossing.exchange.submit(request("a", ENDLESS))
-            with crossing.exchange.following(generation):
-                with crossing.exchange.following(generation):
-                    pass
-                assert not generation.abandoned
-            assert (await generation.completion()).finish_reason == "cancelled"
-            ended = crossing.exchange.submit(request("b"))
-            with crossing.exchange.following(ended):
-                await ended.completion()
-            assert crossing.engine.cancelled == ["a"]
-
-    asyncio.run(scenario())
-
-
-def test_within_the_grace_somebody_else_may_take_over() -> None:
-    async def scenario() -> None:
-        async with Crossing(scripted()) as crossing:
-            generation = crossing.exchange.submit(request("a", ENDLESS))
-            with crossing.exchange.following(generation, grace_s=0.02):
+@in_event_loop
+async def test_what_nobody_follows_any_more_is_cancelled() -> None:
+    async with crossing() as (exchange, engine):
+        generation = exchange.submit(request("a", ENDLESS))
+        with exchange.following(generation):
+            with exchange.following(generation):
                 pass
-            with crossing.exchange.following(generation, grace_s=0.02):
-                await asyncio.sleep(0.04)
-                assert not generation.abandoned
-            await until(lambda: generation.abandoned)
-            assert (await generation.completion()).finish_reason == "cancelled"
+            assert not generation.abandoned
+        assert (await generation.completion()).finish_reason == "cancelled"
+        ended = exchange.submit(request("b"))
+        with exchange.following(ended):
+            await ended.completion()
+        assert engine.cancelled == ["a"]
 
-    asyncio.run(scenario())
+
+@in_event_loop
+async def test_within_the_grace_somebody_else_may_take_over() -> None:
+    async with crossing() as (exchange, _):
+        generation = exchange.submit(request("a", ENDLESS))
+        with exchange.following(generation, grace_s=0.02):
+            pass
+        with exchange.following(generation, grace_s=0.02):
+            await asyncio.sleep(0.04)
+            assert not generation.abandoned
+        await wait_until(lambda: generation.abandoned)
+        assert (await generation.completion()).finish_reason == "cancelled"
 
 
 # ---------------------------------------------------------------------------------------------- once per id
 
 
-def test_the_same_id_gets_the_same_completion_while_it_runs_and_afterwards() -> None:
-    async def scenario() -> None:
-        async with Crossing(scripted()) as crossing:
-            once = OncePerId(crossing.exchange)
-            first = await once.generation(request("a", 100))
-            assert await once.generation(request("a", 100, stream=True)) is first
-            await first.completion()
-            assert await once.generation(request("a", 100)) is first
-            assert len(crossing.engine.requests) == 1
-            with pytest.raises(RequestError, match="used for another request"):
-                await once.generation(request("a", 101))
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_the_same_id_gets_the_same_completion_while_it_runs_and_afterwards() -> None:
+    async with crossing() as (exchange, engine):
+        first = await exchange.submit_once(request("a", 100))
+        assert await exchange.submit_once(request("a", 100, stream=True)) is first
+        await first.completion()
+        assert await exchange.submit_once(request("a", 100)) is first
+        assert len(engine.requests) == 1
+        with pytest.raises(RequestError, match="used for another request"):
+            await exchange.submit_once(request("a", 101))
 
 
-def test_what_was_given_up_or_failed_is_not_remembered() -> None:
-    async def scenario() -> None:
-        async with Crossing(scripted()) as crossing:
-            once = OncePerId(crossing.exchange)
-            first = await once.generation(request("a", ENDLESS))
-            with crossing.exchange.following(first):
-                pass
-            second = await once.generation(request("a", ENDLESS))  # at once: before the first has ended
-            assert second is not first
-            assert not second.abandoned
-            crossing.exchange.cancel("a")  # asked for, so it is what a retry gets
-            assert (await second.completion()).finish_reason == "cancelled"
-            assert await once.generation(request("a", ENDLESS)) is second
-            for _ in range(2):
-                failed = await once.generation(request("long", TOO_LONG))
-                with pytest.raises(PromptTooLongError):
-                    await failed.completion()
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_what_was_given_up_or_failed_is_not_remembered() -> None:
+    async with crossing() as (exchange, _):
+        first = await exchange.submit_once(request("a", ENDLESS))
+        with exchange.following(first):
+            pass
+        second = await exchange.submit_once(request("a", ENDLESS))  # at once: before the first has ended
+        assert second is not first
+        assert not second.abandoned
+        exchange.cancel("a")  # asked for, so it is what a retry gets
+        assert (await second.completion()).finish_reason == "cancelled"
+        assert await exchange.submit_once(request("a", ENDLESS)) is second
+        for _ in range(2):
+            failed = await exchange.submit_once(request("long", TOO_LONG))
+            with pytest.raises(PromptTooLongError):
+                await failed.completion()
 
 
-def test_memory_of_what_ended_is_bounded_by_tokens_and_by_time() -> None:
-    async def scenario() -> None:
-        async with Crossing(scripted()) as crossing:
-            now_s = 0.0
-            once = OncePerId(crossing.exchange, keep_s=10, keep_tokens=40, clock=lambda: now_s)
+@in_event_loop
+async def test_memory_of_what_ended_is_bounded_by_tokens_and_by_time() -> None:
+    now_s = 0.0
+    async with crossing(keep_s=10, keep_tokens=40, clock=lambda: now_s) as (exchange, engine):
 
-            async def known(name: str) -> bool:
-                before = len(crossing.engine.requests)
-                await (await once.generation(request(name, 10))).completion()
-                return len(crossing.engine.requests) == before
+        async def known(name: str) -> bool:
+            before = len(engine.requests)
+            await (await exchange.submit_once(request(name, 10))).completion()
+            return len(engine.requests) == before
 
-            assert [await known(name) for name in ("a", "b", "c", "a")] == [False, False, False, True]  # 13 tokens each
-            assert [await known(name) for name in ("d", "b", "a")] == [False, True, False]
-            now_s = 11.0
-            assert [await known(name) for name in ("e", "d")] == [False, False]
-
-    asyncio.run(scenario())
+        assert [await known(name) for name in ("a", "b", "c", "a")] == [False, False, False, True]  # 13 tokens each
+        assert [await known(name) for name in ("d", "b", "a")] == [False, True, False]
+        now_s = 11.0
+        assert [await known(name) for name in ("e", "d")] == [False, False]
+        await exchange.submit(request("plain")).completion()
+        assert "plain" not in exchange._known

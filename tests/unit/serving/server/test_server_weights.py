@@ -22,7 +22,8 @@ from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.parity.models import make_model
-from tests.unit.server_parts import byte_model, client_of, running, until
+from tests.unit.fake_engine_servers import in_event_loop, wait_until
+from tests.unit.server_parts import byte_model, client_of, running
 
 HELD = named_weights(make_model("llama"))
 TIED = "lm_head.weight"
@@ -108,86 +109,78 @@ def test_only_regular_files_in_the_directories_are_opened(tmp_path: Path) -> Non
 # ---------------------------------------------------------------------------------------------- updates of a service
 
 
-def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        weights = [named_weights(byte_model(seed)) for seed in range(3)]
-        first, second, again = (
-            saved(tmp_path / f"{number}", {n: t.clone() for n, t in tensors.items()}, version=version)
-            for number, (tensors, version) in enumerate([(weights[1], 3), (weights[2], 5), (weights[1], 5)])
-        )
-        async with running(tmp_path) as (service, _):
+@in_event_loop
+async def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_path: Path) -> None:
+    weights = [named_weights(byte_model(seed)) for seed in range(3)]
+    first, second, again = (
+        saved(tmp_path / f"{number}", {n: t.clone() for n, t in tensors.items()}, version=version)
+        for number, (tensors, version) in enumerate([(weights[1], 3), (weights[2], 5), (weights[1], 5)])
+    )
+    async with running(tmp_path) as (service, _):
 
-            async def refused(request: WeightUpdateRequest) -> PipelineRLError:
-                before = service.engine.holding
-                with pytest.raises(PipelineRLError) as caught:
-                    await service.updates.take(request)
-                assert service.engine.holding == before
-                return caught.value
+        async def refused(request: WeightUpdateRequest) -> PipelineRLError:
+            before = service.engine.holding
+            with pytest.raises(PipelineRLError) as caught:
+                await service.updates.take(request)
+            assert service.engine.holding == before
+            return caught.value
 
-            async def take(request: WeightUpdateRequest) -> UpdateReceipt:
-                return await service.updates.take(request)
+        async def take(request: WeightUpdateRequest) -> UpdateReceipt:
+            return await service.updates.take(request)
 
-            loaded = WeightUpdateRequest(version=0, checksum=checksum(weights[0]), path="nowhere")
-            assert (await take(loaded)).checksum == checksum(weights[0])  # it holds these already
-            receipt = await take(first)
-            assert (receipt.version, receipt.checksum) == (3, first.checksum) == service.engine.holding
-            Path(first.path).unlink()
-            assert await take(first) == receipt
-            receipts = await asyncio.gather(take(second), take(second))
-            assert receipts[0] == receipts[1]
-            for request in (again, first, loaded):
-                error = await refused(request)
-                assert isinstance(error, RefusedError)
-                assert error.code == "stale_version"
-            assert isinstance(
-                await refused(WeightUpdateRequest(version=6, checksum="", path=second.path)), WeightUpdateError
-            )
-            assert checksum(service.loaded.weights) == second.checksum
-            assert service.engine.progress().weight_updates == 2
-
-    asyncio.run(scenario())
+        loaded = WeightUpdateRequest(version=0, checksum=checksum(weights[0]), path="nowhere")
+        assert (await take(loaded)).checksum == checksum(weights[0])  # it holds these already
+        receipt = await take(first)
+        assert (receipt.version, receipt.checksum) == (3, first.checksum) == service.engine.holding
+        Path(first.path).unlink()
+        assert await take(first) == receipt
+        receipts = await asyncio.gather(take(second), take(second))
+        assert receipts[0] == receipts[1]
+        for request in (again, first, loaded):
+            error = await refused(request)
+            assert isinstance(error, RefusedError)
+            assert error.code == "stale_version"
+        assert isinstance(await refused(WeightUpdateRequest(version=6, checksum="", path=second.path)), WeightUpdateError)
+        assert checksum(service.loaded.weights) == second.checksum
+        assert service.engine.progress().weight_updates == 2
 
 
-def test_the_first_update_may_have_the_version_of_the_loaded_model(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        tensors = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
-        async with running(tmp_path) as (service, _):
-            await service.updates.take(saved(tmp_path / "w", tensors, version=0))
-            assert service.engine.holding == (0, checksum(tensors))
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_the_first_update_may_have_the_version_of_the_loaded_model(tmp_path: Path) -> None:
+    tensors = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
+    async with running(tmp_path) as (service, _):
+        await service.updates.take(saved(tmp_path / "w", tensors, version=0))
+        assert service.engine.holding == (0, checksum(tensors))
 
 
-def test_weights_may_be_broadcast_to_a_process_group(tmp_path: Path) -> None:
+@in_event_loop
+async def test_weights_may_be_broadcast_to_a_process_group(tmp_path: Path) -> None:
     """As in the paper: the trainer and the server form a group once, and then updates come over it."""
     newer, newest = named_weights(byte_model(1)), named_weights(byte_model(2))
 
-    async def scenario() -> None:
-        async with running(tmp_path) as (service, app), client_of(app) as client:
+    async with running(tmp_path) as (service, app), client_of(app) as client:
 
-            async def update(version: int, said: str) -> httpx2.Response:
-                return await client.post("/request_weight_update", json={"version": version, "checksum": said})
+        async def update(version: int, said: str) -> httpx2.Response:
+            return await client.post("/request_weight_update", json={"version": version, "checksum": said})
 
-            assert (await update(1, "0")).status_code == 400, "there is no group"
-            with (
-                closing(listen()) as listener,
-                closing(CollectiveWeightSender(listener, "secret", 1, timeout_s=20)) as sender,
-            ):
-                group = {"host": sender.host, "port": sender.port, "key": "secret", "index": 0, "receivers": 1}
-                sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
-                assert (await client.post("/init_process_group", json=group)).json() == {}
-                response = await update(1, checksum(newer))
-                assert await sending == checksum(newer) == response.json()["checksum"]
-                assert service.engine.holding == (1, checksum(newer))
-                await until(lambda: not sender.unanswered())
-                assert [receipt.version for receipt in sender.receipts()] == [1]
+        assert (await update(1, "0")).status_code == 400, "there is no group"
+        with (
+            closing(listen()) as listener,
+            closing(CollectiveWeightSender(listener, "secret", 1, timeout_s=20)) as sender,
+        ):
+            group = {"host": sender.host, "port": sender.port, "key": "secret", "index": 0, "receivers": 1}
+            sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
+            assert (await client.post("/init_process_group", json=group)).json() == {}
+            response = await update(1, checksum(newer))
+            assert await sending == checksum(newer) == response.json()["checksum"]
+            assert service.engine.holding == (1, checksum(newer))
+            await wait_until(lambda: not sender.unanswered())
+            assert [receipt.version for receipt in sender.receipts()] == [1]
 
-                await asyncio.to_thread(sender.send, 2, newest)
-                assert (await update(2, "0" * 32)).status_code == 422, "not what was broadcast"
-                assert service.engine.holding == (1, checksum(newer))
-                await until(lambda: not sender.unanswered())
-                with pytest.raises(WeightUpdateError, match="nothing was changed"):
-                    sender.receipts()
-            await service.updates.close()
-
-    asyncio.run(scenario())
+            await asyncio.to_thread(sender.send, 2, newest)
+            assert (await update(2, "0" * 32)).status_code == 422, "not what was broadcast"
+            assert service.engine.holding == (1, checksum(newer))
+            await wait_until(lambda: not sender.unanswered())
+            with pytest.raises(WeightUpdateError, match="nothing was changed"):
+                sender.receipts()
+        await service.updates.close()

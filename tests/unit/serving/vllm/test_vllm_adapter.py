@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 import pytest
 
 from pipelinerl.errors import RequestError, WeightUpdateError
-from pipelinerl.serving.client.adapter import SavedWeights
 from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.vllm import adapter, requests
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.server_info import ModelFacts
 from pipelinerl.serving.vllm.switch import HalfUpdatedError
+from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
+from tests.unit.fake_engine_servers import in_event_loop, wait_until
 
 FACTS = ModelFacts(16, (1,))
-UPDATE = SavedWeights(1, "c0ffee", Path("/weights/v1.safetensors"))
+UPDATE = WeightUpdateRequest(version=1, checksum="c0ffee", path="/weights/v1.safetensors")
 
 
 class FakeVllm:
@@ -65,12 +65,12 @@ class FakeVllm:
         if path == "/inference/v1/generate":
             return msgspec.convert(await self._generate(body), answer)
         if path == "/inference/v1/abort_requests" and not self.deaf:
-            self.aborted |= {name.removeprefix("generate-tokens-") for name in body.request_ids}
+            self.aborted |= {name.removeprefix("generate-tokens-") for name in body["request_ids"]}
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
         if path == "/update_weight_version":
-            self.label = body.new_version
+            self.label = body["new_version"]
         if path == "/finish_weight_update":
-            self.label = body.weight_version
+            self.label = body["weight_version"]
         return None
 
     async def post_lines(self, path: str, body: Any, *, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
@@ -87,10 +87,10 @@ class FakeVllm:
     async def close(self) -> None: ...
 
     async def _generate(self, body: Any) -> dict[str, Any]:
-        while not self.hold.is_set() and body.request_id not in self.aborted:
+        while not self.hold.is_set() and body["request_id"] not in self.aborted:
             await asyncio.sleep(0.001)
-        aborted = body.request_id in self.aborted
-        count = 2 if aborted else body.sampling_params.max_tokens
+        aborted = body["request_id"] in self.aborted
+        count = 2 if aborted else body["sampling_params"]["max_tokens"]
         choice = {
             "token_ids": [7] * count,
             "logprobs": {"content": [{"token_id": 7, "logprob": -0.25}] * count},
@@ -110,193 +110,165 @@ def request(name: str, *, stream: bool = False) -> GenerationRequest:
 
 
 @pytest.fixture
-def at_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """Run a coroutine function that is given a stand-in and a client of it, within a bound."""
+def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    vllm = FakeVllm()
     monkeypatch.setattr(requests, "ABORT_TIMEOUT_S", 0.02)
-
-    def run(work: Any, **options: Any) -> Any:
-        async def main() -> Any:
-            vllm = FakeVllm()
-            monkeypatch.setattr(adapter, "HttpClient", lambda url, api_key: vllm)
-            return await asyncio.wait_for(work(vllm, VllmServer("http://vllm", facts=FACTS, **options)), 10.0)
-
-        return asyncio.run(main())
-
-    return run
+    monkeypatch.setattr(adapter, "HttpClient", lambda url, api_key: vllm)
+    return vllm
 
 
-def test_weights_that_nobody_named_get_the_version_they_were_started_with(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        info = await server.info()
-        assert vllm.label == "6"
-        assert (info.version, info.checksum, info.instance, info.slots) == (6, "", "a", 4)
-        assert (info.vocabulary, info.stop_token_ids, info.max_length) == (16, (1,), 64)
-        vllm.instance, vllm.label = "b", "default"  # restarted
-        assert (await server.info()).instance == "b"
-        assert vllm.label == "6"
-
-    at_vllm(work, version=6)
+@pytest.fixture
+def server(vllm: FakeVllm) -> VllmServer:
+    """A client of the stand-in."""
+    return VllmServer("http://vllm", facts=FACTS)
 
 
-def test_labels_of_an_earlier_client_stay(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        vllm.label = "11"
-        assert (await server.info()).version == 11
-        assert vllm.asked["/update_weight_version"] == 0
+async def held(vllm: FakeVllm, server: VllmServer) -> asyncio.Future[Completion]:
+    """A request that is at the stand-in, which keeps it."""
+    vllm.hold.clear()
+    running = asyncio.ensure_future(server.generate(request("a")))
+    await wait_until(lambda: vllm.asked["/inference/v1/generate"] > 0)
+    return running
 
-    at_vllm(work)
+
+@in_event_loop
+async def test_weights_without_a_label_are_of_version_0(vllm: FakeVllm, server: VllmServer) -> None:
+    info = await server.info()
+    assert vllm.label == "0"
+    assert (info.version, info.checksum, info.instance, info.slots) == (0, "", "a", 4)
+    assert (info.vocabulary, info.stop_token_ids, info.max_length) == (16, (1,), 64)
+    vllm.instance, vllm.label = "b", "default"  # restarted
+    assert (await server.info()).instance == "b"
+    assert vllm.label == "0"
+
+
+@in_event_loop
+async def test_labels_of_an_earlier_client_stay(vllm: FakeVllm, server: VllmServer) -> None:
+    vllm.label = "11"
+    assert (await server.info()).version == 11
+    assert vllm.asked["/update_weight_version"] == 0
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [({"paused": True}, "is paused"), ({"label": "step-7"}, "something else"), ({"logprobs_mode": "raw"}, "logprobs-mode")],
 )
-def test_a_server_that_can_not_be_used_is_not(at_vllm: Callable[..., Any], change: dict[str, Any], why: str) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        vllm.__dict__.update(change)
-        for ask in (server.info(), server.generate(request("a")), server.update_weights(UPDATE)):
-            with pytest.raises(ServerError, match=why):
-                await ask
-        assert vllm.asked["/inference/v1/generate"] == 0
-        assert vllm.asked["/pause"] == 0
-
-    at_vllm(work)
-
-
-def test_one_look_serves_all_requests_that_wait_for_it(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        completions = await asyncio.gather(*(server.generate(request(f"r{i}", stream=i % 2 == 0)) for i in range(8)))
-        assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(8)]
-        assert {completion.token_ids for completion in completions} == {(7,) * 5}
-        assert vllm.asked["/server_info"] == 1
-
-    at_vllm(work)
+@in_event_loop
+async def test_a_server_that_can_not_be_used_is_not(
+    vllm: FakeVllm, server: VllmServer, change: dict[str, Any], why: str
+) -> None:
+    vllm.__dict__.update(change)
+    for ask in (server.info(), server.generate(request("a")), server.update_weights(UPDATE)):
+        with pytest.raises(ServerError, match=why):
+            await ask
+    assert vllm.asked["/inference/v1/generate"] == 0
+    assert vllm.asked["/pause"] == 0
 
 
-def test_tokens_are_reported_as_they_come(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        events: list[TokenEvent] = []
-        done = await server.generate(request("a", stream=True), events.append)
-        assert events == [TokenEvent("a", i, 7, -0.25, 3) for i in range(5)]
-        assert done.weight_versions == (VersionSpan(3, 0, 5),)
-        vllm.label = "4"  # as if the update had overtaken the tokens
-        with pytest.raises(RequestError, match="token 0"):
-            await server.generate(request("b", stream=True), events.append)
-
-    at_vllm(work, version=3)
+@in_event_loop
+async def test_one_look_serves_all_requests_that_wait_for_it(vllm: FakeVllm, server: VllmServer) -> None:
+    completions = await asyncio.gather(*(server.generate(request(f"r{i}", stream=i % 2 == 0)) for i in range(8)))
+    assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(8)]
+    assert {completion.token_ids for completion in completions} == {(7,) * 5}
+    assert vllm.asked["/server_info"] == 1
 
 
-def test_a_restart_is_seen_in_the_answer(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        await server.info()
-        vllm.instance, vllm.label = "b", "default"
-        with pytest.raises(ServerUnreachableError, match="restarted"):
-            await server.generate(request("a"))
-        assert (await server.generate(request("a"))).weight_versions == (VersionSpan(0, 0, 5),)
-        assert vllm.label == "0"
+@in_event_loop
+async def test_tokens_are_reported_as_they_come(vllm: FakeVllm, server: VllmServer) -> None:
+    vllm.label = "3"
+    events: list[TokenEvent] = []
+    done = await server.generate(request("a", stream=True), events.append)
+    assert events == [TokenEvent("a", i, 7, -0.25, 3) for i in range(5)]
+    assert done.weight_versions == (VersionSpan(3, 0, 5),)
+    vllm.label = "4"  # as if the update had overtaken the tokens
+    with pytest.raises(RequestError, match="token 0"):
+        await server.generate(request("b", stream=True), events.append)
 
-    at_vllm(work)
+
+@in_event_loop
+async def test_a_restart_is_seen_in_the_answer(vllm: FakeVllm, server: VllmServer) -> None:
+    await server.info()
+    vllm.instance, vllm.label = "b", "default"
+    with pytest.raises(ServerUnreachableError, match="restarted"):
+        await server.generate(request("a"))
+    assert (await server.generate(request("a"))).weight_versions == (VersionSpan(0, 0, 5),)
+    assert vllm.label == "0"
 
 
-def test_an_abort_that_nobody_asked_for_is_asked_again(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        vllm.reason = "abort"
-        with pytest.raises(ServerBusyError, match="aborted request"):
-            await server.generate(request("a"))
-
-    at_vllm(work)
+@in_event_loop
+async def test_an_abort_that_nobody_asked_for_is_asked_again(vllm: FakeVllm, server: VllmServer) -> None:
+    vllm.reason = "abort"
+    with pytest.raises(ServerBusyError, match="aborted request"):
+        await server.generate(request("a"))
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_a_cancelled_request_ends(at_vllm: Callable[..., Any], deaf: bool) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> Completion:
-        vllm.hold.clear()
-        vllm.deaf = deaf
-        running = asyncio.ensure_future(server.generate(request("a")))
-        while not vllm.asked["/inference/v1/generate"]:
-            await asyncio.sleep(0)
-        await server.cancel("a")
-        await server.cancel("unknown")
-        completion = await running
-        assert (await server.info()).in_progress == 0
-        return completion
-
-    done = at_vllm(work)
+@in_event_loop
+async def test_a_cancelled_request_ends(vllm: FakeVllm, server: VllmServer, deaf: bool) -> None:
+    vllm.deaf = deaf
+    running = await held(vllm, server)
+    await server.cancel("a")
+    await server.cancel("unknown")
+    done = await running
+    assert (await server.info()).in_progress == 0
     assert done.finish_reason == "cancelled"
     assert done.token_ids == (() if deaf else (7, 7))
 
 
-def test_a_request_that_is_cancelled_before_it_is_sent_is_not_sent(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        running = asyncio.ensure_future(server.generate(request("a")))
-        await asyncio.sleep(0)
-        await server.cancel("a")
-        assert (await running).finish_reason == "cancelled"
-        assert vllm.asked["/inference/v1/generate"] == 0
-
-    at_vllm(work)
+@in_event_loop
+async def test_a_request_that_is_cancelled_before_it_is_sent_is_not_sent(vllm: FakeVllm, server: VllmServer) -> None:
+    running = asyncio.ensure_future(server.generate(request("a")))
+    await asyncio.sleep(0)
+    await server.cancel("a")
+    assert (await running).finish_reason == "cancelled"
+    assert vllm.asked["/inference/v1/generate"] == 0
 
 
-def test_cancelling_who_waits_closes_the_connection(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        vllm.hold.clear()
-        running = asyncio.ensure_future(server.generate(request("a")))
-        while not vllm.asked["/inference/v1/generate"]:
-            await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert (await server.info()).in_progress == 0
-
-    at_vllm(work)
-
-
-def test_an_update_is_taken_once(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        vllm.hold.clear()
-        running = asyncio.ensure_future(server.generate(request("a")))
-        while not vllm.asked["/inference/v1/generate"]:
-            await asyncio.sleep(0)
-        receipt = await server.update_weights(UPDATE)
-        assert (receipt.version, receipt.checksum, receipt.sequences_in_flight) == (1, "c0ffee", 1)
-        assert receipt.pause_s > 0
-        assert (await server.update_weights(UPDATE)).pause_s == 0
-        assert vllm.asked["/update_weights"] == 1
-        info = await server.info()
-        assert (info.version, info.checksum) == (1, "c0ffee")
-        with pytest.raises(WeightUpdateError, match="older"):
-            await server.update_weights(UPDATE._replace(version=0))
-        await server.update_weights(UPDATE._replace(version=2))
-        assert vllm.asked["/init_weight_transfer_engine"] == 1
-        vllm.hold.set()
+@in_event_loop
+async def test_cancelling_who_waits_closes_the_connection(vllm: FakeVllm, server: VllmServer) -> None:
+    running = await held(vllm, server)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await running
+    assert (await server.info()).in_progress == 0
 
-    at_vllm(work)
+
+@in_event_loop
+async def test_an_update_is_taken_once(vllm: FakeVllm, server: VllmServer) -> None:
+    running = await held(vllm, server)
+    receipt = await server.update_weights(UPDATE)
+    assert (receipt.version, receipt.checksum, receipt.sequences_in_flight) == (1, "c0ffee", 1)
+    assert receipt.pause_s > 0
+    assert (await server.update_weights(UPDATE)).pause_s == 0
+    assert vllm.asked["/update_weights"] == 1
+    info = await server.info()
+    assert (info.version, info.checksum) == (1, "c0ffee")
+    with pytest.raises(WeightUpdateError, match="older"):
+        await server.update_weights(msgspec.structs.replace(UPDATE, version=0))
+    await server.update_weights(msgspec.structs.replace(UPDATE, version=2))
+    assert vllm.asked["/init_weight_transfer_engine"] == 1
+    vllm.hold.set()
+    await running
 
 
-def test_a_server_that_may_hold_half_an_update_is_used_no_more(at_vllm: Callable[..., Any]) -> None:
-    async def work(vllm: FakeVllm, server: VllmServer) -> None:
-        vllm.hold.clear()
-        running = asyncio.ensure_future(server.generate(request("a")))
-        while not vllm.asked["/inference/v1/generate"]:
-            await asyncio.sleep(0)
-        vllm.failures["/update_weights"] = ServerUnreachableError("http://vllm", "gave no answer in time")
-        with pytest.raises(HalfUpdatedError):
-            await server.update_weights(UPDATE)
-        assert vllm.paused
+@in_event_loop
+async def test_a_server_that_may_hold_half_an_update_is_used_no_more(vllm: FakeVllm, server: VllmServer) -> None:
+    running = await held(vllm, server)
+    vllm.failures["/update_weights"] = ServerUnreachableError("http://vllm", "gave no answer in time")
+    with pytest.raises(HalfUpdatedError):
+        await server.update_weights(UPDATE)
+    assert vllm.paused
+    with pytest.raises(ServerError, match="can't be used"):
+        await running
+    for ask in (server.info(), server.generate(request("b")), server.update_weights(UPDATE)):
         with pytest.raises(ServerError, match="can't be used"):
-            await running
-        for ask in (server.info(), server.generate(request("b")), server.update_weights(UPDATE)):
-            with pytest.raises(ServerError, match="can't be used"):
-                await ask
-        other = VllmServer("http://vllm", facts=FACTS)
-        with pytest.raises(ServerError, match="is paused"):
-            await other.info()
-        vllm.hold.set()
-        vllm.failures.clear()
-        vllm.instance, vllm.label, vllm.paused = "b", "default", False  # restarted
-        assert (await server.info()).version == 0
-        assert (await server.update_weights(UPDATE)).version == 1
-        assert (await server.generate(request("c"))).weight_versions == (VersionSpan(1, 0, 5),)
-
-    at_vllm(work)
+            await ask
+    other = VllmServer("http://vllm", facts=FACTS)
+    with pytest.raises(ServerError, match="is paused"):
+        await other.info()
+    vllm.hold.set()
+    vllm.failures.clear()
+    vllm.instance, vllm.label, vllm.paused = "b", "default", False  # restarted
+    assert (await server.info()).version == 0
+    assert (await server.update_weights(UPDATE)).version == 1
+    assert (await server.generate(request("c"))).weight_versions == (VersionSpan(1, 0, 5),)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError
+from pipelinerl.serving.client.adapter import find_fault
 from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, worker_error
 from pipelinerl.serving.vllm.requests import completion_of, generate_body, same_versions, tokens_of, version_of
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
@@ -25,7 +26,11 @@ def choice(ids: list[int], *, reason: str | None = "length", spans: Any = None, 
 
 
 def completed(end: Choice) -> Completion:
-    return completion_of(REQUEST, tokens_of(end), end)
+    """As the client takes it. Raises InvalidAnswerError."""
+    completion = completion_of(REQUEST, tokens_of(end), end)
+    if fault := find_fault(completion, REQUEST, vocabulary=16):
+        raise InvalidAnswerError(fault)
+    return completion
 
 
 def test_everything_that_an_answer_says_is_in_the_completion() -> None:
@@ -91,9 +96,8 @@ def test_only_numbers_are_versions(label: str) -> None:
 
 
 def test_a_request_asks_for_no_more_and_no_less_than_ours() -> None:
-    body = msgspec.to_builtins(generate_body(REQUEST, 6))
-    assert body["token_ids"] == (3, 4)
-    assert body["stream"] is False
+    body = generate_body(REQUEST, 6)
+    assert (body["request_id"], body["token_ids"], body["stream"]) == ("a", (3, 4), False)
     assert body["sampling_params"] == {
         "max_tokens": 4,
         "temperature": 0.7,

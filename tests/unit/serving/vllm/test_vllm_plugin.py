@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +26,13 @@ from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.unit.weights.test_collective import cut
 
 
-class Untouchable(nn.Module):
-    """A model that must not be loaded into."""
+class Backend(WeightTransfer):
+    """Keeps what it would load."""
 
-    def load_weights(self, _weights: Any) -> set[str]:
-        raise AssertionError("the model was touched")
+    taken: Mapping[str, torch.Tensor] | None = None
+
+    def receive_weights(self, update_info: Mapping[str, torch.Tensor]) -> None:
+        self.taken = dict(update_info)
 
 
 @pytest.fixture
@@ -42,11 +44,10 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def transfer(tmp_path: Path, checkpoint: Path) -> WeightTransfer:
+def transfer(tmp_path: Path, checkpoint: Path) -> Backend:
     weights = tmp_path / "weights"
     weights.mkdir()
-    backend = WeightTransfer()
-    backend.model = Untouchable()
+    backend = Backend()
     backend.model_config = SimpleNamespace(model=str(checkpoint))
     backend.device = torch.device("cpu")
     backend.init_transfer_engine(FilesInfo(str(weights)))
@@ -63,32 +64,28 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"path": str(path), "version": 2, "checksum": checksum(tensors)}
 
 
-class Taken(WeightTransfer):
-    """Keeps what it would load."""
-
-    def receive_weights(self, update_info: Any) -> None:
-        self.taken = dict(update_info)
-
-
-def test_a_good_file_is_loaded_whole(tmp_path: Path, transfer: WeightTransfer) -> None:
-    taken = Taken()
-    taken.__dict__.update(transfer.__dict__)
-    taken.start_weight_update()
-    taken.update_weights(write(tmp_path / "weights" / "v2.safetensors", good()))
-    assert taken.taken.keys() == good().keys()
-    assert all(torch.equal(tensor, good()[name]) for name, tensor in taken.taken.items())
+def assert_taken(transfer: Backend) -> None:
+    assert transfer.taken is not None
+    assert transfer.taken.keys() == good().keys()
+    assert all(torch.equal(tensor, good()[name]) for name, tensor in transfer.taken.items())
+    transfer.taken = None
 
 
-def refusal(transfer: WeightTransfer, info: dict[str, Any]) -> str:
+def test_a_good_file_is_loaded_whole(tmp_path: Path, transfer: Backend) -> None:
+    transfer.start_weight_update()
+    transfer.update_weights(write(tmp_path / "weights" / "v2.safetensors", good()))
+    assert_taken(transfer)
+
+
+def refusal(transfer: Backend, info: dict[str, Any]) -> str:
     with pytest.raises(WeightUpdateError) as caught:
         transfer.update_weights(info)
     assert str(caught.value).startswith(REFUSED)
+    assert transfer.taken is None, "the model was touched"
     return str(caught.value)
 
 
-def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touched(
-    tmp_path: Path, transfer: WeightTransfer
-) -> None:
+def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touched(tmp_path: Path, transfer: Backend) -> None:
     path = tmp_path / "weights" / "v2.safetensors"
     info = write(path, good())
     assert "has checksum" in refusal(transfer, info | {"checksum": "0" * 32})
@@ -109,14 +106,14 @@ def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touche
     assert "can't be read" in refusal(transfer, info)
 
 
-def test_files_come_from_below_the_named_directory_alone(tmp_path: Path, transfer: WeightTransfer) -> None:
+def test_files_come_from_below_the_named_directory_alone(tmp_path: Path, transfer: Backend) -> None:
     info = write(tmp_path / "outside.safetensors", good())
     link = tmp_path / "weights" / "link.safetensors"
     link.symlink_to(tmp_path / "outside.safetensors")
     for path in (info["path"], str(tmp_path / "weights" / ".." / "outside.safetensors"), str(link)):
         assert "is not below" in refusal(transfer, info | {"path": path})
 
-    fresh = WeightTransfer()
+    fresh = Backend()
     assert "no directory" in refusal(fresh, info)
     with pytest.raises(WeightUpdateError, match="is not a directory"):
         fresh.init_transfer_engine(FilesInfo(str(tmp_path / "nowhere")))
@@ -126,15 +123,13 @@ def test_files_come_from_below_the_named_directory_alone(tmp_path: Path, transfe
 
 
 @pytest.fixture
-def joined(transfer: WeightTransfer) -> Iterator[tuple[Taken, CollectiveWeightSender]]:
+def joined(transfer: Backend) -> Iterator[tuple[Backend, CollectiveWeightSender]]:
     """A backend in the group of a trainer."""
-    taken = Taken()
-    taken.__dict__.update(transfer.__dict__)
-    taken.parallel_config = SimpleNamespace(world_size=1)
+    transfer.parallel_config = SimpleNamespace(world_size=1)
     with closing(CollectiveWeightSender(listen(), "secret", 1, timeout_s=10.0)) as sender:
-        taken.init_transfer_engine(taken.parse_init_info(join(sender)))
-        yield taken, sender
-        taken.shutdown()
+        transfer.init_transfer_engine(transfer.parse_init_info(join(sender)))
+        yield transfer, sender
+        transfer.shutdown()
 
 
 def join(sender: CollectiveWeightSender, **changes: Any) -> dict[str, Any]:
@@ -142,8 +137,8 @@ def join(sender: CollectiveWeightSender, **changes: Any) -> dict[str, Any]:
     return msgspec.to_builtins(group) | {"source": "broadcast"} | changes
 
 
-def arrived(taken: WeightTransfer, version: int) -> None:
-    group = taken._group
+def arrived(transfer: Backend, version: int) -> None:
+    group = transfer._group
     assert group is not None
     deadline_s = time.monotonic() + 10.0
     while group.offered() != version:
@@ -151,34 +146,33 @@ def arrived(taken: WeightTransfer, version: int) -> None:
         time.sleep(0.001)
 
 
-def test_what_was_broadcast_is_loaded_whole(joined: tuple[Taken, CollectiveWeightSender]) -> None:
-    taken, sender = joined
+def test_what_was_broadcast_is_loaded_whole(joined: tuple[Backend, CollectiveWeightSender]) -> None:
+    transfer, sender = joined
     digest = sender.send(2, good())
-    arrived(taken, 2)
-    taken.start_weight_update()
-    taken.update_weights({"version": 2, "checksum": digest})
-    assert taken.taken.keys() == good().keys()
-    assert all(torch.equal(tensor, good()[name]) for name, tensor in taken.taken.items())
-    assert "version 2 has not been broadcast" in refusal(taken, {"version": 2, "checksum": digest})
+    arrived(transfer, 2)
+    transfer.start_weight_update()
+    transfer.update_weights({"version": 2, "checksum": digest})
+    assert_taken(transfer)
+    assert "version 2 has not been broadcast" in refusal(transfer, {"version": 2, "checksum": digest})
 
 
-def test_another_broadcast_than_the_announced_is_refused(joined: tuple[Taken, CollectiveWeightSender]) -> None:
-    taken, sender = joined
+def test_another_broadcast_than_the_announced_is_refused(joined: tuple[Backend, CollectiveWeightSender]) -> None:
+    transfer, sender = joined
     digest = sender.send(2, good())
-    arrived(taken, 2)
-    assert f"version 2 (checksum {digest}) was broadcast, not 3" in refusal(taken, {"version": 3, "checksum": digest})
+    arrived(transfer, 2)
+    assert f"version 2 (checksum {digest}) was broadcast, not 3" in refusal(transfer, {"version": 3, "checksum": digest})
 
 
-def test_a_trainer_that_is_gone_is_the_reason(joined: tuple[Taken, CollectiveWeightSender]) -> None:
-    taken, sender = joined
+def test_a_trainer_that_is_gone_is_the_reason(joined: tuple[Backend, CollectiveWeightSender]) -> None:
+    transfer, sender = joined
     cut(sender._members.all[0].channel)
-    assert taken._group is not None
-    while taken._group._problem is None:
+    assert transfer._group is not None
+    while transfer._group._problem is None:
         time.sleep(0.001)
-    assert "exited unexpectedly" in refusal(taken, {"version": 2, "checksum": ""})
+    assert "exited unexpectedly" in refusal(transfer, {"version": 2, "checksum": ""})
 
 
-def test_a_broadcast_that_can_not_be_joined_is_refused(transfer: WeightTransfer) -> None:
+def test_a_broadcast_that_can_not_be_joined_is_refused(transfer: Backend) -> None:
     assert "no broadcast was joined" in refusal(transfer, {"version": 2, "checksum": ""})
     transfer.parallel_config = SimpleNamespace(world_size=1)
     with closing(CollectiveWeightSender(listen(), "secret", 2, timeout_s=10.0)) as sender:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -15,10 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.errors import StageDiedError, StalledError, UserError
+from pipelinerl.child import ChildProcess, exit_words
+from pipelinerl.errors import UserError
 from pipelinerl.serving.vllm.guard import members
-from pipelinerl.serving.vllm.server_info import ServerDescription, kv_cache_bytes, model_facts, problems
-from pipelinerl.serving.vllm.start import VllmProcess, VllmSettings, command_line, environment
+from pipelinerl.serving.vllm.server_info import ServerDescription, kv_cache_bytes, model_facts
+from pipelinerl.serving.vllm.start import VllmSettings, command_line, environment
 
 SETTINGS = VllmSettings(python="/env/bin/python", model="/models/m", slots=8, max_length=300)
 
@@ -34,27 +34,28 @@ def group_is_gone(pid: int) -> bool:
     return not members(pid)
 
 
-def stand_in(tmp_path: Path, script: str) -> VllmSettings:
-    """Settings whose interpreter is a shell script."""
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    return VllmSettings(python=str(program), model="m", slots=1, max_length=8)
+def guarded(script: str, log: Path) -> ChildProcess:
+    """A shell script under the guard, in the place of vLLM."""
+    command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", "/bin/sh", "-c", script]
+    return ChildProcess(command, log=log, watches_parent=True, patience_s=30.0)
 
 
-def test_stopping_ends_the_whole_group(tmp_path: Path) -> None:
-    server = VllmProcess(stand_in(tmp_path, "sleep 100 & echo ready; sleep 100"), tmp_path / "log")
-    assert until(lambda: "ready" in server.log.read_text())
-    assert server.failure() is None
+@pytest.fixture
+def server(tmp_path: Path) -> ChildProcess:
+    """One that runs, with a second process in its group."""
+    server = guarded("sleep 100 & echo ready; sleep 100", tmp_path / "log")
+    assert until(lambda: "ready" in (tmp_path / "log").read_text())
+    assert server.running
+    return server
+
+
+def test_stopping_ends_the_whole_group(server: ChildProcess) -> None:
     server.stop()
     assert group_is_gone(server.pid)
-    server.stop()  # twice is fine
 
 
-def test_the_guard_ends_well_when_it_is_asked_to(tmp_path: Path) -> None:
+def test_the_guard_ends_well_when_it_is_asked_to(server: ChildProcess) -> None:
     """As the launcher asks its processes."""
-    server = VllmProcess(stand_in(tmp_path, "sleep 100 & echo ready; sleep 100"), tmp_path / "log")
-    assert until(lambda: "ready" in server.log.read_text())
     os.kill(server.pid, signal.SIGTERM)
     assert until(lambda: group_is_gone(server.pid))
     assert server.wait(5.0)
@@ -62,30 +63,14 @@ def test_the_guard_ends_well_when_it_is_asked_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
-def test_the_guards_status_is_that_of_a_command_that_ends_by_itself(tmp_path: Path, script: str, status: int) -> None:
-    server = VllmProcess(stand_in(tmp_path, f"sleep 100 & {script}"), tmp_path / "log")
+def test_a_command_that_ends_by_itself_takes_its_group_with_it_and_gives_its_status(
+    tmp_path: Path, script: str, status: int
+) -> None:
+    server = guarded(f"sleep 100 & {script}", tmp_path / "log")
     assert server.wait(20.0)
     assert server.status == status
     assert group_is_gone(server.pid)
-
-
-def test_a_server_that_ends_takes_the_rest_of_the_group_with_it(tmp_path: Path) -> None:
-    server = VllmProcess(stand_in(tmp_path, "sleep 100 & echo Invalid weight transfer backend; exit 7"), tmp_path / "log")
-    with pytest.raises(StageDiedError, match="ended with status 7") as caught:
-        server.wait_until_healthy(20.0)
-    assert "pip install --no-deps" in str(caught.value)
-    assert str(tmp_path / "log") in str(caught.value)
-    assert until(lambda: group_is_gone(server.pid))
-
-
-def test_a_server_that_does_not_get_ready_is_not_awaited_for_ever(tmp_path: Path) -> None:
-    server = VllmProcess(stand_in(tmp_path, "echo loading; sleep 100"), tmp_path / "log")
-    try:
-        assert until(lambda: "loading" in server.log.read_text())
-        with pytest.raises(StalledError, match=r"not ready after 0 s; the end of its log:\nloading"):
-            server.wait_until_healthy(0.3)
-    finally:
-        server.stop()
+    assert f"guard: /bin/sh {exit_words(status if status < 128 else 128 - status)}" in server.log_lines()
 
 
 def test_a_server_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
@@ -94,10 +79,8 @@ def test_a_server_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "import sys, time\nfrom pathlib import Path\n"
-            "from pipelinerl.serving.vllm.start import VllmProcess, VllmSettings\n"
-            "settings = VllmSettings(python=sys.argv[1], model='m', slots=1, max_length=8)\n"
-            "server = VllmProcess(settings, Path(sys.argv[2]))\nprint(server.pid, flush=True)\ntime.sleep(100)",
-            stand_in(tmp_path, "sleep 100 & sleep 100").python,
+            "from tests.unit.serving.vllm.test_vllm_start import guarded\n"
+            "print(guarded('sleep 100 & sleep 100', Path(sys.argv[1])).pid, flush=True)\ntime.sleep(100)",
             str(tmp_path / "log"),
         ],
         stdout=subprocess.PIPE,
@@ -109,11 +92,6 @@ def test_a_server_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
     starter.send_signal(signal.SIGKILL)
     starter.wait()
     assert until(lambda: group_is_gone(pid))
-
-
-def test_no_interpreter_is_an_error_that_says_how_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="install_vllm_cpu"):
-        VllmProcess(SETTINGS, tmp_path / "log")
 
 
 def test_the_command_line_asks_for_what_the_client_requires() -> None:
@@ -163,9 +141,7 @@ def description(**changes: str) -> bytes:
 
 def test_a_server_that_is_set_up_otherwise_is_not_used() -> None:
     def found(**changes: str) -> list[str]:
-        settings = msgspec.json.decode(description(**changes), type=ServerDescription).vllm_config.settings
-        assert (settings.instance, settings.slots, settings.max_length) == ("ab12c", 8, 300)
-        return problems(settings, "pipelinerl")
+        return msgspec.json.decode(description(**changes), type=ServerDescription).vllm_config.problems()
 
     assert found(backend="pipelinerl") == []
     assert "--logprobs-mode" in found(backend="pipelinerl", logprobs="raw_logprobs")[0]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.serving.client.adapter import BroadcastWeights, SavedWeights
 from pipelinerl.serving.client.errors import ServerBusyError, ServerUnreachableError
+from pipelinerl.serving.vllm.messages import BroadcastInfo, InitInfo, UpdateInfo
 from pipelinerl.serving.vllm.switch import RESUME_TRIES, HalfUpdatedError, WeightSwitch
-from pipelinerl.serving.wire import ProcessGroupRequest
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 
-UPDATE = SavedWeights(3, "c0ffee", Path("/weights/v3.safetensors"))
+UPDATE = WeightUpdateRequest(version=3, checksum="c0ffee", path="/weights/v3.safetensors")
 STEPS = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 
@@ -43,7 +42,7 @@ def busy(message: str = "it broke") -> ServerBusyError:
 def run(vllm: FakeVllm) -> list[list[str]]:
     """Run the switch; what had been asked when the weights were said to be replaced."""
     replaced: list[list[str]] = []
-    switch = WeightSwitch(vllm, timeout_s=1.0, update_timeout_s=9.0)
+    switch = WeightSwitch(vllm)
     pause_s = asyncio.run(switch.run(UPDATE, lambda: replaced.append(list(vllm.asked))))
     assert pause_s >= 0
     return replaced
@@ -54,23 +53,15 @@ def test_the_weights_are_named_between_their_arrival_and_the_next_token() -> Non
     assert run(vllm) == [STEPS[:-1]]
     assert vllm.asked == STEPS
     assert vllm.bodies["/pause"] == {"mode": "keep", "clear_cache": "false"}
-    assert vllm.bodies["/finish_weight_update"].weight_version == "3"
-    info = vllm.bodies["/update_weights"].update_info
-    assert (info.path, info.version, info.checksum) == (str(UPDATE.path), 3, "c0ffee")
-
-
-def test_what_was_broadcast_has_no_path() -> None:
-    vllm = FakeVllm()
-    switch = WeightSwitch(vllm, timeout_s=1.0, update_timeout_s=9.0)
-    asyncio.run(switch.run(BroadcastWeights(3, "c0ffee"), lambda: None))
-    assert vllm.asked == STEPS
-    info = vllm.bodies["/update_weights"].update_info
-    assert (info.path, info.version, info.checksum) == (None, 3, "c0ffee")
+    assert vllm.bodies["/finish_weight_update"] == {"weight_version": "3"}
+    sent = msgspec.to_builtins(vllm.bodies["/update_weights"]["update_info"])
+    assert sent == {"version": 3, "checksum": "c0ffee", "path": "/weights/v3.safetensors"}
+    assert msgspec.structs.asdict(msgspec.convert(sent, UpdateInfo)) == sent  # as our backend decodes it
 
 
 def test_joining_says_where_and_what_went_wrong() -> None:
     vllm = FakeVllm(init_weight_transfer_engine=[busy("weights refused: no group in 9 s")])
-    switch = WeightSwitch(vllm, timeout_s=1.0, update_timeout_s=9.0)
+    switch = WeightSwitch(vllm)
     group = ProcessGroupRequest(
         host="10.0.0.5", port=7, key="secret", index=1, receivers=2, timeout_s=9.0, name="http://vllm"
     )
@@ -79,6 +70,7 @@ def test_joining_says_where_and_what_went_wrong() -> None:
     asyncio.run(switch.join_broadcast(group))
     sent = msgspec.to_builtins(vllm.bodies["/init_weight_transfer_engine"])["init_info"]
     assert sent == {"source": "broadcast", **msgspec.to_builtins(group)}
+    assert isinstance(msgspec.convert(sent, InitInfo), BroadcastInfo)
 
 
 @pytest.mark.parametrize(

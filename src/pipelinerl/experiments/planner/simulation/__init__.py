@@ -3,15 +3,3 @@
 scenario.py  inputs: costs, workloads, from a calibration or a run    engine.py   decode steps of an engine, many at once
 run.py       the event loop, and the prediction                       trainer.py  stream, batches, optimizer steps, lag
 """
-
-from pipelinerl.experiments.planner.simulation.run import Prediction, simulate
-from pipelinerl.experiments.planner.simulation.scenario import (
-    Costs,
-    DrawnWorkload,
-    GroupWork,
-    ReplayedWorkload,
-    Scenario,
-    Workload,
-)
-
-__all__ = ["Costs", "DrawnWorkload", "GroupWork", "Prediction", "ReplayedWorkload", "Scenario", "Workload", "simulate"]

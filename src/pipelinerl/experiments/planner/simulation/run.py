@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
 
@@ -101,62 +100,6 @@ class Timeline:
         self._value = value
 
 
-def prediction(
-    scenario: Scenario,
-    trainer: SimulatedTrainer,
-    engines: Sequence[SimulatedEngine],
-    timeline: Timeline,
-    *,
-    time_s: float,
-    started: int,
-    outstanding: int,
-) -> Prediction:
-    """The prediction of a simulation that ended at `time_s`."""
-    steps = trainer.steps
-    later = first_fifth(len(steps.end_s), scenario.schedule)
-    later_s = time_s - (steps.end_s[later - 1] if later else 0.0)
-    tokens = sum(engine.tokens for engine in engines)
-    engine_s = time_s * len(engines)
-    busy_s = sum(engine.busy_s for engine in engines)
-    decode_slot_s = sum(engine.decode_s for engine in engines) * scenario.slots
-    lags = trainer.lag.tokens_by_lag()
-    return Prediction(
-        schedule=scenario.schedule.name,
-        engines=scenario.engines,
-        slots=scenario.slots,
-        steps=trainer.version,
-        time_s=time_s,
-        samples_per_s=trainer.trained / time_s,
-        samples_per_s_later=(trainer.version - later) * scenario.batch_size / later_s,
-        tokens_per_s=tokens / time_s,
-        trained_tokens_per_s_later=sum(steps.sampled_tokens[later:]) / later_s,
-        lag_mean=float(np.average(np.arange(len(lags)), weights=lags)) if len(lags) else None,
-        lag_max=len(lags) - 1 if len(lags) else None,
-        lag_p50=_nearest_rank(lags, 0.50),
-        lag_p99=_nearest_rank(lags, 0.99),
-        lag_tokens=lags.tolist(),
-        lag_by_position=_by_position(trainer.lag),
-        engine_busy_fraction=busy_s / engine_s,
-        slots_used=sum(engine.slot_s for engine in engines) / decode_slot_s,
-        starved_fraction=sum(engine.starved_s for engine in engines) / engine_s,
-        trainer_busy_fraction=trainer.busy_s / time_s,
-        wait_s_mean=fmean(steps.wait_s),
-        wait_s_max=max(steps.wait_s),
-        tokens_generated=tokens,
-        rollouts_started=started,
-        rollouts_trained=trainer.trained,
-        rollouts_dropped=dict(trainer.dropped),
-        rollouts_queued=trainer.queued + trainer.in_step,
-        rollouts_in_progress=outstanding - trainer.queued - trainer.in_step,
-        in_progress=timeline.samples,
-        step_end_s=steps.end_s,
-        step_wait_s=steps.wait_s,
-        step_lag_mean=trainer.lag.step_mean,
-        step_lag_max=trainer.lag.step_max,
-        step_queued=steps.queued,
-    )
-
-
 def _by_position(lag: LagStatistics) -> list[PositionLag]:
     """Mean lag in up to POSITION_BINS bins of equal width."""
     tokens_L, mean_L = lag.by_position()
@@ -226,14 +169,52 @@ class _Run:
         for engine in self._engines:
             engine.interrupt(now_s)
             self._count_starved(engine, now_s)
-        return prediction(
-            self._scenario,
-            self._trainer,
-            self._engines,
-            self._timeline,
-            time_s=now_s,
-            started=self._outstanding.next_index * self._scenario.group_size,
-            outstanding=self._outstanding.rollouts,
+        return self._prediction(now_s)
+
+    def _prediction(self, time_s: float) -> Prediction:
+        """The prediction of a simulation that ended at `time_s`."""
+        scenario, trainer, engines, steps = self._scenario, self._trainer, self._engines, self._trainer.steps
+        later = first_fifth(len(steps.end_s), scenario.schedule)
+        later_s = time_s - (steps.end_s[later - 1] if later else 0.0)
+        tokens = sum(engine.tokens for engine in engines)
+        engine_s = time_s * len(engines)
+        busy_s = sum(engine.busy_s for engine in engines)
+        decode_slot_s = sum(engine.decode_s for engine in engines) * scenario.slots
+        lags = trainer.lag.tokens_by_lag()
+        return Prediction(
+            schedule=scenario.schedule.name,
+            engines=scenario.engines,
+            slots=scenario.slots,
+            steps=trainer.version,
+            time_s=time_s,
+            samples_per_s=trainer.trained / time_s,
+            samples_per_s_later=(trainer.version - later) * scenario.batch_size / later_s,
+            tokens_per_s=tokens / time_s,
+            trained_tokens_per_s_later=sum(steps.sampled_tokens[later:]) / later_s,
+            lag_mean=float(np.average(np.arange(len(lags)), weights=lags)) if len(lags) else None,
+            lag_max=len(lags) - 1 if len(lags) else None,
+            lag_p50=_nearest_rank(lags, 0.50),
+            lag_p99=_nearest_rank(lags, 0.99),
+            lag_tokens=lags.tolist(),
+            lag_by_position=_by_position(trainer.lag),
+            engine_busy_fraction=busy_s / engine_s,
+            slots_used=sum(engine.slot_s for engine in engines) / decode_slot_s,
+            starved_fraction=sum(engine.starved_s for engine in engines) / engine_s,
+            trainer_busy_fraction=trainer.busy_s / time_s,
+            wait_s_mean=fmean(steps.wait_s),
+            wait_s_max=max(steps.wait_s),
+            tokens_generated=tokens,
+            rollouts_started=self._outstanding.next_index * scenario.group_size,
+            rollouts_trained=trainer.trained,
+            rollouts_dropped=dict(trainer.dropped),
+            rollouts_queued=trainer.queued + trainer.in_step,
+            rollouts_in_progress=self._outstanding.rollouts - trainer.queued - trainer.in_step,
+            in_progress=self._timeline.samples,
+            step_end_s=steps.end_s,
+            step_wait_s=steps.wait_s,
+            step_lag_mean=trainer.lag.step_mean,
+            step_lag_max=trainer.lag.step_max,
+            step_queued=steps.queued,
         )
 
     # ---- events

@@ -244,9 +244,9 @@ def doubts(config: RunConfig, calibration: Calibration) -> list[str]:
     if calibration.side_by_side != together:
         made, is_now = ("at the same time", "in turn") if calibration.side_by_side else ("in turn", "at the same time")
         found.append(f"it was made with generation and training running {made}; here they run {is_now}")
-    load, cores = calibration.machine.load_average, calibration.machine.cores
-    if load is not None and load > cores / 2:
-        found.append(f"the machine was busy when it was made (load average {load:g}, {cores} cores)")
+    machine = calibration.machine
+    if machine.busy:
+        found.append(f"the machine was busy when it was made (load average {machine.load_average:g}, {machine.cores} cores)")
     return found
 
 

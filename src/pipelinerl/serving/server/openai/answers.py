@@ -2,183 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
-
-import msgspec
-from msgspec import UNSET, UnsetType
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple
 
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.serving.server.exchange import Exchange, Generation
-from pipelinerl.serving.server.http import unavailable
+from pipelinerl.serving.server.http import server_sent_event, unavailable
 from pipelinerl.serving.server.text import PART, StopStrings, TextStream
 from pipelinerl.types import TokenEvent, VersionSpan
 
+Json = dict[str, Any]
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a choice beyond OpenAI's API, included on request.
-
-    `weight_versions`: spans over the completion's tokens. In every chunk of a stream, `start` and `end` count from the
-    completion's first token; the last chunk has all spans.
-    """
-
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-    weight_versions: tuple[VersionSpan, ...] | UnsetType = UNSET
-    prompt_versions: tuple[VersionSpan, ...] | UnsetType = UNSET
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream."""
 
 
-class ChosenToken(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerWriter:
+    """Builds the answer to one request, whole or in chunks, to a chat or to a text completion."""
+
+    def __init__(self, answer_id: str, model: str, *, chat: bool) -> None:
+        self._kind, self._chunk_kind = ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
+        self._fields = {"id": answer_id, "model": model, "created": int(time.time())}
+
+    def whole(self, choice: Json, usage: Json) -> Json:
+        return self._fields | {"object": self._kind, "choices": [choice], "usage": usage}
+
+    def chunk(self, choices: Sequence[Json], **usage: Json | None) -> bytes:
+        """A chunk as a server-sent event. If the stream ends with a usage chunk, all other chunks may have usage null."""
+        return server_sent_event(self._fields | {"object": self._chunk_kind, "choices": choices} | usage)
+
+
+def choice_of(content: Json, finish_reason: str | None, logprobs: Json | None = None) -> Json:
+    """A choice, or the part of it in one chunk. `content`: its `message`, `delta` or `text`."""
+    return {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> Json:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenEvent]) -> Json:
     """`bytes` is None for a token that is part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: tuple[()] = ()
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    content: list[ChosenToken]
-    refusal: None = None
+    content = []
+    for event in tokens:
+        text = _token_text(tokenizer, event)
+        data = None if PART in text else list(text.encode())
+        content.append({"token": text, "logprob": event.logprob, "bytes": data, "top_logprobs": ()})
+    return {"content": content, "refusal": None}
 
 
-class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    tokens: list[str]
-    token_logprobs: list[float]
-    text_offset: list[int]
-    top_logprobs: None = None
-
-
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChoice(Provenance, frozen=True, kw_only=True):
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    index: int = 0
-
-
-class ChatChunkChoice(Provenance, frozen=True, kw_only=True):
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    index: int = 0
-
-
-class TextChoice(Provenance, frozen=True, kw_only=True):
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: str | None = None
-    index: int = 0
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete answer, or a chunk of a stream."""
-
-    id: str
-    object: str
-    model: str
-    created: int
-    choices: Sequence[Any]
-    usage: Usage | UnsetType | None = UNSET
-
-
-class Part(NamedTuple):
-    """A complete choice, or the content of one chunk.
-
-    `tokens`: the tokens to report with log-probabilities; None: log-probabilities were not requested. `offsets`: for each
-    token, the number of characters that were final before it. `end`: the finish reason, or None if more follows.
-    `provenance`: fields of `Provenance`.
-    """
-
-    text: str
-    tokens: Sequence[TokenEvent] | None
-    offsets: Sequence[int]
-    end: str | None
-    provenance: Mapping[str, Any]
-
-
-class Format(Protocol):
-    """How an endpoint formats its choices."""
-
-    id_prefix: str
-    kind: str
-    chunk_kind: str
-
-    def opening(self) -> Provenance | None:
-        """The first choice of a stream, before any token."""
-        ...
-
-    def whole(self, part: Part) -> Provenance: ...
-
-    def chunk(self, part: Part) -> Provenance: ...
-
-
-class ChatFormat:
-    id_prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def opening(self) -> ChatChunkChoice:
-        return ChatChunkChoice(delta=Delta(role="assistant", content=""))
-
-    def whole(self, part: Part) -> ChatChoice:
-        message = ChatMessage(content=part.text)
-        return ChatChoice(message=message, logprobs=self._logprobs(part), finish_reason=part.end, **part.provenance)
-
-    def chunk(self, part: Part) -> ChatChunkChoice:
-        delta = Delta(content=part.text if part.text else UNSET)
-        return ChatChunkChoice(delta=delta, logprobs=self._logprobs(part), finish_reason=part.end, **part.provenance)
-
-    def _logprobs(self, part: Part) -> ChatLogprobs | None:
-        if part.tokens is None:
-            return None
-        texts = [_token_text(self._tokenizer, event) for event in part.tokens]
-        chosen = [
-            ChosenToken(token=text, logprob=event.logprob, bytes=None if PART in text else list(text.encode()))
-            for text, event in zip(texts, part.tokens, strict=True)
-        ]
-        return ChatLogprobs(content=chosen)
-
-
-class TextFormat:
-    id_prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def opening(self) -> None:
-        return None
-
-    def whole(self, part: Part) -> TextChoice:
-        return TextChoice(text=part.text, logprobs=self._logprobs(part), finish_reason=part.end, **part.provenance)
-
-    chunk = whole
-
-    def _logprobs(self, part: Part) -> TextLogprobs | None:
-        if part.tokens is None:
-            return None
-        return TextLogprobs(
-            tokens=[_token_text(self._tokenizer, event) for event in part.tokens],
-            token_logprobs=[event.logprob for event in part.tokens],
-            text_offset=list(part.offsets),
-        )
+def text_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenEvent], offsets: Sequence[int]) -> Json:
+    """`offsets`: for each token, the number of characters that were final before it."""
+    return {
+        "tokens": [_token_text(tokenizer, event) for event in tokens],
+        "token_logprobs": [event.logprob for event in tokens],
+        "text_offset": offsets,
+        "top_logprobs": None,
+    }
 
 
 def _token_text(tokenizer: Tokenizer, event: TokenEvent) -> str:

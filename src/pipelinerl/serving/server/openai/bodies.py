@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipelinerl.errors import RequestError
-from pipelinerl.serving.server.http import MAX_STOP_STRING, MAX_STOPS, check_sampling
+from pipelinerl.serving.server.http import MAX_STOP_STRING, MAX_STOPS, check_sampling, decoded
 from pipelinerl.types import SamplingParams
 
 _HARMLESS: dict[str, tuple[object, ...]] = {
@@ -87,15 +87,12 @@ BodyT = TypeVar("BodyT", bound="Body")
 
 def read_body(data: bytes, body_type: type[BodyT]) -> BodyT:
     """Decode a body. Raises RequestError if it is malformed, or uses a key that is not supported."""
-    try:
-        body = msgspec.json.decode(data, type=body_type)
-        for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
-            if name not in _HARMLESS or name in body_type.__struct_fields__:
-                continue
-            if (value := msgspec.json.decode(raw)) is not None and value not in _HARMLESS[name]:
-                raise RequestError(f"{name}: this server does not support it; leave it out")
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"the body is invalid: {error}") from error
+    body = decoded(data, body_type)
+    for name, raw in decoded(data, dict[str, msgspec.Raw]).items():
+        if name not in _HARMLESS or name in body_type.__struct_fields__:
+            continue
+        if (value := decoded(bytes(raw), object)) is not None and value not in _HARMLESS[name]:
+            raise RequestError(f"{name}: this server does not support it; leave it out")
     return body
 
 
@@ -205,7 +202,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
+class AnyChatBody(Body, frozen=True, kw_only=True):
+    """Fields of every chat."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class ChatBody(AnyChatBody, frozen=True, kw_only=True):
     """`chat_template_kwargs`: variables of the model's chat template, such as Qwen3's `enable_thinking`.
 
     If `add_generation_prompt` is false, the prompt ends with the last message. With `continue_final_message` too, that
@@ -213,15 +221,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
     """
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def template_options(self) -> dict[str, Any]:

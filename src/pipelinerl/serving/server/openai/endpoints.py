@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,15 +14,15 @@ from starlette.responses import Response
 from pipelinerl.serving.server.exchange import Generation
 from pipelinerl.serving.server.http import RefusedError, Stream, answer, body_of, server_sent_event, unless_gone
 from pipelinerl.serving.server.openai.answers import (
-    Answer,
-    ChatFormat,
-    Format,
-    Part,
+    DONE,
+    AnswerWriter,
+    Json,
     Piece,
-    Provenance,
-    TextFormat,
-    Usage,
+    chat_logprobs,
+    choice_of,
     pieces,
+    text_logprobs,
+    usage_of,
 )
 from pipelinerl.serving.server.openai.bodies import Body, ChatBody, CompletionBody, read_body
 from pipelinerl.serving.server.service import Service, ServiceHolder
@@ -32,7 +30,6 @@ from pipelinerl.types import GenerationRequest, TokenEvent, spans_from_versions
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for a text completion. The default for a chat is as many as fit."""
-_DONE = b"data: [DONE]\n\n"
 
 
 class OpenAI:
@@ -51,28 +48,25 @@ class OpenAI:
         body = read_body(await body_of(request), ChatBody)
         messages = [message.for_template() for message in body.messages]
         prompt_ids = await service.prompts.of_chat(messages, body.template_options)
-        form = ChatFormat(service.loaded.tokenizer)
-        return await _respond(request, _Call(service, body, form, prompt_ids, body.wants_logprobs, None))
+        return await _respond(request, _Call(service, body, prompt_ids, body.wants_logprobs, chat=True))
 
     async def completions(self, request: Request) -> Response:
         service = self._holder.service
         body = read_body(await body_of(request), CompletionBody)
         prompt = body.one_prompt
         prompt_ids = await service.prompts.of_text(prompt) if isinstance(prompt, str) else tuple(prompt)
-        form = TextFormat(service.loaded.tokenizer)
-        return await _respond(request, _Call(service, body, form, prompt_ids, body.wants_logprobs, _COMPLETION_TOKENS))
+        return await _respond(request, _Call(service, body, prompt_ids, body.wants_logprobs, chat=False))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A decoded request to either endpoint. `default_tokens`: the default token limit; None: as many as fit."""
+    """A decoded request to either endpoint."""
 
     service: Service
     body: Body
-    form: Format
     prompt_ids: tuple[int, ...]
-    logprobs: bool
-    default_tokens: int | None
+    wants_logprobs: bool
+    chat: bool
 
     def request(self) -> GenerationRequest:
         """The engine's request. Raises RefusedError for another model's name, RequestError for invalid parameters."""
@@ -83,22 +77,33 @@ class _Call:
             )
         room = service.loaded.max_length - len(self.prompt_ids)
         sampling = body.sampling(
-            default=room if self.default_tokens is None else min(room, self.default_tokens),
+            default=room if self.chat else min(room, _COMPLETION_TOKENS),
             end_ids=service.loaded.stop_token_ids,
         )
-        request_id = self.form.id_prefix + secrets.token_hex(12)
+        request_id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         streams = bool(body.stream or body.stops)  # stop strings are matched as tokens arrive
         return GenerationRequest(id=request_id, prompt_ids=self.prompt_ids, sampling=sampling, stream=streams)
 
     def pieces(self, generation: Generation) -> AsyncGenerator[Piece]:
         service = self.service
-        return pieces(service.exchange, generation, service.loaded.tokenizer, self.body.stops, singly=self.logprobs)
+        return pieces(service.exchange, generation, service.loaded.tokenizer, self.body.stops, singly=self.wants_logprobs)
 
-    def provenance(self, tokens: Sequence[TokenEvent], whole: Piece | None) -> dict[str, Any]:
-        """The fields of `Provenance` for some tokens. With `whole`, the last piece, `tokens` are all tokens."""
-        fields: dict[str, Any] = {}
+    def logprobs(self, tokens: Sequence[TokenEvent], offsets: Sequence[int]) -> Json | None:
+        """The log-probabilities of some tokens, if they are wanted."""
+        if not self.wants_logprobs:
+            return None
+        tokenizer = self.service.loaded.tokenizer
+        return chat_logprobs(tokenizer, tokens) if self.chat else text_logprobs(tokenizer, tokens, offsets)
+
+    def provenance(self, tokens: Sequence[TokenEvent], whole: Piece | None) -> Json:
+        """Fields of a choice beyond OpenAI's API, on request. With `whole`, the last piece, `tokens` are all tokens.
+
+        `weight_versions`: spans over the completion's tokens. In every chunk of a stream, `start` and `end` count from the
+        completion's first token; the last chunk has all spans.
+        """
+        fields: Json = {}
         if self.body.return_token_ids:
-            fields["token_ids"] = tuple(event.token_id for event in tokens)
+            fields["token_ids"] = [event.token_id for event in tokens]
             if whole:
                 fields["prompt_token_ids"] = self.prompt_ids
         if self.body.return_weight_versions:
@@ -110,6 +115,9 @@ class _Call:
             if whole:
                 fields["prompt_versions"] = whole.prompt_versions
         return fields
+
+    def writer(self, generation: Generation) -> AnswerWriter:
+        return AnswerWriter(generation.request.id, self.service.name, chat=self.chat)
 
 
 async def _respond(request: Request, call: _Call) -> Response:
@@ -123,59 +131,36 @@ async def _respond(request: Request, call: _Call) -> Response:
         return Stream(_chunks(call, generation), stack.pop_all(), server_sent_event, "text/event-stream")
 
 
-async def _whole(call: _Call, generation: Generation) -> Answer:
+async def _whole(call: _Call, generation: Generation) -> Json:
     text, tokens, offsets = "", list[TokenEvent](), list[int]()
     last = Piece([], "")
     async for last in call.pieces(generation):
         tokens += last.tokens
         offsets += [len(text)] * len(last.tokens)
         text += last.text
-    part = Part(text, tokens if call.logprobs else None, offsets, last.end, call.provenance(tokens, last))
-    answer_ = _Writer(call, generation).answer(call.form.kind, [call.form.whole(part)])
-    return msgspec.structs.replace(answer_, usage=_usage(call, len(tokens)))
+    message = {"role": "assistant", "content": text, "refusal": None}
+    content: Json = {"message": message} if call.chat else {"text": text}
+    choice = choice_of(content, last.end, call.logprobs(tokens, offsets)) | call.provenance(tokens, last)
+    return call.writer(generation).whole(choice, usage_of(len(call.prompt_ids), len(tokens)))
 
 
 async def _chunks(call: _Call, generation: Generation) -> AsyncGenerator[bytes]:
-    write = _Writer(call, generation).chunk
-    if (opening := call.form.opening()) is not None:
-        yield write([opening])
+    writer = call.writer(generation)
+    no_usage: Json = {"usage": None} if call.body.include_usage else {}
+    if call.chat:
+        yield writer.chunk([choice_of({"delta": {"role": "assistant", "content": ""}}, None)], **no_usage)
     shown, tokens = 0, list[TokenEvent]()
     async for piece in call.pieces(generation):
         tokens += piece.tokens
         more = call.provenance(tokens, piece) if piece.end else call.provenance(piece.tokens, None)
         if piece.end:
             more.pop("token_ids", None)  # already sent with the earlier chunks
-        if piece.text or piece.end or more or call.logprobs:
-            wanted = piece.tokens if call.logprobs and piece.tokens else None
-            yield write([call.form.chunk(Part(piece.text, wanted, [shown] * len(piece.tokens), piece.end, more))])
+        if piece.text or piece.end or more or call.wants_logprobs:
+            logprobs = call.logprobs(piece.tokens, [shown] * len(piece.tokens)) if piece.tokens else None
+            delta = {"content": piece.text} if piece.text else {}
+            content: Json = {"delta": delta} if call.chat else {"text": piece.text}
+            yield writer.chunk([choice_of(content, piece.end, logprobs) | more], **no_usage)
         shown += len(piece.text)
     if call.body.include_usage:
-        yield write([], _usage(call, len(tokens)))
-    yield _DONE
-
-
-def _usage(call: _Call, completion_tokens: int) -> Usage:
-    prompt_tokens = len(call.prompt_ids)
-    return Usage(
-        prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=prompt_tokens + completion_tokens
-    )
-
-
-class _Writer:
-    """Builds the answers of one request from choices."""
-
-    def __init__(self, call: _Call, generation: Generation) -> None:
-        self._call = call
-        self._id = generation.request.id
-        self._created = int(time.time())
-
-    def answer(self, kind: str, choices: Sequence[Provenance]) -> Answer:
-        name = self._call.service.name
-        return Answer(id=self._id, object=kind, model=name, created=self._created, choices=choices)
-
-    def chunk(self, choices: Sequence[Provenance], usage: Usage | None = None) -> bytes:
-        """A chunk as a server-sent event. If the stream ends with a usage chunk, all other chunks have usage null."""
-        message = self.answer(self._call.form.chunk_kind, choices)
-        if self._call.body.include_usage:
-            message = msgspec.structs.replace(message, usage=usage)
-        return server_sent_event(message)
+        yield writer.chunk([], usage=usage_of(len(call.prompt_ids), len(tokens)))
+    yield DONE

@@ -12,11 +12,17 @@ import mmap
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pipelinerl.files import SharedRecord, reserve
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipelinerl.weights.layout import Layout
 
 _RECORD_BYTES = 8192
 CONTROL_BYTES = (1 + MAX_RECEIVERS) * _RECORD_BYTES
@@ -91,3 +97,26 @@ class Control:
 
     def close(self) -> None:
         self._memory.close()
+
+
+def file_bytes(layout_bytes: int, buffer_bytes: int) -> int:
+    """Size of the whole file, in bytes."""
+    return _buffer_start(layout_bytes, buffer_bytes, 2)
+
+
+def buffer_views(memory: mmap.mmap, layout: Layout, layout_bytes: int) -> list[dict[str, Tensor]]:
+    """The tensors of both buffers, by name. They keep the mapping alive."""
+    import torch  # noqa: PLC0415 - the launcher makes the file without it
+
+    whole_U8 = torch.frombuffer(memory, dtype=torch.uint8)
+    starts = [_buffer_start(layout_bytes, layout.buffer_bytes, index) for index in (0, 1)]
+    return [layout.views(whole_U8[start : start + layout.buffer_bytes]) for start in starts]
+
+
+def _buffer_start(layout_bytes: int, buffer_bytes: int, index: int) -> int:
+    return _pages(CONTROL_BYTES + layout_bytes) + index * _pages(buffer_bytes)
+
+
+def _pages(size: int) -> int:
+    """The size in bytes of the whole pages that `size` bytes take."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

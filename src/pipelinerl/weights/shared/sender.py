@@ -1,15 +1,8 @@
-"""Weight transfer between processes, through a file in shared memory (see `shared_file` for its layout).
-
-    sender:    wait until every receiver has acknowledged update n-1, fill buffer n % 2, then publish it in one write
-    receiver:  see the new update, verify the buffer's checksum, return views of it; later write the acknowledgement
-
-So no receiver sees a partial update, and the views of update n do not change until update n+1 is acknowledged.
-"""
+"""The trainer's end of weight transfer through shared memory."""
 
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -20,11 +13,10 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import reserve
-from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, first_names
-from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
-from pipelinerl.weights.layout import Layout, aligned, complaint, layout_of
-from pipelinerl.weights.shared_file import CONTROL_BYTES, Answer, Control, Offer
+from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt, WeightTransfer
+from pipelinerl.weights.layout import Layout, complaint, layout_of
+from pipelinerl.weights.shared.file import CONTROL_BYTES, Control, Offer, buffer_views, file_bytes
 
 _POLL_S = 0.0005
 
@@ -69,6 +61,7 @@ class SharedWeightSender:
         self._engines = [f"number {index}" for index in range(receivers)]
         self._inbox: list[UpdateReceipt] = []
         self._problem: str | None = None
+        self.transfer: WeightTransfer | None = None
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
         """Copy the tensors into shared memory, publish them, return the checksum of the copies ("" if the run is ending).
@@ -86,6 +79,7 @@ class SharedWeightSender:
         if not self._wait_for_answers():
             return ""
 
+        begin_s = time.monotonic()
         number = self._sent.number + 1 if self._sent else 1
         buffer = self._buffers[number % 2]
         with torch.no_grad():
@@ -95,6 +89,7 @@ class SharedWeightSender:
         digest = checksum(buffer)
         self._control.write_offer(Offer(number, version, digest, number % 2, self._layout_bytes, layout.buffer_bytes))
         self._sent = _Sent(number, version, digest, time.monotonic())
+        self.transfer = WeightTransfer(version=version, bytes=layout.buffer_bytes, time_s=self._sent.at_s - begin_s)
         return digest
 
     def unanswered(self) -> Sequence[str]:
@@ -160,90 +155,3 @@ class SharedWeightSender:
     def _raise_problem(self) -> None:
         if self._problem is not None:
             raise WeightUpdateError(self._problem)
-
-
-class SharedWeightReceiver:
-    """An engine's end: number `index` of the sender's receivers. The caller owns the descriptor."""
-
-    def __init__(self, fd: int, index: int) -> None:
-        if not 0 <= index < MAX_RECEIVERS:
-            raise ValueError(f"a receiver's index is 0 to {MAX_RECEIVERS - 1}, not {index}")
-        self._fd = fd
-        self._index = index
-        self._control = Control(fd)
-        self._buffers: list[dict[str, Tensor]] = []
-        self._seen = 0
-        self._taken: Offer | None = None
-        self._receipt_due = False
-
-    def offered(self) -> int | None:
-        """The version of the newest update if it was not taken yet, or None. Costs about a microsecond if there is none."""
-        offer = self._newest()
-        return offer.version if offer else None
-
-    def poll(self) -> WeightUpdate | None:
-        """The newest update if it was not taken yet, or None.
-
-        The tensors are views of shared memory: do not write to them. They do not change until the next update is
-        acknowledged. Raises WeightUpdateError if the bytes do not match the sender's checksum.
-        """
-        offer = self._newest()
-        if offer is None:
-            return None
-        if not self._buffers:
-            self._buffers = self._map_buffers(offer)
-        tensors = self._buffers[offer.buffer]
-        self._seen, self._taken, self._receipt_due = offer.number, offer, True
-        found = checksum(tensors)
-        if found != offer.checksum:
-            # A CPU that reorders stores (ARM) may show the offer before the last bytes, which have arrived by now.
-            found = checksum(tensors)
-        if found != offer.checksum:
-            raise WeightUpdateError(
-                f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
-            )
-        return WeightUpdate(offer.version, offer.checksum, tensors)
-
-    def acknowledge(self, receipt: UpdateReceipt) -> None:
-        """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
-        if self._taken is None or not self._receipt_due:
-            raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
-        self._control.write_answer(self._index, Answer(self._taken.number, receipt))
-        self._receipt_due = False
-
-    def close(self) -> None:
-        """Release the buffers; views returned by `poll` stay valid."""
-        self._buffers = []
-        self._control.close()
-
-    def _newest(self) -> Offer | None:
-        if self._control.offers_made() == self._seen:
-            return None
-        offer = self._control.read_offer()
-        if offer is None or (self._taken is not None and offer.number <= self._taken.number):
-            return None  # the offer is being written
-        return offer
-
-    def _map_buffers(self, offer: Offer) -> list[dict[str, Tensor]]:
-        size = file_bytes(offer.layout_bytes, offer.buffer_bytes)
-        if os.fstat(self._fd).st_size < size:
-            raise WeightUpdateError(f"the shared file is shorter than the {size} bytes that its sender announced")
-        memory = mmap.mmap(self._fd, size)
-        layout = msgspec.json.decode(memory[CONTROL_BYTES : CONTROL_BYTES + offer.layout_bytes], type=Layout)
-        return buffer_views(memory, layout, offer.layout_bytes)
-
-
-def file_bytes(layout_bytes: int, buffer_bytes: int) -> int:
-    """Size of the whole file, in bytes."""
-    return _buffer_start(layout_bytes, buffer_bytes, 2)
-
-
-def buffer_views(memory: mmap.mmap, layout: Layout, layout_bytes: int) -> list[dict[str, Tensor]]:
-    """The tensors of both buffers, by name. They keep the mapping alive."""
-    whole_U8 = torch.frombuffer(memory, dtype=torch.uint8)
-    starts = [_buffer_start(layout_bytes, layout.buffer_bytes, index) for index in (0, 1)]
-    return [layout.views(whole_U8[start : start + layout.buffer_bytes]) for start in starts]
-
-
-def _buffer_start(layout_bytes: int, buffer_bytes: int, index: int) -> int:
-    return aligned(CONTROL_BYTES + layout_bytes, mmap.PAGESIZE) + index * aligned(buffer_bytes, mmap.PAGESIZE)

@@ -1,0 +1,68 @@
+"""The machine that an experiment runs on: hardware, software and load, which affect the results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl.launch.roles import usable_cores
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine and its software. `cores` are those that this process may use."""
+
+    cpu: str
+    cores: int
+    memory_gib: float | None
+    system: str
+    versions: dict[str, str]
+
+
+def this_machine() -> Machine:
+    return Machine(
+        cpu=processor(),
+        cores=usable_cores(),
+        memory_gib=_memory_gib(),
+        system=f"{platform.system()} {platform.machine()}",
+        versions={
+            "python": ".".join(map(str, sys.version_info[:3])),
+            **{name: _version(name) for name in ("pipelinerl", "torch", "transformers", "numpy")},
+        },
+    )
+
+
+def load_average() -> float | None:
+    """Runnable processes over the last minute, which shows other load. None where the system does not report it."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
+
+
+def processor() -> str:
+    """The name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(found, platform.processor() or "unknown")
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        return None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,87 @@
+"""An engine's end of weight transfer through shared memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import msgspec
+from torch import Tensor
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.state import checksum
+from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.shared.file import CONTROL_BYTES, Answer, Control, Offer, buffer_views, file_bytes
+
+
+class SharedWeightReceiver:
+    """An engine's end: number `index` of the sender's receivers. The caller owns the descriptor."""
+
+    def __init__(self, fd: int, index: int) -> None:
+        if not 0 <= index < MAX_RECEIVERS:
+            raise ValueError(f"a receiver's index is 0 to {MAX_RECEIVERS - 1}, not {index}")
+        self._fd = fd
+        self._index = index
+        self._control = Control(fd)
+        self._buffers: list[dict[str, Tensor]] = []
+        self._seen = 0
+        self._taken: Offer | None = None
+        self._receipt_due = False
+
+    def offered(self) -> int | None:
+        """The version of the newest update if it was not taken yet, or None. Costs about a microsecond if there is none."""
+        offer = self._newest()
+        return offer.version if offer else None
+
+    def poll(self) -> WeightUpdate | None:
+        """The newest update if it was not taken yet, or None.
+
+        The tensors are views of shared memory: do not write to them. They do not change until the next update is
+        acknowledged. Raises WeightUpdateError if the bytes do not match the sender's checksum.
+        """
+        offer = self._newest()
+        if offer is None:
+            return None
+        if not self._buffers:
+            self._buffers = self._map_buffers(offer)
+        tensors = self._buffers[offer.buffer]
+        self._seen, self._taken, self._receipt_due = offer.number, offer, True
+        found = checksum(tensors)
+        if found != offer.checksum:
+            # A CPU that reorders stores (ARM) may show the offer before the last bytes, which have arrived by now.
+            found = checksum(tensors)
+        if found != offer.checksum:
+            raise WeightUpdateError(
+                f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
+            )
+        return WeightUpdate(offer.version, offer.checksum, tensors)
+
+    def acknowledge(self, receipt: UpdateReceipt) -> None:
+        """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
+        if self._taken is None or not self._receipt_due:
+            raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
+        self._control.write_answer(self._index, Answer(self._taken.number, receipt))
+        self._receipt_due = False
+
+    def close(self) -> None:
+        """Release the buffers; views returned by `poll` stay valid."""
+        self._buffers = []
+        self._control.close()
+
+    def _newest(self) -> Offer | None:
+        if self._control.offers_made() == self._seen:
+            return None
+        offer = self._control.read_offer()
+        if offer is None or (self._taken is not None and offer.number <= self._taken.number):
+            return None  # the offer is being written
+        return offer
+
+    def _map_buffers(self, offer: Offer) -> list[dict[str, Tensor]]:
+        size = file_bytes(offer.layout_bytes, offer.buffer_bytes)
+        if os.fstat(self._fd).st_size < size:
+            raise WeightUpdateError(f"the shared file is shorter than the {size} bytes that its sender announced")
+        memory = mmap.mmap(self._fd, size)
+        layout = msgspec.json.decode(memory[CONTROL_BYTES : CONTROL_BYTES + offer.layout_bytes], type=Layout)
+        return buffer_views(memory, layout, offer.layout_bytes)

@@ -1,0 +1,84 @@
+"""What tests of several commands are made from: recorded rollouts, a calibration, and a command without its main program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from pipelinerl.cli.parser import Commands
+from pipelinerl.experiments.planner.analytic import LengthDistribution
+from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, Machine, TrainingCost
+from pipelinerl.files import JsonLines
+from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, spans_from_versions
+
+CALIBRATION = Calibration(
+    machine=Machine(
+        date="2030-01-01T00:00:00+00:00", processor="a processor", cores=8, accelerators=4, torch="2", load_average=0.1
+    ),
+    model="demo",
+    parameters=1000,
+    slots=16,
+    batch_size=32,
+    group_size=4,
+    processes=1,
+    side_by_side=True,
+    generation=GenerationCost(
+        threads=2,
+        decode=tuple(
+            DecodeCost(active=active, step_s=step_s, step_s_p25=step_s, step_s_p75=step_s, steps=32)
+            for active, step_s in ((1, 0.001), (4, 0.0013), (16, 0.0025))
+        ),
+        context_mean=20.0,
+        prefill_s=0.001,
+        prefill_s_per_token=0.0001,
+        prompt_tokens_mean=6.0,
+        rollout_overhead_s=0.0004,
+        tokens_per_s=5000.0,
+        update_pause_s=0.002,
+    ),
+    training=TrainingCost(threads=2, step_s=0.064, token_s=0.0001, used_share=0.5, rollout_s=0.001),
+    lengths={10: 3, 30: 1},
+    reward_mean=0.5,
+)
+
+
+def histogram_of(lengths: LengthDistribution) -> dict[int, float]:
+    """Length -> share, for lengths that occur."""
+    return {length: share for length, share in enumerate(lengths.probabilities.tolist(), start=1) if share}
+
+
+def turn(length: int, *, versions: Sequence[int] = (), prompt: int = 5, reason: FinishReason = "stop") -> Turn:
+    completion = Completion(
+        request_id="r",
+        token_ids=(1,) * length,
+        logprobs=(0.0,) * length,
+        weight_versions=spans_from_versions(versions or (0,) * length),
+        finish_reason=reason,
+    )
+    return Turn(prompt_ids=(2,) * prompt, completion=completion)
+
+
+def group(index: int, *attempts: Sequence[Turn], rewards: Iterable[float] = ()) -> Group:
+    """A group with the turns of each attempt. `rewards` are 0 unless given."""
+    given = list(rewards) or [0.0] * len(attempts)
+    rollouts = tuple(Rollout(turns=tuple(turns), reward=reward) for turns, reward in zip(attempts, given, strict=True))
+    return Group(index=index, problem=Problem("p", {}), rollouts=rollouts, started=len(rollouts))
+
+
+def write_rollouts(run_dir: Path, groups: Iterable[Group]) -> Path:
+    """Write `groups` as the rollouts of a run; returns `run_dir`."""
+    (run_dir / "rollouts").mkdir(parents=True)
+    with JsonLines(run_dir / "rollouts" / "rollouts.jsonl") as records:
+        for each in groups:
+            records.write(each)
+    return run_dir
+
+
+def invoke(add_to: Callable[[Commands], None], *arguments: object) -> int:
+    """Run a command that `add_to` defines, and let its errors through."""
+    commands = Commands()
+    add_to(commands)
+    own, settings = commands.split([str(argument) for argument in arguments])
+    options = commands.root.parse_args(own)
+    status: int = options.run(options, settings)
+    return status
