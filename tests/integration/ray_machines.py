@@ -1,7 +1,8 @@
 """A Ray cluster whose machines are all this one, in a process of its own: `python -m tests.integration.ray_machines FOLDER`.
 
-Ray reads its settings when it is imported, so they are set before. Commands on standard input, one a line: `add NAME`, `remove
-NAME`. Each is answered by a line, after the first one, which is the cluster's address. It ends at the end of its input.
+Ray reads its settings when it is imported, so they are set before. Commands on standard input, one a line: `add NAME` and
+`remove NAME`. The first line of its output is the cluster's address, then each command is answered by a line. It ends at the
+end of its input.
 """
 
 from __future__ import annotations

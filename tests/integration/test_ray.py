@@ -7,14 +7,17 @@ other slow tests; `make test-ray` runs everything.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import msgspec
 import pytest
 
 from pipelinerl.launch.stages.streams import redis_of
+from pipelinerl.stream.redis_server import RedisServer, start_server
 from pipelinerl.types import StageStatus
 from tests.integration.runs import (
     Ended,
@@ -134,10 +138,11 @@ def checked(run_dir: Path, ended: Ended) -> dict[str, Any]:
     return counts
 
 
-def resume_to_the_end(run_dir: Path) -> None:
-    """Two steps further than the latest checkpoint, or than any step before it."""
+def resume_to_the_end(run_dir: Path, *arguments: str) -> None:
+    """Two steps further than the latest checkpoint. Checks what any run promises, over both sessions."""
     version = max([0, *(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))])
-    counts = checked(run_dir, command("train", "--resume", str(run_dir), f"--trainer.steps={version + 2}"))
+    goal = f"--trainer.steps={version + 2}"
+    counts = checked(run_dir, command("train", "--resume", str(run_dir), goal, *arguments))
     assert counts["version"] == version + 2
     assert [step.version for step in steps(run_dir)] == list(range(1, version + 3))
 
@@ -250,20 +255,161 @@ def test_a_machine_that_is_removed_ends_the_run_and_is_named(machines: Machines,
 @LONG
 @pytest.mark.parametrize("victim", ["training", "server-1", "preprocessing", "generation"])
 def test_a_machine_that_is_removed_under_any_role(victim: str, machines: Machines, tmp_path: Path) -> None:
+    """Afterwards the run goes on with the machines that are left."""
     place = dict.fromkeys(("training", "server-0", "server-1", "preprocessing", "generation"), "machine-0")
-    place[victim] = "machine-1"
-    run = Running(tmp_path / "r", **APART, launch__place=msgspec.json.encode(place).decode())
+    run = Running(tmp_path / "r", **APART, launch__place=json.dumps(place | {victim: "machine-1"}))
     machines.remove("machine-1")
     ended = run.end()
     assert ended.status == 4
     assert f"which runs {victim}, is lost" in ended.error
-    resume_to_the_end(run.run_dir) if victim != "training" else resume_elsewhere(run.run_dir)
+    resume_to_the_end(run.run_dir, "--launch.place={}")
 
 
-def resume_elsewhere(run_dir: Path) -> None:
-    """On the machines that are left."""
-    version = max([0, *(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))])
-    counts = checked(
-        run_dir, command("train", "--resume", str(run_dir), f"--trainer.steps={version + 2}", "--launch.place={}")
-    )
-    assert counts["version"] == version + 2
+@LONG
+def test_a_machine_that_is_removed_during_a_broadcast(machines: Machines, tmp_path: Path) -> None:
+    """The sender waits for a receiver that is stopped; then the receiver's machine is gone."""
+    run = Running(tmp_path / "r", **TWO_ACTORS)
+    os.kill(run.pids["actor-1"], signal.SIGSTOP)
+    until(lambda: stands_still(run.run_dir), run.process)
+    machines.remove(run.machines["actor-1"])
+    ended = run.end()
+    assert ended.status == 4
+    assert "which runs generation-1, is lost" in ended.error
+    resume_to_the_end(run.run_dir)
+
+
+def stands_still(run_dir: Path) -> bool:
+    """Whether the trainer takes no step for a while."""
+    before = version_of(run_dir)
+    time.sleep(1.0)
+    return version_of(run_dir) == before
+
+
+@LONG
+def test_a_machine_that_is_removed_during_a_checkpoint(machines: Machines, tmp_path: Path) -> None:
+    """The trainer is stopped while a checkpoint is half written, and never goes on."""
+    settings = SPREAD | {"launch__place": json.dumps({"training": "machine-1"}), "trainer__checkpoint_every": 1}
+    run = Running(tmp_path / "r", **settings)
+    trainer = run.pids["trainer"]
+
+    def stopped_in_a_checkpoint() -> bool:
+        os.kill(trainer, signal.SIGSTOP)
+        if unfinished(run.run_dir):
+            return True
+        os.kill(trainer, signal.SIGCONT)
+        return False
+
+    until(stopped_in_a_checkpoint, run.process)
+    machines.remove("machine-1")
+    ended = run.end()
+    assert ended.status == 4
+    assert "which runs training, is lost" in ended.error
+    assert unfinished(run.run_dir)
+    resume_to_the_end(run.run_dir, "--launch.place={}")
+
+
+def unfinished(run_dir: Path) -> list[Path]:
+    return [path for path in (run_dir / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", path.name)]
+
+
+@LONG
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_agent_that_is_killed_or_frozen(signal_number: int, machines: Machines, tmp_path: Path) -> None:
+    """Nothing but the agent is wrong with its machine, and its processes go on for a while. They end with the run."""
+    run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=10)
+    machine = run.machines["actor-1"]
+    os.kill(run.agents[machine], signal_number)
+    ended = run.end()
+    assert ended.status == 4
+    assert f"machine {machine} " in ended.error
+    why = "its agent died" if signal_number == signal.SIGKILL else "it has not been heard for"
+    assert f"which runs generation-1, is lost: {why}" in ended.error
+    resume_to_the_end(run.run_dir)
+
+
+@LONG
+def test_a_killed_launcher_takes_everything_with_it(machines: Machines, tmp_path: Path) -> None:
+    """And another launcher may go on at once: it waits for the agents of the first."""
+    run = Running(tmp_path / "r", **APART)
+    run.process.kill()
+    assert run.end().status == -signal.SIGKILL
+    resume_to_the_end(run.run_dir)
+
+
+@LONG
+def test_a_frozen_launcher_is_given_up_by_its_agents(machines: Machines, tmp_path: Path) -> None:
+    run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=10)
+    run.process.send_signal(signal.SIGSTOP)
+    until(lambda: not any(map(alive, [*run.pids.values(), *run.agents.values()])))
+    (log,) = (run.run_dir / "logs").glob(f"agent-{run.machines['actor-1']}.log")
+    assert "the launcher has not been heard for" in log.read_text()
+    run.process.send_signal(signal.SIGCONT)
+    assert run.end().status == 4
+    resume_to_the_end(run.run_dir)
+
+
+@LONG
+def test_a_killed_redis_of_the_run_ends_it(machines: Machines, tmp_path: Path) -> None:
+    run = Running(tmp_path / "r", **APART)
+    (configuration,) = (run.run_dir / "streams").glob("*/redis.conf")
+    assert configuration.stat().st_mode & 0o077 == 0, "the password is for this user only"
+    server = next(pid for pid in children(run.process.pid) if "redis-server" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(server, signal.SIGKILL)
+    ended = run.end()
+    assert ended.status == 4
+    assert "redis-server" in ended.error
+    assert "was killed by SIGKILL" in ended.error
+    resume_to_the_end(run.run_dir)
+
+
+@LONG
+def test_a_redis_that_is_killed_and_comes_back_with_its_data_changes_nothing(machines: Machines, tmp_path: Path) -> None:
+    address, folder = machines.address.partition(":")[0], tmp_path / "redis"
+    with ExitStack() as stack:
+        server = stack.enter_context(start_server(folder, durable=True, address=address))
+        run = Running(tmp_path / "r", **TWO_ACTORS, stream__url=server.url)
+        for _ in range(2):
+            version = version_of(run.run_dir)
+            server.kill()
+            assert server.wait(10)
+            server = stack.enter_context(RedisServerAgain(server, folder))
+            until(lambda version=version: version_of(run.run_dir) > version + 2, run.process)
+        run.process.send_signal(signal.SIGINT)
+        ended = run.end()
+        assert ended.status == 130, ended.error
+        assert_conserved(summary(run.run_dir))
+        resume_to_the_end(run.run_dir)
+
+
+def RedisServerAgain(server: RedisServer, folder: Path) -> RedisServer:
+    """The same server with the same configuration."""
+    program = shutil.which("redis-server")
+    assert program is not None
+    return RedisServer(program, folder / "redis.conf", server.url, folder / "redis.log")
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(path.name) for path in Path("/proc").glob("[0-9]*") if alive(int(path.name)) and parent_of(int(path.name)) == pid
+    ]
+
+
+@LONG
+def test_what_can_not_run_is_refused_in_one_line(machines: Machines, tmp_path: Path) -> None:
+    for name, settings, message in (
+        ("gpu", {"trainer__device": "cuda"}, "no machine has 1 free GPUs for training: .* need 1 GPUs in all"),
+        ("place", {"launch__place": '{"training": "far"}'}, "there is no machine far for training; the cluster has"),
+        ("cluster", {"launch__ray_address": "127.0.0.1:1"}, "no connection with the Ray cluster 127.0.0.1:1"),
+    ):
+        ended = command("train", *flags(tmp_path / name, **SPREAD, **settings))
+        assert ended.status == 2, ended.error
+        assert re.search(message, ended.error), ended.error
+        assert ended.error.count("\n") == 1
+    run = Running(tmp_path / "r", **SPREAD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))  # as on another machine, which does not see the first one's lock
+        second = command("train", "--resume", str(tmp_path / "r"))
+        assert second.status == 2
+        assert "in use by another run on this cluster" in second.error
+    run.process.send_signal(signal.SIGINT)
+    assert run.end().status == 130

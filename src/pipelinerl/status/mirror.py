@@ -126,7 +126,7 @@ class Heartbeats:
         passed_s, self._beaten_s = min(now - self._beaten_s, MOST_BETWEEN_S), now
         for name in {*self._silent_s, *(name.decode() for name in found)}:
             count = found.get(name.encode(), b"")
-            if self._heard.get(name) == count:
+            if self._heard.get(name, b"") == count:
                 self._silent_s[name] += passed_s
             else:
                 self._heard[name], self._silent_s[name] = count, 0.0
