@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,9 +22,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import StartPlan
 from pipelinerl.launch.stages.streams import redis_of
 from pipelinerl.stream.redis_server import RedisServer, start_server
 from pipelinerl.types import StageStatus
@@ -46,8 +51,9 @@ from tests.integration.runs import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed: pip install 'pipelinerl[ray]'", allow_module_level=True)
-if shutil.which("redis-server") is None:
-    pytest.skip("redis-server is not installed (apt-get install redis-server)", allow_module_level=True)
+for program in ("redis-server", "openssl"):
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed (apt-get install {program})", allow_module_level=True)
 LONG = pytest.mark.skipif("PIPELINERL_TEST_RAY" not in os.environ, reason="the long form: make test-ray")
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -95,11 +101,25 @@ class Machines:
         raise AssertionError("the cluster has ended")
 
 
+CERTIFICATE, KEY = "certificate.pem", "key.pem"
+
+
+def certify(folder: Path) -> None:
+    """A certificate for this machine's address, which all processes of the cluster trust."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("8.8.8.8", 9))  # sends nothing
+        address = probe.getsockname()[0]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=pipelinerl"]
+    command += ["-addext", f"subjectAltName=IP:{address}", "-keyout", str(folder / KEY), "-out", str(folder / CERTIFICATE)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Machines]:
     # A short path: Ray makes sockets there.
     with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as patch:
-        for name, value in TOKEN.items():
+        certify(Path(folder))
+        for name, value in {**TOKEN, "SSL_CERT_FILE": str(Path(folder) / CERTIFICATE)}.items():
             patch.setenv(name, value)
         machines = Machines(Path(folder))
         patch.setenv("RAY_ADDRESS", machines.address)
@@ -151,10 +171,6 @@ def statuses(run_dir: Path) -> dict[str, StageStatus]:
     """The status board in Redis."""
     import redis
 
-    from pipelinerl.config.schema import RunConfig
-    from pipelinerl.launch.run_directory import RunDirectory
-    from pipelinerl.launch.session import StartPlan
-
     run = RunDirectory(run_dir)
     try:
         plan = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
@@ -185,6 +201,10 @@ class Running:
         for path in (run_dir / "control").glob("server-*.ready.json"):
             self.pids[path.name.split(".")[0]] = msgspec.json.decode(path.read_bytes())["pid"]
         self.agents = {self.machines[stage]: parent_of(pid) for stage, pid in self.pids.items() if stage in self.machines}
+
+    @property
+    def plan(self) -> StartPlan:
+        return msgspec.json.decode(RunDirectory(self.run_dir).plan.read_bytes(), type=StartPlan)
 
     def end(self) -> Ended:
         """Wait for the end, which comes in time and leaves no process."""
@@ -250,6 +270,20 @@ def test_a_machine_that_is_removed_ends_the_run_and_is_named(machines: Machines,
 
 
 # ------------------------------------------------------------------------------------------------- the long form
+
+
+@LONG
+def test_servers_speak_https_and_ask_for_the_key(machines: Machines, tmp_path: Path) -> None:
+    files = {"engine__tls_certificate": machines.folder / CERTIFICATE, "engine__tls_key": machines.folder / KEY}
+    run = Running(tmp_path / "r", **APART, **files)
+    ready = msgspec.json.decode((run.run_dir / "control" / "server-0.ready.json").read_bytes())
+    assert ready["url"].startswith("https://")
+    for key, status in (("wrong", 401), (run.plan.servers_key, 200)):
+        answer = httpx2.get(f"{ready['url']}/v1/models", headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+    run.process.send_signal(signal.SIGINT)
+    assert run.end().status == 130
+    assert_conserved(summary(run.run_dir))
 
 
 @LONG

@@ -120,6 +120,8 @@ def _machines(config: RunConfig) -> Iterator[str]:
     """Settings that need processes on one machine, while `ray` has them on several, and the reverse."""
     launch, url = config.launch, config.stream.url
     if launch.kind != "ray":
+        if config.engine.tls_certificate is not None:
+            yield "engine.tls_certificate: servers are on this machine only; remove it, or set launch.kind to ray"
         set_here = {"ray_address": launch.ray_address, "ray_without_token": launch.ray_without_token, "place": launch.place}
         for key, value in set_here.items():
             if value:

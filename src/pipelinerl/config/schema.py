@@ -156,6 +156,10 @@ class EngineConfig(Section, frozen=True):
     """Directory through which the servers in `urls` get weights; its path must be the same here and there. null: shared
     memory, for servers on this machine.
     """
+    tls_certificate: str | None = None
+    """ray: PEM file of the machine's certificate, on every machine with a server; the servers then speak HTTPS."""
+    tls_key: str | None = None
+    """ray: PEM file of the key of `tls_certificate`."""
     python: str | None = None
     """vllm: to start servers, the interpreter that has vLLM installed, like `/opt/vllm/bin/python`."""
     slots: Count = 64
@@ -181,6 +185,8 @@ class EngineConfig(Section, frozen=True):
                 f"engine.processes: one generation process drives all `{self.kind}` servers, not {self.processes}; set it "
                 "to 1, and engine.servers (or engine.urls) to have more engines"
             )
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            yield "engine.tls_key: engine.tls_certificate and engine.tls_key belong together; set both, or none"
         if self.kind != "vllm" and self.python is not None:
             yield f"engine.python: this is for vLLM, and engine.kind is {self.kind}; remove it, or set engine.kind to vllm"
         if self.kind == "vllm" and not self.urls and self.python is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -74,6 +75,7 @@ def _serve_engine(session: Session, role: str) -> None:
             name=role,
             listen=Address(session.here.address, 0),
             api_key=server_key(session),
+            tls=_tls(engine),
             max_queue=engine.slots,
             weight_directories=(SHARED_MEMORY, session.run.control),
             drain_s=DRAIN_S,
@@ -88,8 +90,9 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
 
     settings = _vllm_settings(session)
     address, key = session.here.address, server_key(session)
+    scheme = "http" if settings.tls is None else "https"
     port = free_port(address)
-    write_atomically(session.run.ready_file(role), msgspec.json.encode(ReadyFile(f"http://{address}:{port}")))
+    write_atomically(session.run.ready_file(role), msgspec.json.encode(ReadyFile(f"{scheme}://{address}:{port}")))
     os.dup2(parent_pipe, 0)  # the guard watches it there
     command = [
         sys.executable,
@@ -119,7 +122,19 @@ def _vllm_settings(session: Session) -> VllmSettings:
         else None,
         device=engine.device,
         threads=session.here.threads,
+        tls=_tls(engine),
     )
+
+
+def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
+    """The PEM files of this machine's certificate and its key, if servers shall use them. Raises UserError."""
+    if engine.tls_certificate is None or engine.tls_key is None:
+        return None
+    files = (Path(engine.tls_certificate), Path(engine.tls_key))
+    for name, path in zip(("tls_certificate", "tls_key"), files, strict=True):
+        if not path.is_file():
+            raise UserError(f"engine.{name}: there is no file {path} on {socket.gethostname()}")
+    return files
 
 
 def server_key(session: Session) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -31,6 +32,7 @@ class VllmSettings:
     kv_cache_bytes: int | None = None
     device: str = "cpu"
     threads: int = 1
+    tls: tuple[Path, Path] | None = None
 
 
 def command_line(settings: VllmSettings, port: int, host: str = HOST, *, guarded: bool = False) -> list[str]:
@@ -46,6 +48,8 @@ def command_line(settings: VllmSettings, port: int, host: str = HOST, *, guarded
     if settings.device == "cpu":
         command += ["--enforce-eager"]
     command += ["--weight-transfer-config", msgspec.json.encode({"backend": BACKEND}).decode()]
+    if settings.tls is not None:
+        command += ["--ssl-certfile", str(settings.tls[0]), "--ssl-keyfile", str(settings.tls[1])]
     if guarded:
         command += ["--middleware", "pipelinerl.serving.vllm.key.RequireKey"]
     if settings.kv_cache_bytes is not None:
