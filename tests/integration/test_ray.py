@@ -175,7 +175,7 @@ def statuses(run_dir: Path) -> dict[str, StageStatus]:
     try:
         plan = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
         config = RunConfig.model_validate_json(run.settings.read_bytes())
-        url, prefix = redis_of(config, run, plan.redis_url)
+        url, prefix, _ = redis_of(config, run, plan.redis_url)
         with redis.Redis.from_url(url) as client:
             found: Any = client.hgetall(f"{{{prefix}}}board")
     except (OSError, redis.ConnectionError, msgspec.DecodeError):
@@ -350,7 +350,7 @@ def unfinished(run_dir: Path) -> list[Path]:
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_agent_that_is_killed_or_frozen(signal_number: int, machines: Machines, tmp_path: Path) -> None:
     """Nothing but the agent is wrong with its machine, and its processes go on for a while. They end with the run."""
-    run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=10)
+    run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=20)
     machine = run.machines["actor-1"]
     os.kill(run.agents[machine], signal_number)
     ended = run.end()
@@ -372,7 +372,7 @@ def test_a_killed_launcher_takes_everything_with_it(machines: Machines, tmp_path
 
 @LONG
 def test_a_frozen_launcher_is_given_up_by_its_agents(machines: Machines, tmp_path: Path) -> None:
-    run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=10)
+    run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=20)
     run.process.send_signal(signal.SIGSTOP)
     until(lambda: not any(map(alive, [*run.pids.values(), *run.agents.values()])))
     (log,) = (run.run_dir / "logs").glob(f"agent-{run.machines['actor-1']}.log")

@@ -105,7 +105,7 @@ def _write_start_in_redis(session: Session, handed_over: int) -> None:
     from pipelinerl.redis_connection import RedisConnection  # noqa: PLC0415 - as above
     from pipelinerl.status.mirror import RedisBoard  # noqa: PLC0415 - as above
 
-    url, prefix = redis_of(session.config, session.run, session.plan.redis_url)
+    url, prefix, _ = redis_of(session.config, session.run, session.plan.redis_url)
     with closing(RedisConnection(url, "launcher")) as connection:
         make_redis_record(connection, prefix, handed_over, session.plan.settled)
         RedisBoard(connection, prefix).clear()

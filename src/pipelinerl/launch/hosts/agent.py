@@ -129,8 +129,8 @@ class Agent:
         try:
             self._session = self._read_session(root, self._scratch)
             self._board = MmapBoard(self._scratch)
-            url, prefix = redis_of(self._session.config, self._session.run, self._session.plan.redis_url)
-            self._redis = RedisConnection(url, "agent")
+            url, prefix, patience_s = redis_of(self._session.config, self._session.run, self._session.plan.redis_url)
+            self._redis = RedisConnection(url, "agent", patience_s)
             shared = RedisBoard(self._redis, prefix)
             self._mirror = Mirror(
                 shared, self._board, self._setup.stages, machine=self._setup.machine, ahead_s=self._setup.ahead_s

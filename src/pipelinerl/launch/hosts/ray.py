@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
@@ -51,10 +52,13 @@ except ImportError as error:
     ) from error
 
 NAMESPACE = "pipelinerl"
+CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
 """For calls that only start something. An agent that does not answer in this time is lost."""
 CLOSE_TIMEOUT_S = 15.0
 POLL_S = 0.02
+TRY_S = 1.0
+"""How long the launcher tries to reach Redis at a time."""
 CLOCK_CALLS = 5
 CAUSE_PATIENCE_S = 3.0
 """After a failure: the time in which a lost machine, which may be its cause, stops answering."""
@@ -87,15 +91,14 @@ def connected(config: LaunchConfig) -> Iterator[Cluster]:
     if ray.is_initialized():
         yield _cluster()
         return
+    address = config.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(
-            address=config.ray_address or os.environ.get("RAY_ADDRESS") or "auto",
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-    except (ConnectionError, RuntimeError, ValueError, exceptions.RayError) as error:
-        where = config.ray_address or os.environ.get("RAY_ADDRESS") or "of this machine"
+        host, _, port = address.rpartition(":")
+        if host and port.isdigit():  # Ray tries for minutes
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError, exceptions.RayError) as error:
+        where = "of this machine" if address == "auto" else address
         raise UserError(
             f"launch.ray_address: no connection with the Ray cluster {where} ({_first_line(error)}); start one with "
             "`ray start --head`, and this command on one of its machines"
@@ -176,6 +179,8 @@ class Seat:
         """Call the agent. Raises StageDiedError if it does not answer."""
         try:
             return ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
+        except exceptions.RayTaskError as error:
+            raise StageDiedError(f"{self.name}: {type(error.cause).__name__}: {error.cause}") from error
         except exceptions.RayError as error:
             raise StageDiedError(f"{self.name} does not answer ({_first_line(error)})") from error
 
@@ -215,17 +220,22 @@ class Seat:
 
 
 class _LastBoard(RedisBoard):
-    """Returns the statuses of the last look while Redis is not there, and why it is not."""
+    """While Redis is not there, it returns the statuses of the last look. `problem`: Redis has been away for too long."""
 
-    problem: StreamError | None = None
+    def __init__(self, connection: RedisConnection, prefix: str, patience_s: float) -> None:
+        super().__init__(connection, prefix)
+        self._patience_s = patience_s
+        self._seen_s = time.monotonic()
+        self.problem: StreamError | None = None
 
     def stages(self) -> Sequence[str]:
         try:
             found = super().stages()
         except StreamError as error:
-            self.problem = error
+            if time.monotonic() - self._seen_s > self._patience_s:
+                self.problem = error
             return sorted(self._payloads)
-        self.problem = None
+        self._seen_s = time.monotonic()
         return found
 
 
@@ -239,14 +249,12 @@ class RayHost:
         self._seats: dict[str, Seat] = {}
         self._weights_from: tuple[str, int] | None = None
         self._stack = ExitStack()
-        url, self._prefix = redis_of(session.config, session.run, session.plan.redis_url)
-        self._redis = self._stack.enter_context(_closing(RedisConnection(url, "launcher")))
-        self._board = _LastBoard(self._redis, self._prefix)
+        url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
+        # Two connections: the thread of heartbeats must not wait for anything else, nor the launcher for long.
+        here, beating = (self._stack.enter_context(closing(RedisConnection(url, "launcher", TRY_S))) for _ in range(2))
+        self._board = _LastBoard(here, prefix, patience_s)
         self.board: Board = self._board
-        # A connection of its own: the thread of heartbeats must not wait for anything else.
-        self._heartbeats = Heartbeats(
-            self._stack.enter_context(_closing(RedisConnection(url, "heartbeats"))), self._prefix, LAUNCHER
-        )
+        self._heartbeats = Heartbeats(beating, prefix, LAUNCHER)
         self._looked_s = 0.0
 
     def __enter__(self) -> Self:
@@ -300,7 +308,7 @@ class RayHost:
         while (lost := self.failure()) is None:
             waited_s = time.monotonic() - begin_s
             quiet = any(seat.unavailable or self._silent_s(seat) > QUIET_S for seat in self._seats.values())
-            if waited_s > CAUSE_PATIENCE_S and not quiet:
+            if waited_s > (self._session.config.launch.lost_s + CAUSE_PATIENCE_S if quiet else CAUSE_PATIENCE_S):
                 return failure
             time.sleep(POLL_S)
         return lost
@@ -391,20 +399,12 @@ class RayHost:
                 self._heartbeats.beat()
 
     def _end_agents(self) -> None:
-        closing = [seat.actor.close.remote() for seat in self._seats.values() if seat.lost is None]
-        if closing:
+        ending = [seat.actor.close.remote() for seat in self._seats.values() if seat.lost is None]
+        if ending:
             with suppress(exceptions.RayError):
-                ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+                ray.wait(ending, num_returns=len(ending), timeout=CLOSE_TIMEOUT_S)
         for seat in self._seats.values():
             ray.kill(seat.actor)
-
-
-@contextmanager
-def _closing(connection: RedisConnection) -> Iterator[RedisConnection]:
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def _cluster() -> Cluster:

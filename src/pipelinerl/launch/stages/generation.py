@@ -207,8 +207,8 @@ def _admission(session: Session, board: Board, writer: StreamWriter[Group]) -> A
     from pipelinerl.actor.admission_redis import RedisAdmission  # noqa: PLC0415 - needs the extra `redis`
     from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - as above
 
-    url, prefix = redis_of(session.config, session.run, session.plan.redis_url)
-    admission = RedisAdmission(url, prefix, session.schedule, taken=taken, processes=processes)
+    url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
+    admission = RedisAdmission(url, prefix, session.schedule, taken=taken, processes=processes, patience_s=patience_s)
     assert isinstance(writer, RedisStreamWriter)  # noqa: S101 - the configuration was checked
     writer.companion = admission.commit_with
     return admission

@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
@@ -44,22 +44,27 @@ def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) ->
         return FileStore(run.streams)
     from pipelinerl.stream.redis import RedisStore  # noqa: PLC0415 - needs the extra `redis`
 
-    url, prefix = redis_of(config, run, redis_url)
-    return RedisStore(url, prefix, OWN_REDIS_PATIENCE_S if config.stream.url is None else REDIS_PATIENCE_S)
+    return RedisStore(*redis_of(config, run, redis_url))
 
 
-def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> tuple[str, str]:
-    """The address of the run's Redis server, and the prefix of the run's keys there.
+class RedisPlace(NamedTuple):
+    """The run's Redis server, the prefix of the run's keys there, and how long a lost connection is retried."""
 
-    The prefix is random, generated once, and kept in the run directory.
-    """
+    url: str
+    prefix: str
+    patience_s: float
+
+
+def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> RedisPlace:
+    """Where the run's keys are. Their prefix is random, generated once, and kept in the run directory."""
     url = config.stream.url or redis_url
     if url is None:
         raise RunDirectoryError(f"{run.root}: the run's Redis server was not started")
     path = run.streams / "name_in_redis"
     if not path.exists():
         write_atomically(path, f"pipelinerl-{secrets.token_hex(8)}-".encode())
-    return url, path.read_text()
+    patience_s = OWN_REDIS_PATIENCE_S if config.stream.url is None else REDIS_PATIENCE_S
+    return RedisPlace(url, path.read_text(), patience_s)
 
 
 @contextmanager
