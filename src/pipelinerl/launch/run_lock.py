@@ -28,7 +28,7 @@ class RunLock:
         `file` is what is locked, by default one in the directory.
         """
         self.run = run
-        self.fd = os.open(file or run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.fd = os.open(file or run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         deadline_s = time.monotonic() + ORPHAN_PATIENCE_S + 5.0
         while not self._try_lock():
             if self._holder_alive() or time.monotonic() > deadline_s:
