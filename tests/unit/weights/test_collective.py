@@ -355,7 +355,7 @@ def test_a_listener_that_is_no_weight_sender(rig: Rig) -> None:
         receiver = rig.receiver_at(server.getsockname()[1])
         stranger, _ = server.accept()
         stranger.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        assert "can't be used: it does not have the key of this broadcast" in problem(receiver)
+        assert "can't be used: it does not have the key of this run" in problem(receiver)
         stranger.close()
 
 
