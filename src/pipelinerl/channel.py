@@ -98,7 +98,9 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=128)
 
 
-def dial(host: str, port: int, key: str, timeout_s: float, stop: Callable[[], bool], *, incoming: Any) -> Channel[Any] | None:
+def dial(
+    host: str, port: int, key: str, timeout_s: float, stop: Callable[[], bool], *, incoming: Any
+) -> Channel[Any] | None:
     """Connect to the listener, which may accept later; `incoming` is as for `Channel`. None once `stop` returns True.
 
     Raises OSError if it can't be reached or does not answer within `timeout_s`, and the errors of `Channel`.

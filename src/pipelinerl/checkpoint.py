@@ -113,7 +113,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def _rows(files: Sequence[Any], key: str, rows_of: Callable[[int], slice]) -> Tensor:
-    """The wanted rows of a tensor, of which each file has some. A tensor without rows (a number) is the same in all files."""
+    """The wanted rows of a tensor, of which each file has some. A number is the same in all files."""
     parts = [file.get_slice(key) for file in files]
     if not parts[0].get_shape():
         found: Tensor = files[0].get_tensor(key)

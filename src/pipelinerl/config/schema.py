@@ -359,7 +359,7 @@ class TrainerConfig(Section, frozen=True):
     def mistakes(self) -> Iterator[str]:
         on_gpu = self.device.startswith("cuda")
         if self.ranks > 1 and self.device == "mps":
-            yield f"trainer.ranks: an Apple GPU can't be shared by {self.ranks} processes; set it to 1, or trainer.device to cpu"
+            yield f"trainer.ranks: an Apple GPU can't be shared by {self.ranks} ranks; set it to 1, or trainer.device to cpu"
         if self.ranks > 1 and self.backend == "nccl" and not on_gpu:
             yield "trainer.backend: nccl needs GPUs; set it to auto, or trainer.device to cuda"
         if self.ranks > 1 and self.backend == "gloo" and on_gpu:

@@ -38,10 +38,15 @@ def server_roles(config: RunConfig) -> list[str]:
     return [f"server-{index}" for index in range(config.engine.servers)]
 
 
+def rank_roles(config: RunConfig) -> list[str]:
+    """The processes of a sharded trainer besides rank 0, which is `TRAINING`. They publish no status."""
+    return [f"{TRAINING}-rank-{rank}" for rank in range(1, config.trainer.ranks)]
+
+
 def worker_roles(config: RunConfig) -> list[str]:
-    """The processes that run stages and publish their statuses."""
+    """The processes that run stages."""
     preprocessing = [PREPROCESSING] if config.launch.preprocessor == "process" else []
-    return [*generation_roles(config), *preprocessing, TRAINING]
+    return [*generation_roles(config), *preprocessing, TRAINING, *rank_roles(config)]
 
 
 def worker_stages(config: RunConfig) -> list[str]:
@@ -55,7 +60,9 @@ def worker_stages(config: RunConfig) -> list[str]:
 
 
 class Threads(NamedTuple):
-    """CPU threads. `generation` is for each process that generates tokens, including engine servers that the run starts."""
+    """CPU threads. `generation` is for each process that generates tokens, including engine servers that the run starts;
+    `training` is for each rank of the trainer.
+    """
 
     generation: int
     training: int
@@ -93,7 +100,9 @@ def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
         generation, training = cores // 2, cores - cores // 2
     else:
         generation, training = 1, cores - engines
-    return Threads(config.engine.threads or max(1, generation), config.trainer.threads or max(1, training))
+    return Threads(
+        config.engine.threads or max(1, generation), config.trainer.threads or max(1, training // config.trainer.ranks)
+    )
 
 
 def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int:
@@ -118,6 +127,9 @@ def check_devices(config: RunConfig) -> None:
     vLLM's device is not checked: it has its own Python environment and PyTorch.
     """
     devices = {"trainer.device": config.trainer.device}
+    if config.trainer.ranks > 1 and config.trainer.device != "cpu":
+        kind, _, first = config.trainer.device.partition(":")
+        devices["trainer.ranks"] = f"{kind}:{int(first or 0) + config.trainer.ranks - 1}"  # that of the last rank
     if config.engine.kind != "vllm" and engines_here(config):
         devices["engine.device"] = config.engine.device
     for setting, device in devices.items():

@@ -89,25 +89,27 @@ def _layers(model: Any) -> list[nn.Module]:
         for child in module.children():
             yield from [child] if isinstance(child, nn.ModuleList) else lists(child)
 
-    return list(max(lists(model), key=len, default=nn.ModuleList()))
+    return max((list(found) for found in lists(model)), key=len, default=[])
 
 
 @torch.no_grad()
-def gather(model: nn.Module, take: Callable[[str, nn.Module, Mapping[str, Tensor]], None] | None) -> None:
-    """Gather one unit after the other. For each of its modules, call `take(path, module, parameters)`, if it is given.
+def gather(model: nn.Module, take: Callable[[str, Mapping[str, Tensor]], None] | None) -> None:
+    """Gather one unit after the other. For each of its modules, call `take(path, parameters)`, if it is given.
 
     The parameters are whole during the call, by their names in the module. A tied parameter is in the first module only.
     """
-    seen: set[int] = set()
-    owners = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
-    for root, unit in owners:
-        unit.unshard()  # type: ignore[operator]
-        for path, module in _members(root, unit):
+    for root, unit_module in list(model.named_modules()):
+        if not isinstance(unit_module, FSDPModule):
+            continue
+        unit: FSDPModule = unit_module
+        seen: set[int] = set()
+        unit.unshard()
+        for path, module in _members(root, unit_module):
             own = {name: p.detach() for name, p in module.named_parameters(recurse=False) if id(p) not in seen}
             seen.update(id(p) for p in module.parameters(recurse=False))
             if take is not None and own:
-                take(path, module, own)
-        unit.reshard()  # type: ignore[operator]
+                take(path, own)
+        unit.reshard()
 
 
 def _members(path: str, unit: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -131,11 +133,12 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    patched: Any = nn.Module
+    patched.register_parameter = on_meta
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        patched.register_parameter = register
 
 
 def skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -229,7 +232,7 @@ def load_rows(model: nn.Module, files: Mapping[str, Path], *, dtype: torch.dtype
                 whole = file.get_slice(name)
                 if tuple(whole.get_shape()) != tuple(parameter.shape):
                     raise ModelLoadError(
-                        f"{files[name]}: {name} has shape {whole.get_shape()}, and config.json says {list(parameter.shape)}; "
+                        f"{files[name]}: {name} has shape {whole.get_shape()}, not {list(parameter.shape)}; "
                         "get a complete copy of the model"
                     )
                 local.copy_(whole[rows].to(dtype))

@@ -118,7 +118,7 @@ class Optimizer:
                     moved = {moment: tensors[f"{name}.{moment}"].to(master.device, copy=True) for moment in _MOMENTS}
                     self._adam.state[master] = {key: self._placed(value, master) for key, value in moved.items()}
 
-    def _placed(self, value: Tensor, master: nn.Parameter) -> Tensor:
+    def _placed(self, value: Tensor, master: nn.Parameter) -> Tensor:  # noqa: ARG002 - for sharded parameters
         """A value that was saved for `master`, as the optimizer keeps it."""
         return value
 

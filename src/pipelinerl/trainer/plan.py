@@ -5,9 +5,9 @@
     row 1      bin      bin      bin
     row 2      bin      bin     (empty)    the cheapest ones
 
-A row is one micro-batch on every rank. Sharded weights are gathered layer by layer, so ranks wait for each other within a row,
-not only at the end of the step: the bins of a *row* have to be even. Every rank has a place in every row, and an empty
-place is computed as well (with a loss of 0). So all ranks make the same number of collective calls, whatever the samples are.
+A row is one micro-batch on every rank. Sharded weights are gathered layer by layer, so ranks wait for each other within a
+row, not only at the end of the step: the bins of a *row* have to be even. Every rank has a place in every row, and an empty
+place is computed as well (with a loss of 0). So all ranks make the same number of collective calls, for any samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def token_cost(lengths: Sequence[int], quadratic: float) -> float:
 
 
 def plan(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int, pack: Packer) -> Grid:
-    """Distribute samples of `lengths` (tokens) and positive `costs` (any unit) over ranks, in bins of at most `budget` tokens.
+    """Distribute samples of `lengths` (tokens) and positive `costs` over ranks, in bins of at most `budget` tokens.
 
     There are as few rows as `pack` needs, or a few more if that many even bins don't exist. A sample longer than the budget
     gets a bin of its own. No samples: no rows. Raises ValueError for less than one rank, and like `pack`.

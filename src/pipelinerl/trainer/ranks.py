@@ -117,7 +117,7 @@ class Peers:
     """The ranks that this one talks to: all others for rank 0, rank 0 for the others. Losing one ends this process.
 
     `pids`: their process ids, for messages. `stall_s`: a rank counts as lost after this long without a message.
-    `end(message)` ends this process at once. It is called in a thread if the main thread does not notice that a rank is lost.
+    `end(message)` ends this process at once. It is called in a thread if the main thread does not notice a lost rank.
     """
 
     def __init__(

@@ -30,7 +30,6 @@ from pipelinerl.models.state import local, named_weights, not_finite
 from pipelinerl.trainer import ranks
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
 from pipelinerl.trainer.micro_batch import Packer
-from pipelinerl.trainer.on_policy import OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer
 from pipelinerl.trainer.plan import plan, token_cost
 from pipelinerl.trainer.ranks import Team
@@ -60,7 +59,7 @@ class ShardedPolicy:
         self.dtype = DTYPES[config.dtype]
         self.lora: LoraModel | None = None
         self.model, files = (load_model(config), {}) if config.lora else load_for_sharding(config)
-        self.host = host_model(self.model, self.dtype) if team.rank == 0 else None
+        self.host: Any = host_model(self.model, self.dtype) if team.rank == 0 else None
         replicated = self._add_adapters(config.lora, seed, adapter, team.device) if config.lora else set[nn.Parameter]()
         shard(
             self.model,
@@ -83,7 +82,7 @@ class ShardedPolicy:
 
 
 class ShardedOptimizer(Optimizer):
-    """AdamW over the rows that this rank holds. `narrow`: the model computes in a narrower type than these float32 shards."""
+    """AdamW over the rows that this rank holds. `narrow`: the model computes in a narrower type than these float32 rows."""
 
     def __init__(self, model: nn.Module, config: TrainerConfig, *, narrow: bool) -> None:
         super().__init__(model, betas=config.betas, weight_decay=config.weight_decay)
@@ -173,8 +172,7 @@ class ShardedLearner(Learner):
     def _update(self, rate: float) -> float:
         self._order(ranks.Update(rate))
         self._host_is_current = False
-        norm = super()._update(rate)
-        return norm
+        return super()._update(rate)
 
     @torch.no_grad()
     def logits(self, segments: Sequence[Segment]) -> Tensor:
@@ -223,7 +221,7 @@ class ShardedLearner(Learner):
             adapters = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
             flat = torch.cat([gradient.flatten() for gradient in adapters])
             distributed.all_reduce(flat)
-            for gradient, summed in zip(adapters, flat.split([g.numel() for g in adapters]), strict=True):
+            for gradient, summed in zip(adapters, torch.split(flat, [g.numel() for g in adapters]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
         return sums
 
@@ -242,7 +240,7 @@ class ShardedLearner(Learner):
         host, lora = self._policy.host, self.lora
         modules = dict(host.named_modules()) if host is not None else {}
 
-        def take(path: str, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        def take(path: str, parameters: Mapping[str, Tensor]) -> None:
             if ".lora_" in path:
                 return
             path = path.removesuffix(".base_layer")

@@ -32,7 +32,6 @@ from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, ess_factor, learning_rate
 from pipelinerl.types import Segment, TrainingSample
 
-
 OnMicroBatch = Callable[[int, int], None]
 """Called with the numbers of micro-batches done and in total."""
 
@@ -177,7 +176,7 @@ class Learner:
         """Change the weights by the gradient. Returns its norm before clipping."""
         return self.optimizer.step(learning_rate=rate, max_grad_norm=self._config.max_grad_norm)
 
-    def _accumulate_all(  # noqa: PLR0917 - as `_differentiate`
+    def _accumulate_all(
         self,
         batches: Iterable[Sequence[TrainingSample]],
         total: int,
@@ -214,9 +213,7 @@ class Learner:
         part = output.loss_N.sum() / normalizer
         part.backward()  # type: ignore[no-untyped-call]
         lengths_P = batch.sequence_P.bincount()[batch.sequence_P]
-        sums.stats.add(
-            inputs.log_ratio_N, output.masked_N, output.truncated_N, entropy_P, batch.lags_P, lengths_N=lengths_P
-        )
+        sums.stats.add(inputs.log_ratio_N, output.masked_N, output.truncated_N, entropy_P, batch.lags_P, lengths_N=lengths_P)
         sums.loss += part.detach()
         sums.cells += batch.row.cells
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,10 +40,8 @@ def test_a_place_is_empty_only_if_every_other_has_one_sample(lengths: list[int],
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
 def test_rows_descend_in_cost(lengths: list[int], ranks: int, budget: int) -> None:
     costs = costs_of(lengths)
-    rows = [
-        [sum(costs[index] for index in place) for place in row] for row in plan(lengths, costs, ranks, budget, pack)
-    ]
-    for above, below in zip(rows, rows[1:], strict=False):
+    rows = [[sum(costs[index] for index in place) for place in row] for row in plan(lengths, costs, ranks, budget, pack)]
+    for above, below in pairwise(rows):
         assert min(above) >= max(below)
 
 

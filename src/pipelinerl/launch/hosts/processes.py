@@ -2,7 +2,7 @@
 
     launcher ──starts──▶ generation (engine or its client, actor, environment)   ┐ rollouts: files or Redis,
              ──starts──▶ preprocessing, if it is a separate process              │ weights: shared memory or a broadcast,
-             ──starts──▶ training                                                ┘ statuses: the status board
+             ──starts──▶ training (with `trainer.ranks`, one process a rank)     ┘ statuses: the status board
              ──starts──▶ engine servers, if the run has its own
              ◀──status board, exit codes── all
 
@@ -19,13 +19,15 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from pipelinerl import errors
+from pipelinerl.channel import listen
 from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import PipelineRLError, RunInterruptedError, StageDiedError, StalledError
+from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import (
     PREPROCESSING,
@@ -34,6 +36,7 @@ from pipelinerl.launch.roles import (
     generation_roles,
     generation_threads,
     plan_threads,
+    rank_roles,
     server_roles,
     thread_environment,
     usable_cores,
@@ -53,14 +56,28 @@ from pipelinerl.types import TRAINER, StageStatus, goal_reached
 LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
 """Time for a clean stop: a decode step, an optimizer step and a checkpoint."""
+CAUSE_PATIENCE_S = 1.0
+"""Time for a rank of the trainer to end, after another one noticed that it is lost."""
 SERVER_PATIENCE_S = 20.0
 """Time for an engine server to stop. It is idle by then."""
+
+
+class Channels(NamedTuple):
+    """File descriptors between the workers; -1 for a process that does not use one. The launcher closes them."""
+
+    weights: int = -1
+    ranks: int = -1
+    """The socket at which rank 0 of a sharded trainer listens."""
+
+    @property
+    def opened(self) -> list[int]:
+        return [fd for fd in self if fd >= 0]
 
 
 class Worker(ChildProcess):
     """One process of the run, as the launcher sees it."""
 
-    def __init__(self, session: Session, role: str, threads: int, weights_fd: int, fds: Sequence[int]) -> None:
+    def __init__(self, session: Session, role: str, threads: int, channels: Channels, fds: Sequence[int]) -> None:
         """Start the process, which inherits `fds`. Its error report and result of an earlier session are removed; its log
         is appended to.
         """
@@ -69,7 +86,7 @@ class Worker(ChildProcess):
         self._error_report, self._result = run.error_report(role), run.result(role)
         for stale in (self._error_report, self._result):
             stale.unlink(missing_ok=True)
-        arguments = [role, str(run.root), str(weights_fd), str(session.records_from_s)]
+        arguments = [role, str(run.root), *map(str, channels), str(session.records_from_s)]
         super().__init__(
             [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
             log=run.log(role),
@@ -122,7 +139,9 @@ class Processes:
         for server in self.servers:
             if not server.running:
                 return server.failure() or server.premature_exit()
-        return next(filter(None, (worker.failure() for worker in self.workers)), None)
+        failures = [failure for worker in self.workers if (failure := worker.failure()) is not None]
+        # The loss of a rank is noticed by the others: what the lost one died of comes first.
+        return min(failures, key=lambda failure: isinstance(failure, RankLostError), default=None)
 
 
 def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | None) -> Outcome:
@@ -137,9 +156,11 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | 
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
-            channel_fd = make_channel(session.config)
-            stack.callback(os.close, channel_fd)
-            _start(session, processes, channel_fd, lock.fd)
+            sharded = session.config.trainer.ranks > 1
+            channels = Channels(make_channel(session.config), listen().detach() if sharded else -1)
+            for fd in channels.opened:
+                stack.callback(os.close, fd)
+            _start(session, processes, channels, lock.fd)
             error = _watch(session.config, board, processes, view=view, interrupts=interrupts, begin_s=begin_s)
         except PipelineRLError as raised:
             error = raised
@@ -167,18 +188,18 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: Broker | 
     )
 
 
-def _start(session: Session, processes: Processes, channel_fd: int, lock_fd: int) -> None:
+def _start(session: Session, processes: Processes, channels: Channels, lock_fd: int) -> None:
     """Start the servers, then the workers."""
     config, cores = session.config, usable_cores()
     threads = plan_threads(config, session.schedule, cores)
     for role in server_roles(config):
-        processes.servers.append(Worker(session, role, threads.generation, -1, [lock_fd]))
+        processes.servers.append(Worker(session, role, threads.generation, Channels(), [lock_fd]))
     # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-    fds = [lock_fd, channel_fd, *(server.parent_fd for server in processes.servers)]
-    counts = {TRAINING: threads.training, PREPROCESSING: PREPROCESSING_THREADS}
+    fds = [lock_fd, *channels.opened, *(server.parent_fd for server in processes.servers)]
+    counts = {**dict.fromkeys((TRAINING, *rank_roles(config)), threads.training), PREPROCESSING: PREPROCESSING_THREADS}
     for role in worker_roles(config):
         count = counts.get(role, generation_threads(config, session.schedule, cores))
-        processes.workers.append(Worker(session, role, count, channel_fd, fds))
+        processes.workers.append(Worker(session, role, count, channels, fds))
 
 
 def _watch(
@@ -198,6 +219,9 @@ def _watch(
     while True:
         ended = [worker for worker in workers if not worker.running]
         if failure := processes.failure():
+            if isinstance(failure, RankLostError):
+                time.sleep(CAUSE_PATIENCE_S)
+                failure = processes.failure() or failure
             return failure
         now = time.monotonic()
         statuses = {stage: status for stage, status in last_statuses(board).items() if status.pid in pids}
@@ -231,6 +255,8 @@ def _stop(
         error = StalledError(f"{error}\nstacks of all threads are in {logs}")
         patience_s = min(patience_s, session.config.launch.watchdog_s)  # a hung process will not stop cleanly either
         hung = [worker for worker in workers if worker.role in generation_roles(session.config)]
+    if isinstance(error, RankLostError):  # one is stopped, perhaps, and without it the others can't save anything
+        hung = [worker for worker in workers if worker.role in (TRAINING, *rank_roles(session.config))]
     asked = 0
     if isinstance(error, RunInterruptedError):
         asked = 1
