@@ -67,6 +67,7 @@ SCENARIOS = {
     "lora_bfloat16": Scenario({"micro_batch_tokens": 1}, model=LORA | {"dtype": "bfloat16"}),
     "one_sample": Scenario(samples=1),
     "no_gradient": Scenario(samples=0),
+    "refused": Scenario({"ess_threshold": 0.99}),
 }
 
 

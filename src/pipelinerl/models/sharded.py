@@ -98,13 +98,12 @@ def gather(model: nn.Module, take: Callable[[str, Mapping[str, Tensor]], None] |
 
     The parameters are whole during the call, by their names in the module. A tied parameter is in the first module only.
     """
-    for root, unit_module in list(model.named_modules()):
-        if not isinstance(unit_module, FSDPModule):
-            continue
-        unit: FSDPModule = unit_module
+    roots = [path for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for root in roots:
+        unit: Any = model.get_submodule(root)
         seen: set[int] = set()
         unit.unshard()
-        for path, module in _members(root, unit_module):
+        for path, module in _members(root, unit):
             own = {name: p.detach() for name, p in module.named_parameters(recurse=False) if id(p) not in seen}
             seen.update(id(p) for p in module.parameters(recurse=False))
             if take is not None and own:
