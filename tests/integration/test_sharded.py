@@ -96,13 +96,14 @@ def of_1(of_2: Results) -> Results:
 
 
 def require_equal(results: Results, who: str, name: str, steps: slice = slice(None)) -> None:
-    """The scenario ended as in one process: records (relative to their size) and weights within 1e-6.
+    """The scenario ended as in one process: records and weights within 1e-6.
 
-    In bfloat16 a difference of 1e-9 can be rounded to either side, which happens to one weight in thousands.
+    A loss is a sum of terms of both signs, each larger than the sum: 2e-6 of its size. In bfloat16 a difference of 1e-9 can
+    be rounded to either side, which happens to one weight in thousands.
     """
     ours, theirs = results.outcome(who, name), results.outcome("alone", name)
     for step, expected in zip(ours.steps, theirs.steps[steps], strict=True):
-        assert step == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        assert step == pytest.approx(expected, rel=2e-6, abs=1e-6)
     weights, expected_weights = results.weights(who, name), results.weights("alone", name)
     start = load_file(results.root / ("untied" if SCENARIOS[name].untied else "tied") / "model.safetensors")
     assert weights.keys() == expected_weights.keys()

@@ -501,7 +501,10 @@ def _advice(config: RunConfig, prediction: Prediction, device: str) -> list[str]
             *([] if config.trainer.gradient_checkpointing else ["set trainer.gradient_checkpointing to true"]),
         ],
         "logits": ["lower trainer.micro_batch_tokens (the step does not depend on it)"],
-        "Adam's moments": ["set model.lora to {}"] if config.model.lora is None else [],
+        "Adam's moments": [
+            *(["set model.lora to {}"] if config.model.lora is None else []),
+            *(["raise trainer.ranks to use more GPUs"] if device == _memory_of(config.trainer.device) != HOST else []),
+        ],
         "weights": ["set model.dtype to bfloat16"] if config.model.dtype == "float32" else [],
         "reference model": ["set trainer.kl_coefficient to 0"],
     }

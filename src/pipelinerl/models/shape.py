@@ -27,8 +27,8 @@ class ModelShape:
 
     `linears` are the shapes of the matrices that tokens are multiplied with, by name. The output `head` is one of them (and
     is also the embedding if the two are `tied`). `query_width` and `kv_width` are heads times head size. `feed_forward` is
-    the inner width of a layer's MLP (the sum over all experts that a token goes through). `max_length` is None if the config
-    does not give it.
+    the inner width of a layer's MLP (the sum over all experts that a token goes through). `max_length` is None if the
+    config does not give it.
     """
 
     parameters: int
