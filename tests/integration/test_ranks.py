@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl import ConfigError, load_config, train
+from pipelinerl import load_config, train
 from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
+from pipelinerl.errors import ConfigError
 from tests.integration.runs import (
     Ended,
     alive,
@@ -30,7 +31,10 @@ from tests.integration.runs import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-TWO = {"launch__kind": "processes", "trainer__ranks": 2, "trainer__checkpoint_every": 1}
+TWO: dict[str, Any] = {"trainer__ranks": 2, "trainer__checkpoint_every": 1}
+HERE = TWO | {"launch__kind": "processes"}
+"""Started by the test's own process."""
+KL = {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep", "model__lora": "{}"}
 
 FAULTY = """
 import os, signal, sys
@@ -69,7 +73,7 @@ if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_ar
 
 def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    counts = run(run_dir, **TWO, trainer__steps=3)
+    counts = run(run_dir, **HERE, trainer__steps=3)
     assert counts["status"] == "finished"
     assert set(counts["peak_memory_bytes"]) == {"generation", "training", "training-rank-1"}
     assert_conserved(counts)
@@ -85,7 +89,7 @@ def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tm
 
 def test_lora_with_two_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    run(run_dir, **TWO, trainer__steps=2, model__lora="{}", launch__preprocessor="process", trainer__kl_coefficient=0.1)
+    run(run_dir, **HERE, **KL, trainer__steps=2, launch__preprocessor="process")
     counts = resume(run_dir, trainer__steps=4)
     assert counts["optimizer_steps"] == 4
     assert_conserved(counts)
@@ -180,6 +184,5 @@ def test_the_embedded_launcher_refuses_ranks(tmp_path: Path) -> None:
 
 
 def test_adapters_with_a_reference_model_need_a_preprocessor_of_their_own(tmp_path: Path) -> None:
-    settings = {**TWO, "model__lora": "{}", "trainer__kl_coefficient": 0.1}
     with pytest.raises(ConfigError, match=r"launch\.preprocessor"):
-        load_config(None, flags(tmp_path / "r", **settings))
+        load_config(None, flags(tmp_path / "r", **HERE, **KL))

@@ -37,7 +37,8 @@ PROCESSES = {
     ),
     "training": (
         "launch.hosts.worker launch.stages.training weights.shared",
-        f"actor engine environments serving weights.broadcast launch.stages.generation launch.stages.engines {LAUNCHER}",
+        f"actor engine environments serving weights.broadcast launch.stages.generation launch.stages.engines "
+        f"models.sharded trainer.ranks trainer.sharded trainer.plan {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",
