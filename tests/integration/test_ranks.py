@@ -167,7 +167,8 @@ def test_a_stopped_run_writes_a_checkpoint_on_all_ranks(tmp_path: Path) -> None:
 def test_values_that_are_not_finite_end_all_ranks_with_one_error(tmp_path: Path) -> None:
     ended = wait(start_processes(tmp_path / "r", **TWO, trainer__learning_rate=1e38))
     assert ended.status == 1
-    assert "weights are not finite after a step with learning rate 1e+38" in ended.error
+    assert "not finite" in ended.error
+    assert "lower trainer.learning_rate" in ended.error
     assert "rank" not in ended.error
 
 

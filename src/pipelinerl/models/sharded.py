@@ -178,7 +178,8 @@ def load_for_sharding(config: ModelConfig) -> tuple[Any, dict[str, Path]]:
     """The model on the CPU, to be given to `shard`, and the files to give to `load_rows` then.
 
     Its parameters have no memory if each is a tensor of the files: every rank then reads only its own rows, in float32.
-    Otherwise (transformers renames or joins some) the whole model is loaded first, and there are no files to read.
+    Otherwise (transformers renames or joins some; there are persistent buffers) the whole model is loaded first, and there
+    are no files to read.
 
     Raises the errors of `load_model`.
     """
@@ -187,6 +188,7 @@ def load_for_sharding(config: ModelConfig) -> tuple[Any, dict[str, Path]]:
     files = open_files(folder)
     with suppress(Exception):  # `load_model` has the messages for models that can't be loaded
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # noqa: PLC0415 - takes seconds
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - as above
 
         found = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         with _parameters_on_meta():
@@ -196,8 +198,9 @@ def load_for_sharding(config: ModelConfig) -> tuple[Any, dict[str, Path]]:
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         names = {name for name, _ in model.named_parameters()}
-        persistent = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-        if names <= files.keys() and not persistent:
+        buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+        converted = get_model_conversion_mapping(model, add_legacy=False) or hasattr(found, "quantization_config")
+        if names <= files.keys() and not buffers and not converted:
             if config.head_dtype == "float32":
                 use_float32_head(model)
             return _in_float32(model).eval(), files

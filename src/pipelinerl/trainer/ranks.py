@@ -131,6 +131,7 @@ class Peers:
         self._lost_s = 0.0
         self._noticed = False
         self._finished: set[int] = set()
+        self._deaf: set[int] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="ranks", daemon=True)
         self._thread.start()
@@ -138,8 +139,8 @@ class Peers:
     def send(self, message: Message, rank: int | None = None) -> None:
         """Send to one rank, or to all. Raises RankLostError if a rank is lost."""
         self.require_all()
-        for line in self._lines.values() if rank is None else [self._lines[rank]]:
-            line.send(message)  # if this fails, the thread notices the loss
+        for to in self._lines if rank is None else [rank]:
+            self._send(message, to)
 
     def receive(self, kind: type[MessageT], rank: int = 0) -> MessageT:
         """Wait for the next message of `rank`, which must be of this kind. Raises RankLostError if a rank is lost."""
@@ -193,14 +194,19 @@ class Peers:
         open_ranks = set(self._lines)
         while not self._closed.is_set():
             by_number = {self._lines[rank].fileno(): rank for rank in open_ranks}
+            deaf = set(self._deaf)
             for ready in wait(list(by_number), POLL_S if by_number else 0):
-                if isinstance(ready, int) and not self._hear(by_number[ready]):
-                    open_ranks.discard(by_number[ready])
+                if isinstance(ready, int):
+                    deaf.discard(by_number[ready])  # what it sent last says more
+                    if not self._hear(by_number[ready]):
+                        open_ranks.discard(by_number[ready])
             now_s = time.monotonic()
             if now_s - beat_s >= BEAT_S:
                 beat_s = now_s
                 for rank in open_ranks:
-                    self._lines[rank].send(Beat())
+                    self._send(Beat(), rank)
+            for rank in (open_ranks & deaf) - self._finished:
+                self._lose(f"{self._name(rank)} takes no messages")
             for rank in open_ranks - self._finished:
                 if now_s - self._heard_s[rank] > self._stall_s:
                     why = "its process is stopped, or its machine can't be reached"
@@ -210,6 +216,11 @@ class Peers:
                 self._end(self._lost)
             if not open_ranks:
                 time.sleep(POLL_S)
+
+    def _send(self, message: Message, rank: int) -> None:
+        """If this fails, the thread finds out why: mostly, the rank is gone."""
+        if not self._lines[rank].send(message):
+            self._deaf.add(rank)
 
     def _hear(self, rank: int) -> bool:
         """Take one message. False if there are no more."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import ModelLoadError
@@ -102,20 +102,25 @@ def test_reading_takes_memory_for_the_rows_only(tmp_path: Path) -> None:
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
-def test_a_model_with_other_names_in_its_files_is_loaded_whole(tmp_path: Path) -> None:
-    config = saved(tmp_path, tied=True)
+def test_a_model_whose_tensors_transformers_joins_is_loaded_whole(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2}
+    experts = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+    mixtral: Any = MixtralForCausalLM(experts)
+    mixtral.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    model, files = load_for_sharding(config)
+    assert files == {}
+    shard(model, fake_mesh(), dtype=torch.float32, reshard_after_forward=True, replicated=set())
+    for name, parameter in model.named_parameters():
+        rows = mixtral.get_parameter(name)[rows_of(parameter.shape[0], RANK, RANKS)]
+        assert torch.equal(parameter.to_local(), rows)
+
+
+def test_what_is_no_model_is_refused_as_with_one_process(tmp_path: Path) -> None:
+    config = saved(tmp_path)
     for path in tmp_path.glob("*.safetensors*"):
-        if path.suffix == ".json":
-            path.unlink()
-            continue
-        old = {f"old.{name}": tensor for name, tensor in load_file(path).items()}
         path.unlink()
-        save_file(old, path)
-    with pytest.raises(ModelLoadError):
-        load_for_sharding(config)
-    (tmp_path / "whole").mkdir()
-    config = saved(tmp_path / "whole")
-    (tmp_path / "whole" / "model.safetensors.index.json").rename(tmp_path / "whole" / "other.json")
     with pytest.raises(ModelLoadError):
         load_for_sharding(config)
 

@@ -61,6 +61,13 @@ def test_a_silent_rank_is_named() -> None:
         peers.receive(Saved, 1)
 
 
+def test_a_rank_that_takes_no_messages_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, _rank_1 = pair()
+    monkeypatch.setattr(peers._lines[1], "send", lambda _: False)
+    with pytest.raises(RankLostError, match=r"rank 1 .* takes no messages"):
+        peers.receive(Saved, 1)
+
+
 def test_a_rank_that_ends_with_an_error_says_why() -> None:
     peers, rank_1 = pair()
     rank_1.send(Close("no memory"))
