@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import signal
 import textwrap
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from pipelinerl import load_config, train
 from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
 from pipelinerl.errors import ConfigError
+from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import (
     Ended,
     alive,
@@ -24,10 +28,12 @@ from tests.integration.runs import (
     run,
     small_run,
     start_processes,
+    status_of,
     steps,
     summary,
     until,
     wait,
+    worker_pids,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -108,19 +114,15 @@ def start_faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **fault: Any) 
 
 
 def pid_of(role: str, run_dir: Path) -> int:
-    """From the messages: ranks have no status."""
-    import re
-
+    """From the message: ranks have no status on the board."""
     text = summary(run_dir)["status"]
     (pid,) = re.findall(rf"{role} .*?\(pid (\d+)\)", text)
     return int(pid)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "gather", "save"])
-@pytest.mark.parametrize(("role", "name"), [("training-rank-1", "rank 1"), ("training", "rank 0")])
-def test_a_killed_rank_ends_the_run(
-    role: str, name: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("role", ["training-rank-1", "training"])
+def test_a_killed_rank_ends_the_run(role: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "r"
     ended = start_faulty(tmp_path, monkeypatch, role=role, phase=phase, signal="SIGKILL")
     assert ended.status == 4
@@ -130,8 +132,7 @@ def test_a_killed_rank_ends_the_run(
     assert path is not None
     version = load_checkpoint(path).state.version
     if phase in ("forward", "save"):
-        monkeypatch.delenv("PYTHONPATH")
-        monkeypatch.setenv("PYTHONPATH", "src")
+        (tmp_path / "sitecustomize.py").unlink()
         counts = resume(run_dir, trainer__ranks=1 if role == "training" else 3, trainer__steps=version + 2)
         assert counts["optimizer_steps"] == version + 2
         assert_conserved(counts)
@@ -164,6 +165,25 @@ def test_a_stopped_run_writes_a_checkpoint_on_all_ranks(tmp_path: Path) -> None:
     assert {f"optimizer-0000{rank}-of-00002.safetensors" for rank in (1, 2)} < files.keys()
 
 
+def test_ctrl_c_while_the_ranks_load(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = start_processes(run_dir, **TWO)
+    until(lambda: (status := status_of(run_dir, "trainer")) is not None and status.detail == "loads the model", process)
+    process.send_signal(signal.SIGINT)
+    assert wait(process).status == 130
+
+
+def test_a_trainer_that_is_told_to_stop_by_somebody_else_is_named(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000})
+    until(lambda: list((run_dir / "checkpoints").glob("step_*")), process)
+    pid = worker_pids(run_dir)["training"]
+    os.kill(pid, signal.SIGTERM)
+    ended = wait(process)
+    assert ended.status == 4
+    assert f"the training process (pid {pid}) ended before the run did" in ended.error
+
+
 def test_values_that_are_not_finite_end_all_ranks_with_one_error(tmp_path: Path) -> None:
     ended = wait(start_processes(tmp_path / "r", **TWO, trainer__learning_rate=1e38))
     assert ended.status == 1
@@ -173,10 +193,14 @@ def test_values_that_are_not_finite_end_all_ranks_with_one_error(tmp_path: Path)
 
 
 def test_a_model_that_can_not_be_loaded_is_reported_once(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    ended = wait(start_processes(run_dir, **TWO, model__path=str(tmp_path)))
+    model = tmp_path / "model"
+    shutil.copytree(resolve_path("demo"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    ended = wait(start_processes(tmp_path / "r", **TWO, model__path=str(model)))
     assert ended.status == 2
-    assert "lost" not in ended.error
+    assert "the weights do not fit its config.json" in ended.error
+    assert "rank" not in ended.error
 
 
 def test_the_embedded_launcher_refuses_ranks(tmp_path: Path) -> None:

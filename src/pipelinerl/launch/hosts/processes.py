@@ -216,6 +216,7 @@ def _watch(
     stages = worker_stages(config)
     workers = processes.workers
     pids = {worker.pid for worker in workers}
+    followers = rank_roles(config)  # they end with rank 0
     while True:
         ended = [worker for worker in workers if not worker.running]
         if failure := processes.failure():
@@ -226,8 +227,9 @@ def _watch(
         now = time.monotonic()
         statuses = {stage: status for stage, status in last_statuses(board).items() if status.pid in pids}
         view.update(statuses, now)
-        if ended and not goal_reached(statuses.get(TRAINER)):
-            return ended[0].premature_exit()
+        early = [worker for worker in ended if worker.role not in followers]
+        if early and not goal_reached(statuses.get(TRAINER)):
+            return early[0].premature_exit()
         if len(ended) == len(workers):
             return None
         if interrupts.count:
@@ -266,7 +268,14 @@ def _stop(
     killed = stop_all(workers, patience_s, lambda: interrupts.count > asked, hung=hung)
     if not isinstance(error, RunInterruptedError):
         return error
-    late = [failure for worker in workers if worker not in killed and (failure := worker.failure()) is not None]
+    followers = rank_roles(session.config)  # while it loads, rank 0 ends at once, and they are lost without it
+    late = [
+        failure
+        for worker in workers
+        if worker not in killed
+        and (failure := worker.failure()) is not None
+        and not (worker.role in followers and isinstance(failure, RankLostError))
+    ]
     if late:
         return late[0]
     if killed:
