@@ -171,6 +171,7 @@ def train(learner: Learner, scenario: Scenario, folder: Path, checkpoint: Path |
         }
         for result in results
     ]
+    steps = [{name: value for name, value in step.items() if value is not None} for step in steps]
     outcome = Outcome(steps, checksum(learner.weights()), probe.float().flatten()[:50].tolist())
     (folder / "outcome.json").write_bytes(msgspec.json.encode(outcome))
 
