@@ -2,7 +2,7 @@
 
     launcher ──starts──▶ generation (engine or its client, actor, environment)   ┐ rollouts: files or Redis,
              ──starts──▶ preprocessing, if it is a separate process              │ weights: shared memory or a broadcast,
-             ──starts──▶ training                                                ┘ statuses: the status board
+             ──starts──▶ training (with `trainer.ranks`, one process a rank)     ┘ statuses: the status board
              ──starts──▶ engine servers, if the run has its own
              ◀──status board, exit codes── all
 
@@ -19,14 +19,15 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from pipelinerl import errors
+from pipelinerl.channel import listen
 from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import PipelineRLError, RunInterruptedError, StageDiedError, StalledError
+from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import (
     PREPROCESSING,
@@ -35,6 +36,7 @@ from pipelinerl.launch.roles import (
     generation_roles,
     generation_threads,
     plan_threads,
+    rank_roles,
     server_roles,
     thread_environment,
     usable_cores,
@@ -57,20 +59,34 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
 """Time for a clean stop: a decode step, an optimizer step and a checkpoint."""
+CAUSE_PATIENCE_S = 1.0
+"""Time for a rank of the trainer to end, after another one noticed that it is lost."""
 SERVER_PATIENCE_S = 20.0
 """Time for an engine server to stop. It is idle by then."""
+
+
+class Channels(NamedTuple):
+    """File descriptors between the workers; -1 for a process that does not use one. The launcher closes them."""
+
+    weights: int = -1
+    ranks: int = -1
+    """The socket at which rank 0 of a sharded trainer listens."""
+
+    @property
+    def opened(self) -> list[int]:
+        return [fd for fd in self if fd >= 0]
 
 
 class Worker(ChildProcess):
     """One process of the run, as the launcher sees it."""
 
-    def __init__(self, session: Session, role: str, threads: int, weights_fd: int, fds: Sequence[int]) -> None:
+    def __init__(self, session: Session, role: str, threads: int, channels: Channels, fds: Sequence[int]) -> None:
         """Start the process, which inherits `fds`. Its report of an earlier session is removed; its log is appended to."""
         run = session.run
         self.role = role
         self._report_file = run.report(role)
         self._report_file.unlink(missing_ok=True)
-        arguments = [role, str(run.root), str(weights_fd), str(session.records_from_s)]
+        arguments = [role, str(run.root), *map(str, channels), str(session.records_from_s)]
         super().__init__(
             [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
             log=run.log(role),
@@ -123,7 +139,9 @@ class Processes:
         for server in self.servers:
             if not server.running:
                 return server.failure() or server.premature_exit()
-        return next(filter(None, (worker.failure() for worker in self.workers)), None)
+        failures = [failure for worker in self.workers if (failure := worker.failure()) is not None]
+        # The loss of a rank is noticed by the others: what the lost one died of comes first.
+        return min(failures, key=lambda failure: isinstance(failure, RankLostError), default=None)
 
 
 def run_processes(session: Session, view: View, lock: RunLock, broker: RedisServer | None) -> Outcome:
@@ -138,9 +156,11 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: RedisServ
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
-            channel_fd = make_channel(session.config)
-            stack.callback(os.close, channel_fd)
-            _start(session, processes, channel_fd, lock.fd)
+            sharded = session.config.trainer.ranks > 1
+            channels = Channels(make_channel(session.config), listen().detach() if sharded else -1)
+            for fd in channels.opened:
+                stack.callback(os.close, fd)
+            _start(session, processes, channels, lock.fd)
             error = _watch(session.config, board, processes, view=view, interrupts=interrupts, begin_s=begin_s)
         except PipelineRLError as raised:
             error = raised
@@ -168,18 +188,18 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: RedisServ
     )
 
 
-def _start(session: Session, processes: Processes, channel_fd: int, lock_fd: int) -> None:
+def _start(session: Session, processes: Processes, channels: Channels, lock_fd: int) -> None:
     """Start the servers, then the workers."""
     config, cores = session.config, usable_cores()
     threads = plan_threads(config, session.schedule, cores)
     for role in server_roles(config):
-        processes.servers.append(Worker(session, role, threads.generation, -1, [lock_fd]))
+        processes.servers.append(Worker(session, role, threads.generation, Channels(), [lock_fd]))
     # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-    fds = [lock_fd, channel_fd, *(server.parent_fd for server in processes.servers)]
-    counts = {TRAINING: threads.training, PREPROCESSING: PREPROCESSING_THREADS}
+    fds = [lock_fd, *channels.opened, *(server.parent_fd for server in processes.servers)]
+    counts = {**dict.fromkeys((TRAINING, *rank_roles(config)), threads.training), PREPROCESSING: PREPROCESSING_THREADS}
     for role in worker_roles(config):
         count = counts.get(role, generation_threads(config, session.schedule, cores))
-        processes.workers.append(Worker(session, role, count, channel_fd, fds))
+        processes.workers.append(Worker(session, role, count, channels, fds))
 
 
 def _watch(
@@ -196,15 +216,20 @@ def _watch(
     stages = worker_stages(config)
     workers = processes.workers
     pids = {worker.pid for worker in workers}
+    followers = rank_roles(config)  # they end with rank 0
     while True:
         ended = [worker for worker in workers if not worker.running]
         if failure := processes.failure():
+            if isinstance(failure, RankLostError):
+                time.sleep(CAUSE_PATIENCE_S)
+                failure = processes.failure() or failure
             return failure
         now = time.monotonic()
         statuses = {stage: status for stage, status in last_statuses(board).items() if status.pid in pids}
         view.update(statuses, now)
-        if ended and not goal_reached(statuses.get(TRAINER)):
-            return ended[0].premature_exit()
+        early = [worker for worker in ended if worker.role not in followers]
+        if early and not goal_reached(statuses.get(TRAINER)):
+            return early[0].premature_exit()
         if len(ended) == len(workers):
             return None
         if interrupts.count:
@@ -232,6 +257,8 @@ def _stop(
         error = StalledError(f"{error}\nstacks of all threads are in {logs}")
         patience_s = min(patience_s, session.config.launch.watchdog_s)  # a hung process will not stop cleanly either
         hung = [worker for worker in workers if worker.role in generation_roles(session.config)]
+    if isinstance(error, RankLostError):  # one is stopped, perhaps, and without it the others can't save anything
+        hung = [worker for worker in workers if worker.role in (TRAINING, *rank_roles(session.config))]
     asked = 0
     if isinstance(error, RunInterruptedError):
         asked = 1
@@ -241,7 +268,14 @@ def _stop(
     killed = stop_all(workers, patience_s, lambda: interrupts.count > asked, hung=hung)
     if not isinstance(error, RunInterruptedError):
         return error
-    late = [failure for worker in workers if worker not in killed and (failure := worker.failure()) is not None]
+    followers = rank_roles(session.config)  # while it loads, rank 0 ends at once, and they are lost without it
+    late = [
+        failure
+        for worker in workers
+        if worker not in killed
+        and (failure := worker.failure()) is not None
+        and not (worker.role in followers and isinstance(failure, RankLostError))
+    ]
     if late:
         return late[0]
     if killed:
