@@ -30,10 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import common
 from benchmarks.common import Record
+from pipelinerl.channel import listen
 from pipelinerl.engine import LocalEngine
 from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.models.state import first_names, named_weights
-from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.shared.file import create_shared_file

@@ -4,10 +4,14 @@
         config.json, model.safetensors, tokenizer...   Hugging Face layout: AutoModelForCausalLM.from_pretrained(folder)
         adapter/                                       for a run with `model.lora`: the trained adapter, in peft's layout
         optimizer.safetensors                          moments and step counts by parameter name
+        optimizer-00001-of-00002.safetensors, ...      instead, for a sharded trainer: a file of each rank
         state.json                                     version, RNG, positions, counters, size and checksum of each file
 
 A checkpoint is written into a hidden folder, synced to disk, and renamed. A failure before the rename (a full disk, a
 kill) leaves the existing checkpoints unchanged. Nothing is pickled.
+
+A rank's optimizer file has its rows of each tensor; the files in order, one below the other, are the whole. So any number of
+ranks can resume: each reads the rows that it needs.
 
 `weights/step_00000010/` (`save_weights`) omits what only a resume needs: no optimizer, no RNG, no fsync. It is cheap enough
 to be written often, for evaluations after the run.
@@ -20,16 +24,17 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import logging
 
@@ -39,6 +44,8 @@ from pipelinerl.files import sync_directory
 FORMAT = 1
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER_SHARD = "optimizer-{:05d}-of-{:05d}.safetensors"
+OPTIMIZER_NAME = re.compile(r"optimizer(-\d{5}-of-\d{5})?\.safetensors")
 WEIGHTS_FOLDER = "weights"
 """Folder in a run directory that `save_weights` writes to."""
 
@@ -79,12 +86,21 @@ class Checkpoint(msgspec.Struct, frozen=True):
     path: Path
     state: CheckpointState
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def optimizer_state(self, rows_of: Callable[[int], slice] = slice) -> dict[str, Tensor]:
+        """The optimizer's tensors, saved by any number of ranks. `rows_of(size)`: the rows to read of a tensor with `size`.
+
+        Only these are read. Raises CheckpointError.
+        """
         try:
-            tensors: dict[str, Tensor] = load_file(self.path / OPTIMIZER_FILE)
+            with ExitStack() as stack:
+                names = sorted(name for name in self.state.files if OPTIMIZER_NAME.fullmatch(name))
+                files = [stack.enter_context(safe_open(self.path / name, "pt")) for name in names]
+                if not files:
+                    raise CheckpointError(f"{self.path} has no state of an optimizer")
+                keys = dict.fromkeys(key for file in files for key in file.keys())  # noqa: SIM118 - not a mapping
+                return {key: _rows([file for file in files if key in file.keys()], key, rows_of) for key in keys}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"can't read {self.path / OPTIMIZER_FILE}: {_first_line(error)}") from error
-        return tensors
+            raise CheckpointError(f"can't read the optimizer's state in {self.path}: {_first_line(error)}") from error
 
     def restore_rng(self) -> None:
         """Restore the state of torch's generators. Generators of GPUs that this machine does not have are skipped."""
@@ -94,6 +110,23 @@ class Checkpoint(msgspec.Struct, frozen=True):
                 torch.set_rng_state(state)
             elif torch.cuda.is_available() and torch.device(device).index < torch.cuda.device_count():
                 torch.cuda.set_rng_state(state, device)
+
+
+def _rows(files: Sequence[Any], key: str, rows_of: Callable[[int], slice]) -> Tensor:
+    """The wanted rows of a tensor, of which each file has some. A number is the same in all files."""
+    parts = [file.get_slice(key) for file in files]
+    if not parts[0].get_shape():
+        found: Tensor = files[0].get_tensor(key)
+        return found
+    sizes = [part.get_shape()[0] for part in parts]
+    start, stop, _ = rows_of(sum(sizes)).indices(sum(sizes))
+    ends = list(accumulate(sizes, initial=0))
+    wanted = [
+        part[max(0, start - first) : min(size, stop - first)]
+        for part, first, size in zip(parts, ends, sizes, strict=False)
+        if first < stop and start < first + size
+    ]
+    return torch.cat(wanted) if wanted else parts[0][0:0]
 
 
 def rng_state() -> dict[str, str]:
@@ -110,7 +143,7 @@ def save_checkpoint(
     version: int,
     model: Any,
     tokenizer: Any,
-    optimizer: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor] | Callable[[Path], None],
     rng: Mapping[str, str],
     positions: Mapping[str, Any],
     counters: Mapping[str, Any],
@@ -119,7 +152,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/step_XXXXXXXX`, then delete all but the last `keep` checkpoints.
 
-    `model` and `tokenizer` are written with their `save_pretrained(folder)`.
+    `model` and `tokenizer` are written with their `save_pretrained(folder)`. `optimizer` are the tensors of its state, or
+    writes them to the folder (`save_optimizer`).
 
     Raises CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
     """
@@ -132,11 +166,23 @@ def save_checkpoint(
     )
     with _new_folder(directory, version) as hidden:
         _write_model(hidden, model, tokenizer)
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in optimizer.items()}, hidden / OPTIMIZER_FILE)
+        if callable(optimizer):
+            optimizer(hidden)
+        else:
+            save_optimizer(hidden, optimizer)
         _write_state(hidden, state)
         _sync_tree(hidden)
     _delete(checkpoints(directory)[:-keep])
     return directory / _name(version)
+
+
+def save_optimizer(folder: Path, tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) -> None:
+    """Write the optimizer's state to a checkpoint's folder: all of it, or the rows (first dimension) that `rank` has.
+
+    Raises OSError or SafetensorError.
+    """
+    name = OPTIMIZER_FILE if ranks == 1 else OPTIMIZER_SHARD.format(rank + 1, ranks)
+    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, folder / name)
 
 
 def save_weights(directory: Path, *, version: int, model: Any, tokenizer: Any) -> Path:

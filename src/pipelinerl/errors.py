@@ -91,6 +91,10 @@ class StageDiedError(PipelineRLError):
     exit_status = 4
 
 
+class RankLostError(StageDiedError):
+    """A process of a sharded trainer noticed that another one has ended, or is silent. The message names its rank."""
+
+
 class RunInterruptedError(PipelineRLError):
     """The user asked the run to stop; a checkpoint was written."""
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelinerl.channel import listen
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.parity.models import make_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.weights.broadcast.control import listen
+from pipelinerl.channel import listen
 from tests.integration import collective_parts
 from tests.integration.collective_parts import LAST, Doom
 

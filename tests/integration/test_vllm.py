@@ -19,6 +19,7 @@ import pytest
 import torch
 from benchmarks.vllm_switch import VllmProcess, measure, perturbed, running_vllm, save
 
+from pipelinerl.channel import listen
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
@@ -33,7 +34,6 @@ from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts
 from pipelinerl.serving.vllm.start import VllmSettings
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
-from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 

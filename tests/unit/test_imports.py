@@ -20,8 +20,7 @@ PROCESSES = {
         "cli.train launch.run",
         "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared.sender "
         "weights.broadcast config.help launch.dry_run launch.tryout launch.resume launch.hosts.agent launch.hosts.ray "
-        "launch.stages.broadcast launch.stages.generation "
-        "launch.stages.training models.hub report experiments torch",
+        "launch.stages.broadcast launch.stages.generation launch.stages.training models.hub report experiments torch",
     ),
     "launcher, before a run": (
         "environments.static_check environments.tasks.gcd",
@@ -49,7 +48,7 @@ PROCESSES = {
     "training": (
         "launch.hosts.worker launch.stages.training weights.shared.sender",
         f"actor engine environments serving weights.broadcast launch.stages.broadcast launch.stages.generation "
-        f"launch.stages.engines models.hub {LAUNCHER}",
+        f"launch.stages.engines models.hub models.sharded trainer.ranks trainer.sharded trainer.plan {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",
@@ -109,7 +108,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
         ("from pipelinerl.config import help, load; help.render(load.load_config(None))", HEAVY | {"numpy"}),
         (CHECK_STATICALLY, HEAVY),
         ("from pipelinerl.weights.shared.file import create_shared_file; create_shared_file()", {"torch"}),
-        ("from pipelinerl.weights.broadcast.control import listen; listen().close()", {"torch"}),
+        ("from pipelinerl.channel import listen; listen().close()", {"torch"}),
         ("import pipelinerl.environments.adapters.verifiers", {"verifiers"}),
     ],
 )

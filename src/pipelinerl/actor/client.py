@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextvars import Token
 from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.actor.deadline import own_code
+from pipelinerl.actor.deadline import IN_ROLLOUT, CodeDeadline, own_code
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import CANCELLED_KEPT, AsyncEngine, Engine, StepOutput, Tokenizer, WeightUpdate
 from pipelinerl.types import (
@@ -108,30 +108,33 @@ class EngineClient:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Submit at once and await. Raises RequestError at once if the request can't be served."""
-        with self._submitted(request) as opened:
+        opened = self._submit(request)
+        try:
             return await opened.completion
+        finally:
+            self._withdraw(request.id)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
         tokens: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
-        with self._submitted(msgspec.structs.replace(request, stream=True), tokens) as opened:
+        opened = self._submit(msgspec.structs.replace(request, stream=True), tokens)
+        try:
             while (event := await tokens.get()) is not None:
                 yield event
             yield opened.completion.result()
+        finally:
+            self._withdraw(request.id)
 
-    @contextmanager
-    def _submitted(
-        self, request: GenerationRequest, tokens: asyncio.Queue[TokenEvent | None] | None = None
-    ) -> Iterator[_Open]:
-        """The request is in the engine while inside, unless it ends before."""
+    def _submit(self, request: GenerationRequest, tokens: asyncio.Queue[TokenEvent | None] | None = None) -> _Open:
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request an id of its own")
         self._engine.submit(request)
         self._open[request.id] = opened = _Open(asyncio.get_running_loop().create_future(), tokens)
-        try:
-            yield opened
-        finally:
-            if self._open.pop(request.id, None) is not None:
-                self._engine.cancel(request.id)
+        return opened
+
+    def _withdraw(self, request_id: str) -> None:
+        """Cancel the request unless it has ended."""
+        if self._open.pop(request_id, None) is not None:
+            self._engine.cancel(request_id)
 
 
 class Awake:
@@ -210,8 +213,11 @@ class RolloutClient:
         Raises PromptTooLongError or RequestError at once if the engine can't serve the request.
         """
         request = self._request(prompt_ids, max_tokens)
-        with self._waiting():
+        code = self._start_waiting()
+        try:
             completion = await self._engine.generate(request)
+        finally:
+            self._stop_waiting(code)
         self._produced[request.id] = Produced(request.prompt_ids, completion)
         return completion
 
@@ -223,8 +229,11 @@ class RolloutClient:
         events = self._engine.stream(request)
         try:
             while True:
-                with self._waiting():
+                code = self._start_waiting()
+                try:
                     event = await anext(events)
+                finally:
+                    self._stop_waiting(code)
                 if isinstance(event, Completion):
                     break
                 seen.append(event)
@@ -235,16 +244,15 @@ class RolloutClient:
         del self._streamed[request.id]
         self._produced[request.id] = Produced(request.prompt_ids, event)
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """The rollout waits for tokens inside. What runs there is code of the engine, not of the user."""
+    def _start_waiting(self) -> Token[CodeDeadline | None]:
+        """Wait for tokens from now on. What runs until `_stop_waiting` is code of the engine, not of the user."""
         self._awake.discard(self)
-        try:
-            with own_code():
-                yield
-        finally:
-            if not self._closed:
-                self._awake.add(self)
+        return IN_ROLLOUT.set(None)
+
+    def _stop_waiting(self, code: Token[CodeDeadline | None]) -> None:
+        IN_ROLLOUT.reset(code)
+        if not self._closed:
+            self._awake.add(self)
 
     @property
     def completions(self) -> tuple[Completion, ...]:

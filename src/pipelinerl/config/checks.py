@@ -16,7 +16,7 @@ def mistakes(config: RunConfig) -> Iterator[str]:
     """Every invalid combination of settings, as `key: what is wrong; how to fix it`."""
     for section in (value for _, value in config if isinstance(value, Section)):
         yield from section.mistakes()
-    for checks in (_schedule, _stream, _sampling, _trainer, correction.mistakes, _engines, _processes, _machines):
+    for checks in (_schedule, _stream, _sampling, _trainer, correction.mistakes, _engines, _ranks, _processes, _machines):
         yield from checks(config)
 
 
@@ -98,6 +98,23 @@ def _engines(config: RunConfig) -> Iterator[str]:
         yield (
             f"engine.processes: the embedded launcher runs everything in one process, not {engine.processes} for "
             "generation; set it to 1, or launch.kind to processes"
+        )
+
+
+def _ranks(config: RunConfig) -> Iterator[str]:
+    """Settings that a trainer of several ranks can't have."""
+    trainer, ranks = config.trainer, config.trainer.ranks
+    if ranks == 1:
+        return
+    if config.launch.kind != "processes":
+        yield (
+            f"trainer.ranks: launch.kind {config.launch.kind} can't start {ranks} training processes; set it to 1, or "
+            "launch.kind to processes"
+        )
+    if config.model.lora is not None and trainer.kl_coefficient > 0 and config.launch.preprocessor == "with_trainer":
+        yield (
+            "launch.preprocessor: with several trainer.ranks and model.lora, the reference model of a KL penalty needs a "
+            "process of its own; set it to process"
         )
 
 

@@ -363,7 +363,28 @@ class TrainerConfig(Section, frozen=True):
     device: Device = "cpu"
     """torch device of the trainer."""
     threads: Count | None = None
-    """CPU threads of the trainer. null: half the cores, or those that engines leave; `conventional`: all."""
+    """CPU threads of the trainer (of each rank). null: half the cores, or those that engines leave; `conventional`: all;
+    shared by the ranks.
+    """
+    ranks: Count = 1
+    """Processes that train together, each with a share of the weights, gradients, optimizer state and samples (FSDP). On
+    GPUs, rank k computes on the k-th from `device` on.
+    """
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """ranks above 1: how ranks exchange tensors. `auto`: nccl on GPUs, else gloo."""
+    reshard_after_forward: bool = True
+    """ranks above 1: free each layer's gathered weights after its forward pass and gather them again for the backward pass.
+    false: faster, but needs memory for all weights.
+    """
+
+    def mistakes(self) -> Iterator[str]:
+        on_gpu = self.device.startswith("cuda")
+        if self.ranks > 1 and self.device == "mps":
+            yield f"trainer.ranks: an Apple GPU can't be shared by {self.ranks} ranks; set it to 1, or trainer.device to cpu"
+        if self.ranks > 1 and self.backend == "nccl" and not on_gpu:
+            yield "trainer.backend: nccl needs GPUs; set it to auto, or trainer.device to cuda"
+        if self.ranks > 1 and self.backend == "gloo" and on_gpu:
+            yield "trainer.backend: gloo trains on CPUs only; set it to auto, or trainer.device to cpu"
 
 
 class EvaluationConfig(Section, frozen=True):

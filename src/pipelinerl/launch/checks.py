@@ -43,6 +43,9 @@ def _check_devices(config: RunConfig) -> None:
     vLLM's device is not checked: it has its own Python environment and PyTorch.
     """
     devices = {"trainer.device": config.trainer.device}
+    if config.trainer.ranks > 1 and config.trainer.device != "cpu":
+        kind, _, first = config.trainer.device.partition(":")
+        devices["trainer.ranks"] = f"{kind}:{int(first or 0) + config.trainer.ranks - 1}"  # that of the last rank
     if config.engine.kind != "vllm" and engines_here(config):
         devices["engine.device"] = config.engine.device
     for setting, device in devices.items():

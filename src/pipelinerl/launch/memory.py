@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
-from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
+from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.shape import ModelShape, read_shape
 
@@ -103,6 +103,8 @@ def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = N
     else:
         training += reference
     processes.append(_process(TRAINING, training))
+    for rank, role in enumerate(rank_roles(config), start=1):
+        processes.append(_process(role, _trainer(config, shape, longest_prompt, rank)))
     if between := _between(config, shape):
         processes.append(Process(BETWEEN, (_fixed(BETWEEN, between),)))
     return Prediction(tuple(processes))
@@ -148,9 +150,30 @@ def _engine(config: RunConfig, shape: ModelShape) -> list[Part]:
     return [*parts, *_float32_head(config, shape, device)]
 
 
-def _trainer(config: RunConfig, shape: ModelShape, longest_prompt: int | None) -> list[Part]:
-    trainer, item, device = config.trainer, _item_bytes(config), _memory_of(config.trainer.device)
-    lora, trained = config.model.lora, shape.parameters
+def _trainer(config: RunConfig, shape: ModelShape, longest_prompt: int | None, rank: int = 0) -> list[Part]:
+    trainer, item, device = config.trainer, _item_bytes(config), _memory_of(_device_of(config, rank))
+    parts = _sharded_state(config, shape, rank, device) if trainer.ranks > 1 else _whole_state(config, shape, device)
+    longest = shape.slot_length(config.engine.max_length)
+    if longest_prompt is not None:
+        longest = min(longest, longest_prompt + config.actor.max_tokens)
+    samples = -(-trainer.batch_size // trainer.ranks)
+    most = min(trainer.micro_batch_tokens, samples * longest)
+    short = min(most, samples * config.actor.max_tokens) // SHORT_ANSWERS
+    checkpointing = trainer.gradient_checkpointing
+    least_bytes, most_bytes = (
+        activation_bytes(shape, tokens, item_bytes=item, checkpointing=checkpointing) for tokens in (short, most)
+    )
+    parts.append(Part("activations", least_bytes, most_bytes, device))
+    logit = 4 if config.model.head_dtype == "float32" else item
+    row = shape.vocabulary * logit
+    parts.append(Part("logits", short * row, most * row + LOGIT_CHUNKS, device))
+    parts += _float32_head(config, shape, device)
+    return parts
+
+
+def _whole_state(config: RunConfig, shape: ModelShape, device: str) -> list[Part]:
+    """What a trainer of one process keeps between micro-batches: weights, gradients and the optimizer's state."""
+    item, lora, trained = _item_bytes(config), config.model.lora, shape.parameters
     parts = [_fixed("weights", _weight_bytes(config, shape), device)]
     if lora is not None:
         adapted = _adapted(shape, lora.target_modules)
@@ -161,23 +184,45 @@ def _trainer(config: RunConfig, shape: ModelShape, longest_prompt: int | None) -
     elif item != 4:
         parts.append(_fixed("master weights in float32", (4 + item) * trained, device))  # and a micro-batch's gradients
     parts += [_fixed("gradients", 4 * trained, device), _fixed("Adam's moments", 8 * trained, device)]
-    longest = shape.slot_length(config.engine.max_length)
-    if longest_prompt is not None:
-        longest = min(longest, longest_prompt + config.actor.max_tokens)
-    most = min(trainer.micro_batch_tokens, trainer.batch_size * longest)
-    short = min(most, trainer.batch_size * config.actor.max_tokens) // SHORT_ANSWERS
-    checkpointing = trainer.gradient_checkpointing
-    least_bytes, most_bytes = (
-        activation_bytes(shape, tokens, item_bytes=item, checkpointing=checkpointing) for tokens in (short, most)
-    )
-    parts.append(Part("activations", least_bytes, most_bytes, device))
-    logit = 4 if config.model.head_dtype == "float32" else item
-    row = shape.vocabulary * logit
-    parts.append(Part("logits", short * row, most * row + LOGIT_CHUNKS, device))
-    parts += _float32_head(config, shape, device)
     if device.startswith("cuda"):
         parts.append(_fixed("a checkpoint as it is written", (8 + (4 if item != 4 else 0)) * trained))
     return parts
+
+
+def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str) -> list[Part]:
+    """The same for one rank. Its rows of the weights are in float32, and are the master copy."""
+    item, lora, ranks = _item_bytes(config), config.model.lora, config.trainer.ranks
+    ends = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+    layer = max(0, shape.parameters - ends) // shape.layers
+    # A unit is gathered while the one before it computes. Embedding and head stay gathered.
+    gathered = ends + 2 * layer if config.trainer.reshard_after_forward else shape.parameters
+    share = -(-shape.parameters // ranks)
+    if lora is None:
+        trained, rows = share, 4 * share
+        parts = [_fixed("gradients of gathered weights", item * (ends + layer), device)]
+    else:
+        trained, rows = sum(lora.rank * (n + m) for n, m in _adapted(shape, lora.target_modules)), item * share
+        parts = [
+            _fixed("adapters", 4 * trained, device),
+            _fixed("the model as it is loaded", _weight_bytes(config, shape)),
+        ]
+    parts += [
+        _fixed("weights", rows, device),
+        _fixed("gathered weights", item * gathered, device),
+        _fixed("gradients", 4 * trained, device),
+        _fixed("Adam's moments", 8 * trained, device),
+    ]
+    if device.startswith("cuda"):
+        parts.append(_fixed("a checkpoint as it is written", (8 + (4 if item != 4 else 0)) * trained))
+    if rank == 0:
+        parts.append(_fixed("all weights, to be published", _weight_bytes(config, shape)))
+    return parts
+
+
+def _device_of(config: RunConfig, rank: int) -> str:
+    """GPUs are counted from the configured one on."""
+    kind, _, first = config.trainer.device.partition(":")
+    return f"{kind}:{int(first or 0) + rank}" if kind == "cuda" else kind
 
 
 def _float32_head(config: RunConfig, shape: ModelShape, device: str) -> list[Part]:
@@ -466,7 +511,10 @@ def _advice(config: RunConfig, prediction: Prediction, device: str) -> list[str]
             *([] if config.trainer.gradient_checkpointing else ["set trainer.gradient_checkpointing to true"]),
         ],
         "logits": ["lower trainer.micro_batch_tokens (the step does not depend on it)"],
-        "Adam's moments": ["set model.lora to {}"] if config.model.lora is None else [],
+        "Adam's moments": [
+            *(["set model.lora to {}"] if config.model.lora is None else []),
+            *(["raise trainer.ranks to use more GPUs"] if device == _memory_of(config.trainer.device) != HOST else []),
+        ],
         "weights": ["set model.dtype to bfloat16"] if config.model.dtype == "float32" else [],
         "reference model": ["set trainer.kl_coefficient to 0"],
     }

@@ -40,10 +40,15 @@ def server_roles(config: RunConfig) -> list[str]:
     return [f"server-{index}" for index in range(config.engine.servers)]
 
 
+def rank_roles(config: RunConfig) -> list[str]:
+    """The processes of a sharded trainer besides rank 0, which is `TRAINING`. They publish no status."""
+    return [f"{TRAINING}-rank-{rank}" for rank in range(1, config.trainer.ranks)]
+
+
 def worker_roles(config: RunConfig) -> list[str]:
-    """The processes that run stages and publish their statuses."""
+    """The processes that run stages."""
     preprocessing = [PREPROCESSING] if config.launch.preprocessor == "process" else []
-    return [*generation_roles(config), *preprocessing, TRAINING]
+    return [*generation_roles(config), *preprocessing, TRAINING, *rank_roles(config)]
 
 
 def worker_stages(config: RunConfig) -> list[str]:
@@ -64,7 +69,9 @@ def stages_of(config: RunConfig, role: str) -> list[str]:
 
 
 class Threads(NamedTuple):
-    """CPU threads. `generation` is for each process that generates tokens, including engine servers that the run starts."""
+    """CPU threads. `generation` is for each process that generates tokens, including engine servers that the run starts;
+    `training` is for each rank of the trainer.
+    """
 
     generation: int
     training: int
@@ -107,7 +114,9 @@ def plan_threads(
         generation, training = cores // 2, cores - cores // 2
     else:
         generation, training = 1, cores - engines
-    return Threads(config.engine.threads or max(1, generation), config.trainer.threads or max(1, training))
+    return Threads(
+        config.engine.threads or max(1, generation), config.trainer.threads or max(1, training // config.trainer.ranks)
+    )
 
 
 def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int:

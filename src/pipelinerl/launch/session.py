@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import secrets
+import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
+from pipelinerl.launch.roles import peak_memory_bytes
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.streams import StreamStore, stream_store
 from pipelinerl.ledger import LedgerRecord
@@ -38,6 +42,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     predicted_memory_bytes    expected peak of each process; empty if it is not known
     weights_key               what the members of a weight broadcast prove to have; a new one for each session
     servers_key               the same for clients of the run's engine servers on other machines
+    ranks_key                 the same for the ranks of a sharded trainer
     """
 
     checkpoint: str | None = None
@@ -50,6 +55,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     predicted_memory_bytes: dict[str, int] = {}
     weights_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     servers_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
+    ranks_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
 
     @property
     def rollouts_before(self) -> int:
@@ -125,3 +131,17 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
     peak_memory_bytes: int
     error: WorkerError | None = None
+
+
+def write_report(path: Path, error: WorkerError | None = None) -> None:
+    """Write the report of this process. Raises OSError."""
+    write_atomically(path, msgspec.json.encode(WorkerReport(peak_memory_bytes(), error)))
+
+
+def write_error(path: Path, kind: str, message: str) -> None:
+    """Write the report, with the traceback of the exception that is being handled, if any."""
+    traceback.print_exc()
+    try:
+        write_report(path, WorkerError(kind, message, traceback.format_exc()))
+    except OSError as error:  # on a full disk the log may still have room; the launcher shows its last lines
+        print(f"{message}\n(can't write {path}: {error})", file=sys.stderr)

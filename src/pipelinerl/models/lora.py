@@ -54,7 +54,7 @@ class LoraModel:
             torch.default_generator.manual_seed(seed)
             self._peft = peft.get_peft_model(model, adapter)
         self.model = model.eval()
-        self._layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, LoraLinear)}
+        self.layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, LoraLinear)}
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
@@ -67,22 +67,26 @@ class LoraModel:
             for name, weight in named_weights(self.model).items()
             if ".lora_" not in name
         }
-        return found | {f"{path}.weight": layer.merged_weight() for path, layer in self._layers.items()}
+        return found | {f"{path}.weight": layer.merged_weight() for path, layer in self.layers.items()}
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Inside, the model computes without adapters: this is the reference model of a KL penalty."""
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             layer.enable_adapters(False)
         try:
             yield
         finally:
-            for layer in self._layers.values():
+            for layer in self.layers.values():
                 layer.enable_adapters(True)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the merged model in the format of transformers and, in `ADAPTER_FOLDER`, the adapter in that of peft."""
         self.model.save_pretrained(folder, state_dict=self.weights())
+        self.save_adapter(folder)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write only the adapter."""
         config = copy.copy(self._peft.peft_config["default"])
         config.inference_mode = True  # as peft writes it: the adapter is loaded frozen by default
         config.save_pretrained(folder / ADAPTER_FOLDER)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import attend, refuse_unknown_features, replace_attention, rope_limit
+from pipelinerl.models.state import compute_dtype
 from pipelinerl.types import Segment
 
 # ---- Layout of a packed row, and its length buckets for attention
@@ -236,7 +237,7 @@ def _verify(model: Any) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
     alone_PV = torch.cat(alone)
     error = (packed_PV - alone_PV).abs().max() / alone_PV.abs().max().clamp_min(1e-6)
-    tolerance = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.05
+    tolerance = 1e-4 if compute_dtype(model) in (torch.float32, torch.float64) else 0.05
     if not error <= tolerance:
         raise UnsupportedModelError(
             f"{type(model).__name__} can't be trained packed: its logits differ from those of single sequences "

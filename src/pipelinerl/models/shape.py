@@ -26,14 +26,15 @@ class ModelShape:
     """Sizes of a decoder. `parameters` counts a tensor that has two names once.
 
     `linears` are the shapes of the matrices that tokens are multiplied with, by name. The output `head` is one of them (and
-    is also the embedding if the two are tied). `query_width` and `kv_width` are heads times head size. `feed_forward` is the
-    inner width of a layer's MLP (the sum over all experts that a token goes through). `max_length` is None if the config
-    does not give it.
+    is also the embedding if the two are `tied`). `query_width` and `kv_width` are heads times head size. `feed_forward` is
+    the inner width of a layer's MLP (the sum over all experts that a token goes through). `max_length` is None if the
+    config does not give it.
     """
 
     parameters: int
     linears: Mapping[str, tuple[int, int]]
     head: str
+    tied: bool = False
     layers: int
     hidden: int
     query_width: int
@@ -73,6 +74,7 @@ def read_shape(folder: Path) -> ModelShape | None:
         for name, shape in tensors.items()
         if len(shape) == 2 and (name == head or not any(part in name for part in _LOOKUPS))
     }
+    tied = head is None
     if head is None:
         head = _HEADS[0]
         linears[head] = (vocabulary, hidden)
@@ -80,6 +82,7 @@ def read_shape(folder: Path) -> ModelShape | None:
         parameters=sum(prod(shape) for shape in tensors.values()),
         linears=linears,
         head=head,
+        tied=tied,
         layers=layers,
         hidden=hidden,
         query_width=heads * head_dim,

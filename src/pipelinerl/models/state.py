@@ -23,11 +23,27 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The type that the model computes in. A sharded model may have parameters of a wider type."""
+    found = getattr(model, "compute_dtype", None)
+    return found if isinstance(found, torch.dtype) else next(model.parameters()).dtype
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a sharded tensor (a DTensor) that this process holds; any other tensor unchanged."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """For each name, the first name of the same tensor: the name itself unless it is a tied alias."""
+    """For each name, the first name of the same tensor: the name itself unless it is a tied alias.
+
+    Raises TypeError for sharded tensors.
+    """
     owners: dict[tuple[object, ...], str] = {}
     firsts = {}
     for name, tensor in tensors.items():
+        if hasattr(tensor, "full_tensor"):  # a DTensor: all have the same address
+            raise TypeError(f"{name} is sharded: gather it first")
         where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         # Empty tensors and meta tensors have no address that identifies them.
         firsts[name] = owners.setdefault(where, name) if tensor.numel() and not tensor.is_meta else name

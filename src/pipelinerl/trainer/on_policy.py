@@ -94,6 +94,20 @@ class OnPolicyStats:
         if lengths_N is not None:
             self._lengths.append(lengths_N.detach())
 
+    def packed(self) -> torch.Tensor:
+        """All tokens in float32 on the CPU, (6, N), for `add_packed` in another process. Lengths must have been given."""
+        columns = (self._log_ratios, self._masked, self._truncated, self._entropy, self._lags, self._lengths)
+        return torch.stack([torch.cat([torch.empty(0), *(chunk.float().cpu() for chunk in column)]) for column in columns])
+
+    def add_packed(self, tokens_6N: torch.Tensor) -> None:
+        """Add the tokens of another process."""
+        log_ratios_N, masked_N, truncated_N, entropy_N, lags_N, lengths_N = tokens_6N.to(self._device())
+        lags_N, lengths_N = lags_N.long(), lengths_N.long()
+        self.add(log_ratios_N, masked_N.bool(), truncated_N.bool(), entropy_N, lags_N, lengths_N=lengths_N)
+
+    def _device(self) -> torch.device:
+        return self._log_ratios[0].device if self._log_ratios else torch.device("cpu")
+
     def result(self) -> OnPolicyMetrics | None:
         """The metrics of all tokens added; None if there were none.
 

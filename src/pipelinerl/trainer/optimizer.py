@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
-from pipelinerl.models.state import not_finite
+from pipelinerl.models.state import local, not_finite
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -27,6 +27,7 @@ class Optimizer:
     def __init__(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> None:
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {name: _master(p) for name, p in self._weights.items()}
+        self._saved_masters = {name for name, master in self._masters.items() if master is not self._weights[name]}
         matrices = [p for p in self._masters.values() if p.ndim >= 2]
         others = [p for p in self._masters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -58,10 +59,12 @@ class Optimizer:
         """
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
-        if not bool(norm.isfinite()):
-            broken = sorted(n for n, p in self._masters.items() if p.grad is not None and not p.grad.isfinite().all())
+        value = float(norm)
+        if not math.isfinite(value):
+            found = {name: local(p.grad) for name, p in self._masters.items() if p.grad is not None}
+            broken = sorted(name for name, gradient in found.items() if not gradient.isfinite().all())
             raise TrainingDivergedError(
-                f"the gradient is not finite (norm {norm.item()}; first of {len(broken)} parameters: {broken[:1]}); "
+                f"the gradient is not finite (norm {value}; first of {len(broken)} parameters: {broken[:1]}); "
                 "lower trainer.learning_rate, or check the rewards"
             )
         nn.utils.clip_grads_with_norm_(list(self._masters.values()), max_grad_norm, norm)
@@ -72,26 +75,30 @@ class Optimizer:
             for name, master in self._masters.items():
                 if master is not self._weights[name]:
                     self._weights[name].copy_(master)
-        if broken := not_finite(self._weights):
+        if broken := self._not_finite():
             raise TrainingDivergedError(
                 f"{len(broken)} of {len(self._weights)} weights are not finite after a step with learning rate "
                 f"{learning_rate:g} (the first is {broken[0]}); lower trainer.learning_rate"
             )
-        return float(norm)
+        return value
+
+    def _not_finite(self) -> list[str]:
+        """Names of the weights with a value that is not finite."""
+        return not_finite(self._weights)
 
     def state(self) -> dict[str, Tensor]:
         """Moments and step count of each parameter, as `NAME.exp_avg` and so on, and `NAME.master` if there is one."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for moment, value in self._adam.state.get(master, {}).items():
-                tensors[f"{name}.{moment}"] = value
-            if master is not self._weights[name]:
-                tensors[f"{name}.master"] = master.detach()
+                tensors[f"{name}.{moment}"] = local(value)
+            if name in self._saved_masters:
+                tensors[f"{name}.master"] = local(master.detach())
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned. Raises CheckpointError, with nothing changed, if it is of another model."""
-        masters = {f"{name}.master" for name, master in self._masters.items() if master is not self._weights[name]}
+        masters = {f"{name}.master" for name in self._saved_masters}
         moments = {f"{name}.{moment}" for name in self._masters for moment in _MOMENTS}
         if tensors.keys() not in (masters, masters | moments):
             odd = sorted(tensors.keys() ^ (masters | moments))
@@ -99,17 +106,21 @@ class Optimizer:
         for name, master in self._masters.items():
             for kind in ("exp_avg", "exp_avg_sq", "master"):
                 found = tensors.get(f"{name}.{kind}")
-                if found is not None and found.shape != master.shape:
+                if found is not None and found.shape != local(master).shape:
                     raise CheckpointError(
-                        f"the optimizer's {name}.{kind} has shape {tuple(found.shape)}, not {master.shape}"
+                        f"the optimizer's {name}.{kind} has shape {tuple(found.shape)}, not {tuple(local(master).shape)}"
                     )
         with torch.no_grad():
             for name, master in self._masters.items():
                 if f"{name}.master" in tensors:
-                    master.copy_(tensors[f"{name}.master"])
+                    local(master).copy_(tensors[f"{name}.master"])
                 if f"{name}.step" in tensors:
                     moved = {moment: tensors[f"{name}.{moment}"].to(master.device, copy=True) for moment in _MOMENTS}
-                    self._adam.state[master] = moved
+                    self._adam.state[master] = {key: self._placed(value, master) for key, value in moved.items()}
+
+    def _placed(self, value: Tensor, master: nn.Parameter) -> Tensor:  # noqa: ARG002 - for sharded parameters
+        """A value that was saved for `master`, as the optimizer keeps it."""
+        return value
 
 
 def _master(weight: nn.Parameter) -> nn.Parameter:

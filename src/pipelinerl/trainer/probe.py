@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.models.packed import PackedRow, sampled_logits
+from pipelinerl.models.state import compute_dtype
 from pipelinerl.types import ProbeReading, Segment
 
 PROMPT_TOKENS = 16
@@ -24,25 +24,22 @@ class ProbeCheck:
     """Checks engines' probe readings against the trainer's model.
 
     For each of the latest published versions it keeps the log-probs [V] of the token after `prompt_ids`, so that engines may
-    sample any token. `model` is the trainer's, already using packed attention.
+    sample any token. `model` is the trainer's; `logits(segments)` are its logits [P, V] that predict the sampled tokens.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, logits: Callable[[Sequence[Segment]], Tensor]) -> None:
+        self._logits = logits
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         draw = random.Random(0)
         self.prompt_ids = tuple(draw.randrange(vocabulary) for _ in range(PROMPT_TOKENS))
-        parameter = next(model.parameters())
-        self._device, self._tolerance = parameter.device, TOLERANCE.get(parameter.dtype, COARSE_TOLERANCE)
+        self._tolerance = TOLERANCE.get(compute_dtype(model), COARSE_TOLERANCE)
         self._expected: dict[int, Tensor] = {}
         self._checked: dict[str, int] = {}
 
-    @torch.no_grad()
     def expect(self, version: int) -> None:
         """Store the expected log-probs of `version`, whose weights the model must hold now."""
         segment = Segment(token_ids=(*self.prompt_ids, 0), sampled=((PROMPT_TOKENS, PROMPT_TOKENS + 1),))
-        logits_1V = sampled_logits(self._model, PackedRow.of([segment], self._device))
-        self._expected[version] = logits_1V[0].float().log_softmax(-1).cpu()
+        self._expected[version] = self._logits([segment])[0].float().log_softmax(-1).cpu()
         while len(self._expected) > VERSIONS_KEPT:
             del self._expected[min(self._expected)]
 

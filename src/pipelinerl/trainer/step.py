@@ -10,26 +10,30 @@ Z belongs to the step, not to the micro-batch (see `losses`), so the gradient do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipelinerl.checkpoint import Checkpoint, save_optimizer
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.loading import checkpoint_activations
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.models.packed import sampled_logits, use_packed_attention
+from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.state import named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
 from pipelinerl.trainer.micro_batch import MicroBatch, Packer, split
 from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, ess_factor, learning_rate
-from pipelinerl.types import TrainingSample
+from pipelinerl.types import Segment, TrainingSample
+
+OnMicroBatch = Callable[[int, int], None]
+"""Called with the numbers of micro-batches done and in total."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,15 @@ class StepResult:
     metrics: OnPolicyMetrics | None
     learning_rate: float
     grad_norm: float | None = None
+
+
+@dataclass
+class Sums:
+    """What the micro-batches of a step add up to, besides gradients: loss, tokens, and attention's cells with padding."""
+
+    loss: Tensor
+    stats: OnPolicyStats = field(default_factory=OnPolicyStats)
+    cells: int = 0
 
 
 class Learner:
@@ -83,7 +96,7 @@ class Learner:
         use_packed_attention(model)
         self.model = model
         self.lora = lora
-        self.optimizer = Optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
+        self.optimizer = self._new_optimizer(config)
         self._config = config
         self._loss = make_loss(config, correction)
         self._temperature = temperature
@@ -91,6 +104,9 @@ class Learner:
         # With a KL or drift penalty every token has a gradient, even at zero advantage.
         self._skip_zero_advantage = skip_zero_advantage and config.kl_coefficient == 0 and correction.drift == 0
         self._device: torch.device = next(model.parameters()).device
+
+    def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
+        return Optimizer(self.model, betas=config.betas, weight_decay=config.weight_decay)
 
     def weights(self) -> Mapping[str, Tensor]:
         """The weights that engines use at this version, by their names in the engine's model (adapters are merged)."""
@@ -100,11 +116,24 @@ class Learner:
         """Write these weights as a Hugging Face folder, together with the adapter if there is one."""
         (self.model if self.lora is None else self.lora).save_pretrained(folder)
 
+    def save_optimizer(self, folder: Path) -> None:
+        """Write the optimizer's state to the folder of a checkpoint."""
+        save_optimizer(folder, self.optimizer.state())
+
+    def load_optimizer(self, checkpoint: Checkpoint) -> None:
+        """Restore the optimizer's state. Raises CheckpointError if it can't be read or is of another model."""
+        self.optimizer.load_state(checkpoint.optimizer_state())
+
+    @torch.no_grad()
+    def logits(self, segments: Sequence[Segment]) -> Tensor:
+        """Logits [P, V] that predict the segments' sampled tokens."""
+        return sampled_logits(self.model, PackedRow.of(segments, self._device))
+
     def step(
         self,
         samples: Sequence[TrainingSample],
         version: int,
-        on_micro_batch: Callable[[int, int], None] | None = None,
+        on_micro_batch: OnMicroBatch | None = None,
     ) -> StepResult:
         """Take the step from `version` to `version + 1` on these samples.
 
@@ -115,24 +144,12 @@ class Learner:
         if not samples:
             raise ValueError("an optimizer step needs samples")
         used = [s for s in samples if s.advantage != 0.0 or not self._skip_zero_advantage]
-        batches = split(used, self._config.micro_batch_tokens, self._pack)
-        normalizer = self._normalizer(samples)
-        stats = OnPolicyStats()
-        self.optimizer.zero_grad()
-        loss = torch.zeros((), device=self._device, dtype=torch.float64)
-        cells = 0
-        for done, batch in enumerate(batches, start=1):
-            micro_batch = MicroBatch.of(batch, version=version, device=self._device)
-            loss += self._accumulate(micro_batch, normalizer, stats)
-            cells += micro_batch.row.cells
-            if on_micro_batch is not None:
-                on_micro_batch(done, len(batches))
-        metrics = _result(stats, float(loss))
+        micro_batches, sums = self._differentiate(used, version, self._normalizer(samples), on_micro_batch)
+        loss = float(sums.loss)
+        metrics = _result(sums.stats, loss)
         rate = self._learning_rate(version, metrics)
         stepped = metrics is None or metrics.ess >= self._config.ess_threshold
-        norm = None
-        if stepped:
-            norm = self.optimizer.step(learning_rate=rate, max_grad_norm=self._config.max_grad_norm)
+        norm = self._update(rate) if stepped else None
         tokens, trained = sum(s.length for s in used), sum(s.sampled_count for s in used)
         return StepResult(
             stepped=stepped,
@@ -140,16 +157,46 @@ class Learner:
             samples_skipped=len(samples) - len(used),
             tokens_trained=trained,
             tokens_context=tokens - trained,
-            micro_batches=len(batches),
-            padding_free=tokens / cells if cells else None,
-            loss=float(loss),
+            micro_batches=micro_batches,
+            padding_free=tokens / sums.cells if sums.cells else None,
+            loss=loss,
             metrics=metrics,
             learning_rate=rate,
             grad_norm=norm,
         )
 
-    def _accumulate(self, batch: MicroBatch, normalizer: int, stats: OnPolicyStats) -> torch.Tensor:
-        """Forward and backward of one micro-batch; returns its part of the loss."""
+    def _differentiate(
+        self, used: Sequence[TrainingSample], version: int, normalizer: int, on_micro_batch: OnMicroBatch | None
+    ) -> tuple[int, Sums]:
+        """Compute the gradient of the step. Returns the number of micro-batches, and their sums."""
+        batches = split(used, self._config.micro_batch_tokens, self._pack)
+        return len(batches), self._accumulate_all(batches, len(batches), version, normalizer, on_micro_batch)
+
+    def _update(self, rate: float) -> float:
+        """Change the weights by the gradient. Returns its norm before clipping."""
+        return self.optimizer.step(learning_rate=rate, max_grad_norm=self._config.max_grad_norm)
+
+    def _accumulate_all(
+        self,
+        batches: Iterable[Sequence[TrainingSample]],
+        total: int,
+        version: int,
+        normalizer: int,
+        on_micro_batch: OnMicroBatch | None = None,
+    ) -> Sums:
+        """Set the gradient to that of the `total` micro-batches."""
+        self.optimizer.zero_grad()
+        sums = Sums(torch.zeros((), device=self._device, dtype=torch.float64))
+        for done, samples in enumerate(batches, start=1):
+            self._accumulate(samples, version, normalizer, sums)
+            self.optimizer.accumulate()
+            if on_micro_batch is not None:
+                on_micro_batch(done, total)
+        return sums
+
+    def _accumulate(self, samples: Sequence[TrainingSample], version: int, normalizer: int, sums: Sums) -> None:
+        """Forward and backward of one micro-batch."""
+        batch = MicroBatch.of(samples, version=version, device=self._device)
         logits_PV = sampled_logits(self.model, batch.row)
         logprobs_P, entropy_P = token_logprobs(logits_PV, batch.row.sampled_ids_P, self._temperature)
         del logits_PV
@@ -165,10 +212,10 @@ class Learner:
         output = self._loss(inputs)
         part = output.loss_N.sum() / normalizer
         part.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.accumulate()
         lengths_P = batch.sequence_P.bincount()[batch.sequence_P]
-        stats.add(inputs.log_ratio_N, output.masked_N, output.truncated_N, entropy_P, batch.lags_P, lengths_N=lengths_P)
-        return part.detach()
+        sums.stats.add(inputs.log_ratio_N, output.masked_N, output.truncated_N, entropy_P, batch.lags_P, lengths_N=lengths_P)
+        sums.loss += part.detach()
+        sums.cells += batch.row.cells
 
     def _normalizer(self, samples: Sequence[TrainingSample]) -> int:
         if self._config.loss_normalization == "sequences":

@@ -56,7 +56,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         The model, or its adapters, must already be loaded from it. Raises CheckpointError if the optimizer's state can't be
         read or does not fit the model.
         """
-        learner.optimizer.load_state(checkpoint.optimizer_state())
+        learner.load_optimizer(checkpoint)
         checkpoint.restore_rng()
         return cls(
             version=checkpoint.state.version,
@@ -98,7 +98,7 @@ class Trainer:
         self._queue = queue
         self._schedule = schedule
         self._sender = sender
-        self._probe = ProbeCheck(learner.model)
+        self._probe = ProbeCheck(learner.model, learner.logits)
         self._checkpoints = checkpoints
         self._status = TrainerStatus(output, self._progress)
         self._version = state.version
@@ -249,7 +249,7 @@ class Trainer:
             version=self._version,
             model=self._learner,
             tokenizer=self._checkpoints.tokenizer,
-            optimizer=self._learner.optimizer.state(),
+            optimizer=self._learner.save_optimizer,
             rng=rng_state(),
             positions=msgspec.to_builtins(position),
             counters=msgspec.to_builtins(counters),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.channel import listen
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import (
     EngineConfig,
@@ -39,7 +40,6 @@ from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.errors import EngineUnavailableError
 from pipelinerl.stream.files import FileStore
 from pipelinerl.stream.redis import RedisStore
-from pipelinerl.weights.broadcast.control import listen
 from tests.unit.scripted_engine import CharTokenizer
 
 LOCAL = RunConfig()

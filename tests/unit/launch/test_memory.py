@@ -252,6 +252,37 @@ def test_what_is_on_a_gpu_is_not_in_the_machines_memory() -> None:
     }
 
 
+def test_ranks_share_the_weights_the_gradients_and_the_optimizers_state() -> None:
+    one, four = predicted()["training"], predicted("--trainer.ranks=4")
+    ranks = [four[role] for role in ("training", "training-rank-1", "training-rank-3")]
+    for parts in ranks:
+        for name in ("weights", "gradients", "Adam's moments"):
+            assert parts[name] == one[name] / 4
+        assert 0 < parts["gathered weights"] < one["weights"]
+    assert [parts.get("all weights, to be published", 0) for parts in ranks] == [one["weights"], 0, 0]
+    kept = predicted("--trainer.ranks=4", "--trainer.reshard_after_forward=false")["training"]
+    assert kept["gathered weights"] == one["weights"]
+    narrow = predicted("--trainer.ranks=4", "--model.dtype=bfloat16")["training"]
+    assert narrow["weights"] == ranks[0]["weights"], "they are the master copy, in float32"
+    assert narrow["gathered weights"] == ranks[0]["gathered weights"] / 2
+
+
+def test_every_rank_has_a_gpu_of_its_own() -> None:
+    prediction = predict(load_config(None, ["--trainer.device=cuda:2", "--trainer.ranks=3"]), BILLION)
+    assert prediction.devices == ["cpu", "cuda:2", "cuda:3", "cuda:4"]
+
+
+def test_ranks_fit_where_one_process_does_not() -> None:
+    def machine(device: str) -> Memory:
+        return Memory((100 if device == "cpu" else 14) * 10**9, None)
+
+    settings = ["--trainer.device=cuda", "--trainer.batch_size=8", "--trainer.micro_batch_tokens=256"]
+    alone, sharded = (load_config(None, [*settings, f"--trainer.ranks={ranks}"]) for ranks in (1, 4))
+    with pytest.raises(UserError, match=r"raise trainer\.ranks to use more GPUs"):
+        judge(alone, predict(alone, BILLION), machine)
+    judge(sharded, predict(sharded, BILLION), machine)
+
+
 # ------------------------------------------------------------------------------------------------ judging
 
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipelinerl.channel import Channel, listen
 from pipelinerl.errors import UserError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import delta
 from pipelinerl.weights.broadcast import control
-from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.group import Group, require_backend
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver, decode_layout
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender, Member
@@ -104,7 +104,7 @@ class SettledReceiver:
         self._receiver.close()
 
 
-def cut(channel: control.Channel[Any] | None) -> None:
+def cut(channel: Channel[Any] | None) -> None:
     """End a connection as the system does for a process that died."""
     assert channel is not None
     with socket.socket(fileno=os.dup(channel.fileno())) as connected:
@@ -124,7 +124,7 @@ class Dying(CollectiveWeightReceiver):
             cut(self._channel)
         super()._send(message)
 
-    def _form_group(self, channel: control.Channel[control.FromSender], form: control.Form, index: int) -> Group:
+    def _form_group(self, channel: Channel[control.FromSender], form: control.Form, index: int) -> Group:
         if self._dies == "form":
             cut(channel)
             self._next(control.Close)  # It never comes.
@@ -499,7 +499,7 @@ def test_a_listener_that_is_no_weight_sender(rig: Rig) -> None:
         receiver = rig.receiver_at(server.getsockname()[1])
         stranger, _ = server.accept()
         stranger.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        assert "can't be used: it does not have the key of this broadcast" in problem(receiver)
+        assert "can't be used: it does not have the key of this run" in problem(receiver)
         stranger.close()
 
 

@@ -26,9 +26,10 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl import __version__
+from pipelinerl.channel import listen
 from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import PipelineRLError, StreamError
-from pipelinerl.launch.hosts.host import LocalWorker
+from pipelinerl.launch.hosts.host import Channels, LocalWorker
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session
 from pipelinerl.launch.stages.streams import redis_of
@@ -36,7 +37,6 @@ from pipelinerl.launch.stages.weights import remove_weights_of
 from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.mirror import Heartbeats, Mirror, RedisBoard
-from pipelinerl.weights.broadcast.control import listen
 
 LAUNCHER = "launcher"
 """The launcher's name among the heartbeats. Machines have their own."""
@@ -154,10 +154,12 @@ class Agent:
         wanted = msgspec.json.decode(order, type=Order)
         here = msgspec.structs.replace(wanted.here, machine=self._setup.machine, scratch=str(self._scratch))
         weights_fd = self._listening if wanted.sends_weights else -1
-        fds = [*([weights_fd] if weights_fd >= 0 else []), *(worker.parent_fd for worker in self._workers.values())]
+        fds = [worker.parent_fd for worker in self._workers.values()]
         visible = ",".join(self.gpus[position] for position in wanted.gpus)
         environment = {"CUDA_VISIBLE_DEVICES": visible} if wanted.gpus or self.gpus else {}
-        worker = LocalWorker(self._session, wanted.role, here, weights_fd=weights_fd, fds=fds, environment=environment)
+        worker = LocalWorker(
+            self._session, wanted.role, here, channels=Channels(weights_fd), fds=fds, environment=environment
+        )
         self._workers[wanted.role] = worker
         return worker.pid
 

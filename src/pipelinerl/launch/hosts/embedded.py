@@ -30,11 +30,12 @@ from pipelinerl.launch.stages.training import build_trainer, failures_on_board, 
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.schedule import stream_capacity
 from pipelinerl.status.board import MemoryBoard, last_statuses
+from pipelinerl.status.reporter import starting
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer import Trainer
-from pipelinerl.types import Group, StageStatus
+from pipelinerl.types import TRAINER, Group, StageStatus
 from pipelinerl.weights.memory import MemoryChannel
 
 LOOK_EVERY_S = 0.5
@@ -94,7 +95,8 @@ def _run(
 ) -> bool:
     """Alternate generation and training to the end. Returns whether the goal was reached."""
     session, board = generation.session, generation.board
-    policy = load_policy(session, board)
+    starting(board, [TRAINER], "loads the model")
+    policy = load_policy(session)
     with open_logs(session) as logs:
         prepared = preparing(session.config, reader, policy.lora)
         trainer = build_trainer(session, board, policy, reader=prepared, sender=sender, logs=logs)

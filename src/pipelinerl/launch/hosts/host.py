@@ -12,11 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import msgspec
 
 from pipelinerl import errors
+from pipelinerl.channel import listen
 from pipelinerl.child import ChildProcess
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
@@ -25,6 +26,18 @@ from pipelinerl.launch.roles import server_roles, thread_environment, usable_cor
 from pipelinerl.launch.session import Here, Session, WorkerReport
 from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
 from pipelinerl.status.board import MmapBoard
+
+
+class Channels(NamedTuple):
+    """File descriptors between the workers; -1 for a process that does not use one."""
+
+    weights: int = -1
+    ranks: int = -1
+    """The socket at which rank 0 of a sharded trainer listens."""
+
+    @property
+    def opened(self) -> list[int]:
+        return [fd for fd in self if fd >= 0]
 
 
 class Worker(Protocol):
@@ -97,22 +110,26 @@ class LocalWorker(ChildProcess):
         role: str,
         here: Here,
         *,
-        weights_fd: int = -1,
+        channels: Channels = Channels(),  # noqa: B008 - it does not change
         fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the process, which inherits `fds`. Its report of an earlier session is removed; its log is appended to."""
+        """Start the process, which inherits `fds` and those of `channels`.
+
+        Its report of an earlier session is removed; its log is appended to.
+        """
         run = session.run
         self.role = role
         self.machine = here.machine
         self._report_file = run.report(role)
         self._report_file.unlink(missing_ok=True)
-        arguments = [role, str(run.root), str(weights_fd), str(session.records_from_s), msgspec.json.encode(here).decode()]
+        said = msgspec.json.encode(here).decode()
+        arguments = [role, str(run.root), *map(str, channels), str(session.records_from_s), said]
         super().__init__(
             [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
             log=run.log(role),
             environment={**thread_environment(here.threads), "PYTHONUNBUFFERED": "1", **(environment or {})},
-            fds=fds,
+            fds=[*fds, *channels.opened],
             watches_parent=True,
         )
 
@@ -168,8 +185,8 @@ class LocalHost:
             worker = LocalWorker(self._session, role, here, fds=[self._lock_fd])
         else:
             # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-            fds = [self._lock_fd, self._weights_fd, *(worker.parent_fd for worker in self._servers)]
-            worker = LocalWorker(self._session, role, here, weights_fd=self._weights_fd, fds=fds)
+            fds = [self._lock_fd, *(worker.parent_fd for worker in self._servers)]
+            worker = LocalWorker(self._session, role, here, channels=self._channels, fds=fds)
         self._workers.append(worker)
         return worker
 
@@ -180,8 +197,10 @@ class LocalHost:
         return failure
 
     def __enter__(self) -> Self:
-        self._weights_fd = make_channel(self._session.config)
-        self._stack.callback(os.close, self._weights_fd)
+        sharded = self._session.config.trainer.ranks > 1
+        self._channels = Channels(make_channel(self._session.config), listen().detach() if sharded else -1)
+        for fd in self._channels.opened:
+            self._stack.callback(os.close, fd)
         return self
 
     def __exit__(self, *exception: object) -> None:

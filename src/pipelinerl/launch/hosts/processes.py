@@ -2,7 +2,7 @@
 
     launcher ──starts──▶ generation (engine or its client, actor, environment)   ┐ rollouts: files or Redis,
              ──starts──▶ preprocessing, if it is a separate process              │ weights: shared memory or a broadcast,
-             ──starts──▶ training                                                ┘ statuses: the status board
+             ──starts──▶ training (with `trainer.ranks`, one process a rank)     ┘ statuses: the status board
              ──starts──▶ engine servers, if the run has its own
              ◀──status board, exit codes── all
 
@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import PipelineRLError, RunInterruptedError, StageDiedError, StalledError
+from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
 from pipelinerl.launch.hosts.host import Host, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import (
+    TRAINING,
     generation_roles,
+    rank_roles,
     server_roles,
     worker_roles,
     worker_stages,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
 """Time for a clean stop: a decode step, an optimizer step and a checkpoint."""
+CAUSE_PATIENCE_S = 1.0
+"""Time for a rank of the trainer to end, after another one noticed that it is lost."""
 SERVER_PATIENCE_S = 20.0
 """Time for an engine server to stop. It is idle by then."""
 
@@ -65,7 +69,9 @@ class Processes:
         for server in self.servers:
             if not server.running:
                 return server.failure() or premature_exit(server)
-        return next(filter(None, (worker.failure() for worker in self.workers)), None)
+        failures = [failure for worker in self.workers if (failure := worker.failure()) is not None]
+        # The loss of a rank is noticed by the others: what the lost one died of comes first.
+        return min(failures, key=lambda failure: isinstance(failure, RankLostError), default=None)
 
 
 def premature_exit(worker: Worker) -> PipelineRLError:
@@ -125,16 +131,21 @@ def _watch(
     stages = worker_stages(config)
     workers = processes.workers
     started = {(worker.machine, worker.pid) for worker in workers}
+    followers = rank_roles(config)  # they end with rank 0
     while True:
         ended = [worker for worker in workers if not worker.running]
         if failure := processes.failure():
+            if isinstance(failure, RankLostError):
+                time.sleep(CAUSE_PATIENCE_S)
+                failure = processes.failure() or failure
             return processes.host.cause(failure)
         now = time.monotonic()
         found = last_statuses(processes.host.board)
         statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
         view.update(statuses, now)
-        if ended and not goal_reached(statuses.get(TRAINER)):
-            return premature_exit(ended[0])
+        early = [worker for worker in ended if worker.role not in followers]
+        if early and not goal_reached(statuses.get(TRAINER)):
+            return premature_exit(early[0])
         if len(ended) == len(workers):
             return None
         if interrupts.count:
@@ -162,6 +173,8 @@ def _stop(
         error = StalledError(f"{error}\nstacks of all threads are in {logs}")
         patience_s = min(patience_s, session.config.launch.watchdog_s)  # a hung process will not stop cleanly either
         hung = [worker for worker in workers if worker.role in generation_roles(session.config)]
+    if isinstance(error, RankLostError):  # one is stopped, perhaps, and without it the others can't save anything
+        hung = [worker for worker in workers if worker.role in (TRAINING, *rank_roles(session.config))]
     asked = 0
     if isinstance(error, RunInterruptedError):
         asked = 1
@@ -171,7 +184,14 @@ def _stop(
     killed = stop_all(workers, patience_s, lambda: interrupts.count > asked, hung=hung)
     if not isinstance(error, RunInterruptedError):
         return error
-    late = [failure for worker in workers if worker not in killed and (failure := worker.failure()) is not None]
+    followers = rank_roles(session.config)  # while it loads, rank 0 ends at once, and they are lost without it
+    late = [
+        failure
+        for worker in workers
+        if worker not in killed
+        and (failure := worker.failure()) is not None
+        and not (worker.role in followers and isinstance(failure, RankLostError))
+    ]
     if late:
         return late[0]
     if killed:

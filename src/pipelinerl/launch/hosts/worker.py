@@ -1,6 +1,6 @@
 """The entry point of a run's processes.
 
-    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR WEIGHTS_FD RECORDS_FROM_S HERE
+    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR WEIGHTS_FD RANKS_FD RECORDS_FROM_S HERE
 
 HERE is a `session.Here` as JSON. ROLE is one of `roles.worker_roles` or `roles.server_roles`.
 
@@ -16,28 +16,26 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 import msgspec
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.files import write_atomically
 from pipelinerl.launch.roles import (
     LOG_FORMAT,
     PREPROCESSING,
     TRAINING,
     generation_roles,
-    peak_memory_bytes,
+    rank_roles,
     server_roles,
 )
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
-from pipelinerl.launch.session import Here, Session, WorkerError, WorkerReport, read_session
+from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
 from pipelinerl.parent_pipe import take_stdin, when_closed
 
 
 def main(arguments: list[str]) -> int:
-    role, run_dir, weights_fd, records_from_s, said = arguments
+    role, run_dir, weights_fd, ranks_fd, records_from_s, said = arguments
     here = msgspec.json.decode(said, type=Here)
     run = RunDirectory(Path(run_dir), None if here.scratch is None else Path(here.scratch))
     faulthandler.enable()
@@ -48,24 +46,28 @@ def main(arguments: list[str]) -> int:
     parent_pipe = take_stdin()
     when_closed(parent_pipe, lambda: os.kill(os.getpid(), signal.SIGTERM), ORPHAN_PATIENCE_S)
     try:
-        _run(read_session(run, float(records_from_s), here), role, int(weights_fd), parent_pipe)
+        _run(read_session(run, float(records_from_s), here), role, int(weights_fd), int(ranks_fd), parent_pipe)
     except PipelineRLError as error:
-        _report_error(run.report(role), type(error).__name__, str(error))
+        write_error(run.report(role), type(error).__name__, str(error))
         return error.exit_status
     except Exception as error:  # noqa: BLE001 - the launcher reports whatever ends this process
         message = f"the {role} process (pid {os.getpid()}) failed: {type(error).__name__}: {error} (log: {run.log(role)})"
-        _report_error(run.report(role), "StageDiedError", message)
+        write_error(run.report(role), "StageDiedError", message)
         return 1
-    _write_report(run.report(role))
+    write_report(run.report(role))
     return 0
 
 
-def _run(session: Session, role: str, weights_fd: int, parent_pipe: int) -> None:
+def _run(session: Session, role: str, weights_fd: int, ranks_fd: int, parent_pipe: int) -> None:
     """Run the stages of `role` to their end. Each process imports its own stages only."""
     if role == TRAINING:
         from pipelinerl.launch.stages.training import run_training  # noqa: PLC0415
 
-        run_training(session, weights_fd)
+        run_training(session, weights_fd, ranks_fd)
+    elif role in rank_roles(session.config):
+        from pipelinerl.launch.stages.training import run_rank  # noqa: PLC0415
+
+        run_rank(session, role, ranks_fd)
     elif role == PREPROCESSING:
         from pipelinerl.launch.stages.preprocessing import run_preprocessing  # noqa: PLC0415
 
@@ -80,17 +82,9 @@ def _run(session: Session, role: str, weights_fd: int, parent_pipe: int) -> None
         run_generation(session, generation_roles(session.config).index(role), weights_fd)
 
 
-def _write_report(path: Path, error: WorkerError | None = None) -> None:
-    write_atomically(path, msgspec.json.encode(WorkerReport(peak_memory_bytes(), error)))
-
-
-def _report_error(path: Path, kind: str, message: str) -> None:
-    traceback.print_exc()
-    try:
-        _write_report(path, WorkerError(kind, message, traceback.format_exc()))
-    except OSError as error:  # on a full disk the log may still have room; the launcher shows its last lines
-        print(f"{message}\n(can't write {path}: {error})", file=sys.stderr)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ended_with = main(sys.argv[1:])
+    if ended_with and sys.argv[1].startswith(TRAINING):
+        sys.stderr.flush()
+        os._exit(ended_with)  # an ordinary exit would wait for collective operations that can't end any more
+    sys.exit(ended_with)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from pipelinerl.channel import listen
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import WeightReceiver, WeightSender
 from pipelinerl.launch.session import Session
 from pipelinerl.types import MAX_RECEIVERS
-from pipelinerl.weights.broadcast.control import listen
 
 LOOPBACK = "127.0.0.1"
 

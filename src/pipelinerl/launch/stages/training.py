@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipelinerl.checkpoint import Checkpoint, load_checkpoint
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import RankLostError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.interrupts import stop_on_sigterm
-from pipelinerl.launch.session import Session
+from pipelinerl.launch.roles import TRAINING, rank_roles
+from pipelinerl.launch.session import Session, write_error
 from pipelinerl.launch.stages.preprocessing import prepared_groups
 from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
@@ -28,13 +35,71 @@ from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, Tr
 from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import TRAINER, Prepared
 
+if TYPE_CHECKING:
+    from pipelinerl.trainer.ranks import Team
+    from pipelinerl.trainer.sharded import ShardedLearner, ShardedPolicy
 
-def run_training(session: Session, weights_fd: int) -> None:
-    """The training process, to its end. SIGTERM asks it to stop with a checkpoint."""
+STALL_S = 30.0
+"""A rank of the trainer that sends no heartbeat for this long is lost."""
+
+
+def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
+    """The training process, to its end. SIGTERM asks it to stop with a checkpoint.
+
+    With several `trainer.ranks`, this is rank 0, and `ranks_fd` the socket at which it listens for the others.
+    """
     torch.set_num_threads(session.here.threads)
     stopping = threading.Event()
     board = MmapBoard(session.run.scratch)
-    policy = load_policy(session, board)
+    with ExitStack() as stack:
+        team = stack.enter_context(_lead(session, board, ranks_fd)) if session.config.trainer.ranks > 1 else None
+        starting(board, [TRAINER], "loads the model")
+        _train(session, board, load_policy(session, team), weights_fd, stopping)
+
+
+def run_rank(session: Session, role: str, ranks_fd: int) -> None:
+    """Another rank of the trainer, to its end. It ends with rank 0, so that SIGTERM leaves time for a checkpoint."""
+    from pipelinerl.trainer import ranks  # noqa: PLC0415 - only for several ranks
+
+    config, rank = session.config, 1 + rank_roles(session.config).index(role)
+    torch.set_num_threads(session.here.threads)
+    with socket.socket(fileno=os.dup(ranks_fd)) as listening:
+        address = listening.getsockname()[:2]
+    with ranks.follow(address, session.plan.ranks_key, config.trainer, rank, **_bounds(session, role)) as team:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        policy = load_policy(session, team)
+        learner = policy.sharded_learner(config)
+        if policy.checkpoint is not None:
+            learner.load_optimizer(policy.checkpoint)
+        learner.follow()
+
+
+@contextmanager
+def _lead(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
+    from pipelinerl.trainer import ranks  # noqa: PLC0415 - as above
+
+    starting(board, [TRAINER], "waits for the other ranks to start")
+    with (
+        socket.socket(fileno=os.dup(ranks_fd)) as listener,
+        ranks.lead(listener, session.plan.ranks_key, session.config.trainer, **_bounds(session, TRAINING)) as team,
+    ):
+        yield team
+
+
+def _bounds(session: Session, role: str) -> dict[str, Any]:
+    """How long a rank waits for others, and how it ends if it can't return from a collective operation."""
+
+    def end(why: str) -> None:
+        faulthandler.dump_traceback()
+        write_error(session.run.report(role), RankLostError.__name__, why)
+        os._exit(RankLostError.exit_status)
+
+    launch = session.config.launch
+    # Before the watchdog, which can't say which rank it is.
+    return {"bound_s": launch.startup_timeout_s, "stall_s": min(STALL_S, launch.watchdog_s / 2), "end": end}
+
+
+def _train(session: Session, board: Board, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
     with (
         closing(prepared_groups(session, policy.lora)) as reader,
         closing(make_sender(session, weights_fd, stopping.is_set)) as sender,
@@ -63,26 +128,62 @@ def open_logs(session: Session) -> Iterator[TrainingLogs]:
 
 @dataclass(frozen=True)
 class Policy:
-    """The model to train and the checkpoint it was loaded from, if any. With `model.lora`, it has the adapters of `lora`."""
+    """The model to train and the checkpoint it was loaded from, if any. With `model.lora`, it has the adapters of `lora`.
+
+    `sharded` and `team`: with several `trainer.ranks`.
+    """
 
     model: Any
     lora: LoraModel | None
     tokenizer: Any
     checkpoint: Checkpoint | None
+    sharded: ShardedPolicy | None = None
+    team: Team | None = None
+
+    def learner(self, config: RunConfig) -> Learner:
+        if self.sharded is not None:
+            return self.sharded_learner(config)
+        return Learner(self.model, config.trainer, lora=self.lora, **_learner_options(config))
+
+    def sharded_learner(self, config: RunConfig) -> ShardedLearner:
+        from pipelinerl.trainer.sharded import ShardedLearner  # noqa: PLC0415 - as above
+
+        assert self.sharded is not None and self.team is not None  # noqa: S101, PT018 - see `load_policy`
+        return ShardedLearner(self.sharded, config.trainer, self.team, **_learner_options(config))
 
 
-def load_policy(session: Session, board: Board) -> Policy:
-    """Load the model, or the checkpoint that the plan names.
+def _learner_options(config: RunConfig) -> dict[str, Any]:
+    return {
+        "temperature": config.actor.temperature,
+        "pack": pack,
+        "correction": config.correction,
+        "skip_zero_advantage": config.preprocess.zero_advantage == "skip",
+    }
+
+
+def load_policy(session: Session, team: Team | None = None) -> Policy:
+    """Load the model, or the checkpoint that the plan names. With a `team`, it is sharded over it.
 
     With adapters: load the run's initial model and the checkpoint's adapters.
     """
     config, plan = session.config, session.plan
-    starting(board, [TRAINER], "loads the model")
     checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint else None
     merged = config.model.model_copy(update={"path": str(checkpoint.path)}) if checkpoint else config.model
+    if checkpoint and config.model.lora is None:
+        refuse_adapter(checkpoint.path)
+    if team is not None:
+        from pipelinerl.trainer.sharded import ShardedPolicy  # noqa: PLC0415 - as above
+
+        with_adapters = config.model.lora is not None
+        sharded = ShardedPolicy(
+            config.model if with_adapters else merged,
+            config.trainer,
+            team,
+            seed=config.seed,
+            adapter=checkpoint.path if checkpoint and with_adapters else None,
+        )
+        return Policy(sharded.model, sharded.lora, load_tokenizer(merged), checkpoint, sharded, team)
     if config.model.lora is None:
-        if checkpoint:
-            refuse_adapter(checkpoint.path)
         return Policy(load_model(merged, config.trainer.device), None, load_tokenizer(merged), checkpoint)
     lora = LoraModel(load_model(config.model, config.trainer.device), config.model.lora, seed=config.seed)
     if checkpoint:
@@ -101,15 +202,7 @@ def build_trainer(
 ) -> Trainer:
     """Make the trainer of `policy`, with the state of its checkpoint. Nothing is sent or trained yet."""
     config = session.config
-    learner = Learner(
-        policy.model,
-        config.trainer,
-        temperature=config.actor.temperature,
-        pack=pack,
-        correction=config.correction,
-        skip_zero_advantage=config.preprocess.zero_advantage == "skip",
-        lora=policy.lora,
-    )
+    learner = policy.learner(config)
     state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
     queue = SampleQueue(
         reader,

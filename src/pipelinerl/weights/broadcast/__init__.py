@@ -2,7 +2,7 @@
 
 The sender (the trainer's process) has one connection with each member (`control`): with every receiver, which has an
 engine, and with the coordinator, if there is one. The connections carry small messages; the weights themselves go through
-a group of gloo or nccl (`group`). The launcher creates the sender's socket with `control.listen`. For each update:
+a group of gloo or nccl (`group`). The launcher creates the sender's socket with `channel.listen`. For each update:
 
     sender                                              receivers
     copies the tensors into a flat buffer; `send`

@@ -1,30 +1,17 @@
-"""Messages between the weight sender and its receivers: JSON over authenticated connections. Does not import torch.
-
-`multiprocessing.connection` frames the messages and authenticates both ends: each proves by HMAC that it knows the key of
-the broadcast. Only its methods for bytes are used, so nothing is unpickled.
-"""
+"""Messages between the weight sender and its receivers, over a `Channel`. Does not import torch."""
 
 from __future__ import annotations
 
-import socket
-import struct
-import threading
-import time
 from collections.abc import Callable
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
+from pipelinerl import channel
+from pipelinerl.channel import Channel
 from pipelinerl.types import Encoding, UpdateReceipt
 
 PROTOCOL = "pipelinerl-weights-4"
-POLL_S = 0.05
-_SOCKET_BOUND_S = 10
-_LONGEST_BYTES = 64 << 20  # a layout of half a million tensors
-
-M = TypeVar("M")
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -115,100 +102,6 @@ FromMember = Hello | Report | Answer
 FromSender = Form | Offer | Go | Close
 
 
-class ProtocolError(Exception):
-    """The other side has another key, or sent an invalid message."""
-
-
-class Channel(Generic[M]):
-    """Messages over an authenticated connection. One thread receives and closes; any thread may send."""
-
-    def __init__(self, connected: socket.socket, key: str, incoming: Any, *, dialled: bool) -> None:
-        """`incoming`: the union of the messages to receive. `dialled`: this side has connected to the other.
-
-        Takes the socket over. Raises EOFError or OSError if the other side breaks off, ProtocolError if it has another key.
-        """
-        connected.setblocking(True)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A stopped peer may leave a message half sent or half read: neither side waits for it without a bound.
-        for bound in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connected.setsockopt(socket.SOL_SOCKET, bound, struct.pack("@ll", _SOCKET_BOUND_S, 0))
-        self.local_host: str = connected.getsockname()[0]
-        self.peer_host: str = connected.getpeername()[0]
-        self._decoder = msgspec.json.Decoder(incoming)
-        self._sending = threading.Lock()
-        self._connection = Connection(connected.detach())
-        challenges = (answer_challenge, deliver_challenge) if dialled else (deliver_challenge, answer_challenge)
-        try:
-            for challenge in challenges:
-                challenge(self._connection, key.encode())
-        except (EOFError, ConnectionError):
-            self.close()
-            raise
-        except (AuthenticationError, AssertionError, OSError) as error:  # AssertionError: Python 3.11, for other protocols
-            self.close()
-            raise ProtocolError(f"it does not have the key of this broadcast ({error})") from error
-
-    def send(self, message: FromMember | FromSender) -> bool:
-        """False if the connection is broken or the other side does not read. The cause is raised by `receive`."""
-        try:
-            with self._sending:
-                self._connection.send_bytes(msgspec.json.encode(message))
-        except OSError:
-            return False
-        return True
-
-    def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether there is something to receive within `timeout_s`: a message or the end of the connection."""
-        return self._connection.poll(timeout_s)
-
-    def receive(self) -> M:
-        """The next message. Raises EOFError if the other side closed, OSError if the connection broke, ProtocolError."""
-        data = self._connection.recv_bytes(_LONGEST_BYTES)
-        try:
-            message: M = self._decoder.decode(data)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"it sent an invalid message: {error}") from error
-        return message
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def close(self) -> None:
-        with self._sending:
-            self._connection.close()
-
-
-def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A listening socket for a sender. Port 0 chooses a free port (`getsockname()[1]`).
-
-    Raises ValueError for a wildcard address, OSError if the address is not available.
-    """
-    if host in ("", "0.0.0.0", "::"):  # noqa: S104 - refused
-        raise ValueError(f"weights are sent from one address of this machine that engines can reach, not from {host!r}")
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family, backlog=128)
-
-
 def dial(host: str, port: int, key: str, timeout_s: float, stop: Callable[[], bool]) -> Channel[FromSender] | None:
-    """Connect to the sender, which may start later. None once `stop` returns True.
-
-    Raises OSError if it can't be reached or does not answer within `timeout_s`, and the errors of `Channel`.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while not stop():
-        left_s = max(0.01, deadline_s - time.monotonic())
-        try:
-            connected = socket.create_connection((host, port), timeout=left_s)
-        except (ConnectionRefusedError, TimeoutError):
-            if time.monotonic() + POLL_S > deadline_s:
-                raise
-            time.sleep(POLL_S)
-            continue
-        while not wait([connected], POLL_S):  # for the sender's challenge: until it starts, the system accepts for it
-            if stop() or time.monotonic() > deadline_s:
-                connected.close()
-                if stop():
-                    return None
-                raise TimeoutError("it accepts connections, but does not answer")
-        return Channel(connected, key, FromSender, dialled=True)
-    return None
+    """`channel.dial` to a weight sender."""
+    return channel.dial(host, port, key, timeout_s, stop, incoming=FromSender)

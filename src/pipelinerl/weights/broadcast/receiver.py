@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from pipelinerl.channel import POLL_S, Channel, ProtocolError
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
@@ -79,7 +80,7 @@ class CollectiveWeightReceiver:
         self._join_timeout_s = join_timeout_s
         self._device = device
         self._beat_s = _FIRST_BEAT_S
-        self._channel: control.Channel[control.FromSender] | None = None
+        self._channel: Channel[control.FromSender] | None = None
         self._group: Group | None = None
         # One buffer for all updates: the sender offers the next update only after this one is acknowledged.
         self._buffer_U8 = torch.empty(0, dtype=torch.uint8)
@@ -96,7 +97,7 @@ class CollectiveWeightReceiver:
     def wait_joined(self, timeout_s: float) -> None:
         """Wait until the group is formed. Raises WeightUpdateError if that fails or takes longer than `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        while not self._joined.wait(control.POLL_S):
+        while not self._joined.wait(POLL_S):
             self.offered()
             if time.monotonic() > deadline_s:
                 raise WeightUpdateError(self._no_group(timeout_s))
@@ -187,7 +188,7 @@ class CollectiveWeightReceiver:
                 case message:
                     return message
 
-    def _join(self) -> tuple[control.Channel[control.FromSender], control.Form]:
+    def _join(self) -> tuple[Channel[control.FromSender], control.Form]:
         """Connect to the sender and wait until all members have."""
         where, deadline_s = self._where, time.monotonic() + self._join_timeout_s
         try:
@@ -196,7 +197,7 @@ class CollectiveWeightReceiver:
             raise _OverError(f"{where} is gone: its process exited unexpectedly") from error
         except OSError as error:
             raise _OverError(f"{where} can't be reached within {self._join_timeout_s:g} s: {error}") from error
-        except control.ProtocolError as error:
+        except ProtocolError as error:
             raise _OverError(f"{where} can't be used: {error}") from error
         if channel is None:
             raise _OverError(None)
@@ -209,7 +210,7 @@ class CollectiveWeightReceiver:
         self._beat_s = form.stall_s / _BEATS_PER_BOUND
         return channel, form
 
-    def _form_group(self, channel: control.Channel[control.FromSender], form: control.Form, index: int) -> Group:
+    def _form_group(self, channel: Channel[control.FromSender], form: control.Form, index: int) -> Group:
         self._device = staging_device(form.backend, self._device)
         bound_s, host = 2 * form.stall_s, channel.local_host
         store = join_store(channel.peer_host, form.store_port, bound_s)
@@ -251,7 +252,7 @@ class CollectiveWeightReceiver:
 
     def _next(self, deadline_s: float | None = None) -> control.FromSender:
         """The sender's next message. Raises _OverError if the transfer ends first, WeightUpdateError after the deadline."""
-        while (message := self._receive(control.POLL_S)) is None:
+        while (message := self._receive(POLL_S)) is None:
             if deadline_s is not None and time.monotonic() > deadline_s:
                 raise WeightUpdateError(self._no_group(self._join_timeout_s))
         return message
@@ -262,7 +263,7 @@ class CollectiveWeightReceiver:
             message = self._channel.receive() if self._channel is not None and self._channel.poll(timeout_s) else None
         except (EOFError, ConnectionResetError) as error:
             raise _OverError(f"{self._where} is gone: its process exited unexpectedly") from error
-        except (OSError, control.ProtocolError) as error:
+        except (OSError, ProtocolError) as error:
             raise _OverError(f"{self._where} is lost: {error}") from error
         if isinstance(message, control.Close):
             raise _OverError(message.error)
@@ -283,7 +284,7 @@ class CollectiveWeightReceiver:
         deadline_s = time.monotonic() + _EXPLANATION_S
         try:
             while self._channel is not None and time.monotonic() < deadline_s:
-                self._receive(control.POLL_S)
+                self._receive(POLL_S)
         except _OverError as over:
             return over.problem or error
         return error

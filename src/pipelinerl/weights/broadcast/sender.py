@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from pipelinerl.channel import POLL_S, Channel, ProtocolError
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, first_names
 from pipelinerl.types import MAX_RECEIVERS, Encoding, UpdateReceipt, WeightTransfer
@@ -50,7 +51,7 @@ class Member:
     """The sender's view of a receiver, or of the coordinator (`index` None). `done`: the last update of each step."""
 
     index: int | None
-    channel: control.Channel[control.FromMember] | None = None  # None: not connected yet
+    channel: Channel[control.FromMember] | None = None  # None: not connected yet
     engine: str = ""
     gpu: str = ""
     done: dict[str, int] = field(default_factory=lambda: {"ready": 0, "full": 0, "staged": 0, "answered": 0})
@@ -120,7 +121,7 @@ class Members:
                 if (waited_s := time.monotonic() - started_s) > bound_s:
                     names = _labels(missing)
                     raise WeightUpdateError(f"engine {names} did not {verb} in {waited_s:.1f} s (bound: {bound_s:g} s)")
-                self._changed.wait(control.POLL_S)
+                self._changed.wait(POLL_S)
         return True
 
     def require_alive(self, members: Sequence[Member]) -> None:
@@ -179,7 +180,7 @@ class Members:
         while not self._closed:
             channels = {member.channel.fileno(): member for member in self.all if member.channel and member.connected}
             listening = self._listener.fileno()
-            for ready in wait([listening, *channels], control.POLL_S):
+            for ready in wait([listening, *channels], POLL_S):
                 if ready == listening:
                     self._accept()
                 elif isinstance(ready, int):
@@ -193,14 +194,14 @@ class Members:
         try:
             connected, _ = self._listener.accept()
         except OSError:
-            time.sleep(control.POLL_S)  # For example, no descriptor is free.
+            time.sleep(POLL_S)  # For example, no descriptor is free.
         else:
             threading.Thread(target=self._admit, args=(connected,), name="weights-admit", daemon=True).start()
 
     def _admit(self, connected: socket.socket) -> None:
         """Assign the connection to its member, or refuse it and tell the other side why."""
-        with connected, contextlib.suppress(OSError, EOFError, control.ProtocolError):
-            channel = control.Channel[control.FromMember](connected, self._key, control.FromMember, dialled=False)
+        with connected, contextlib.suppress(OSError, EOFError, ProtocolError):
+            channel = Channel[control.FromMember](connected, self._key, control.FromMember, dialled=False)
             hello = channel.receive()
             if isinstance(hello, control.Hello):
                 with self._changed:
@@ -240,7 +241,7 @@ class Members:
             lost = "has left" if message == control.Report("leaving") else ""
         except (EOFError, ConnectionResetError):
             lost = "is gone: its process exited unexpectedly"
-        except (OSError, control.ProtocolError) as error:
+        except (OSError, ProtocolError) as error:
             lost = f"is lost: {error}"
         with self._changed:
             now_s = member.heard_s = time.monotonic()

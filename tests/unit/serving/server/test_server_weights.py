@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipelinerl.channel import listen
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, first_names, named_weights
 from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.weights import allowed_file, read_update
 from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.parity.models import make_model
 from tests.unit.fake_engine_servers import in_event_loop, wait_until

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from pipelinerl.channel import listen
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum
 from pipelinerl.serving.client.weights_file import write_safetensors
 from pipelinerl.serving.vllm.messages import REFUSED, FilesInfo
 from pipelinerl.serving.vllm.plugin import WeightTransfer, refresh_heads
 from pipelinerl.serving.wire import ProcessGroupRequest
-from pipelinerl.weights.broadcast.control import listen
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.unit.weights.test_collective import cut
 

@@ -1,0 +1,309 @@
+"""The learner of a sharded trainer: the same step as `Learner`, over several ranks.
+
+    rank 0   samples ──plan──▶ grid ──order──▶ gradient of its column ──▶ sums of all ──▶ ESS guard ──order──▶ update
+    others             follow:   order ──────▶ gradient of its column ──▶ its sums           order ──────────▶ update
+
+Rank 0 is the trainer. It gives each order before it carries it out itself, so all ranks make the same collective calls in
+the same order. The result is that of one process: Z belongs to the step, and gradients are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from pipelinerl.checkpoint import Checkpoint, save_optimizer
+from pipelinerl.config.schema import CorrectionConfig, LoraConfig, ModelConfig, TrainerConfig
+from pipelinerl.errors import CheckpointError
+from pipelinerl.models.loading import DTYPES, load_model
+from pipelinerl.models.lora import LoraModel
+from pipelinerl.models.packed import PackedRow, sampled_logits
+from pipelinerl.models.sharded import gather, host_model, load_for_sharding, load_rows, reshard, rows_of, shard
+from pipelinerl.models.state import local, named_weights, not_finite
+from pipelinerl.trainer import ranks
+from pipelinerl.trainer.losses import DEFAULT_CORRECTION
+from pipelinerl.trainer.micro_batch import Packer
+from pipelinerl.trainer.optimizer import Optimizer
+from pipelinerl.trainer.plan import plan, token_cost
+from pipelinerl.trainer.ranks import Team
+from pipelinerl.trainer.step import Learner, OnMicroBatch, Sums
+from pipelinerl.types import Segment, TrainingSample
+
+_IDLE = Segment(token_ids=(0, 0), sampled=((1, 2),))
+"""What is computed in an empty place."""
+
+
+class ShardedPolicy:
+    """A model that is sharded over the ranks of `team`. `host` is the whole model on the CPU of rank 0, for its weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        trainer: TrainerConfig,
+        team: Team,
+        *,
+        seed: int = 0,
+        adapter: Path | None = None,
+    ) -> None:
+        """With `config.lora`, the base weights are sharded and the adapters (those of `adapter`, if given) are not.
+
+        Raises the errors of `load_model` and `LoraModel`.
+        """
+        self.dtype = DTYPES[config.dtype]
+        self.lora: LoraModel | None = None
+        self.model, files = (load_model(config), {}) if config.lora else load_for_sharding(config)
+        self.host: Any = host_model(self.model, self.dtype) if team.rank == 0 else None
+        replicated = self._add_adapters(config.lora, seed, adapter, team.device) if config.lora else set[nn.Parameter]()
+        shard(
+            self.model,
+            team.mesh,
+            dtype=self.dtype,
+            reshard_after_forward=trainer.reshard_after_forward,
+            replicated=replicated,
+        )
+        if files:
+            load_rows(self.model, files, dtype=self.dtype, device=team.device)
+
+    def _add_adapters(self, config: LoraConfig, seed: int, adapter: Path | None, device: torch.device) -> set[nn.Parameter]:
+        self.lora = LoraModel(self.model, config, seed=seed)
+        if adapter is not None:
+            self.lora.load_adapter(adapter)
+        adapters = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
+        for parameter in adapters:  # FSDP moves the others
+            parameter.data = parameter.data.to(device)
+        return adapters
+
+
+class ShardedOptimizer(Optimizer):
+    """AdamW over the rows that this rank holds. `narrow`: the model computes in a narrower type than these float32 rows."""
+
+    def __init__(self, model: nn.Module, config: TrainerConfig, *, narrow: bool) -> None:
+        super().__init__(model, betas=config.betas, weight_decay=config.weight_decay)
+        if narrow:
+            self._saved_masters = set(self._weights)
+
+    def _not_finite(self) -> list[str]:
+        """The names are the same on all ranks."""
+        found = set(not_finite({name: local(weight.detach()) for name, weight in self._weights.items()}))
+        flags = torch.tensor([name in found for name in self._weights], dtype=torch.int32)
+        distributed.all_reduce(flags, distributed.ReduceOp.MAX)
+        return [name for name, flag in zip(self._weights, flags.tolist(), strict=True) if flag]
+
+    def _placed(self, value: Tensor, master: nn.Parameter) -> Tensor:
+        if not isinstance(master, DTensor) or not value.ndim:
+            return value
+        return DTensor.from_local(
+            value, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+        )
+
+
+class ShardedLearner(Learner):
+    """A `Learner` on one rank of `team`. Rank 0 is used like a `Learner`; the others call `follow`."""
+
+    def __init__(
+        self,
+        policy: ShardedPolicy,
+        config: TrainerConfig,
+        team: Team,
+        *,
+        temperature: float,
+        pack: Packer,
+        correction: CorrectionConfig = DEFAULT_CORRECTION,
+        skip_zero_advantage: bool = True,
+    ) -> None:
+        self._team = team
+        self._policy = policy
+        self._host_is_current = False
+        super().__init__(
+            policy.model,
+            config,
+            temperature=temperature,
+            pack=pack,
+            correction=correction,
+            skip_zero_advantage=skip_zero_advantage,
+            lora=policy.lora,
+        )
+        text = policy.model.config.get_text_config()
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        matrices = sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
+        self._quadratic = text.num_hidden_layers * text.num_attention_heads * width / matrices
+
+    def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
+        """Raises RuntimeError if a parameter to train is not sharded: the optimizer would train a gathered copy."""
+        reshard(self.model)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        whole = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
+        if whole and self._policy.lora is None:
+            raise RuntimeError(f"{len(whole)} parameters of the model are not sharded, for example {whole[0]}")
+        narrow = self._policy.lora is None and self._policy.dtype != torch.float32
+        return ShardedOptimizer(self.model, config, narrow=narrow)
+
+    # ---- Rank 0
+
+    def _order(self, order: ranks.Message) -> None:
+        if self._team.rank == 0:
+            self._team.peers.send(order)
+
+    def _differentiate(
+        self, used: Sequence[TrainingSample], version: int, normalizer: int, on_micro_batch: OnMicroBatch | None
+    ) -> tuple[int, Sums]:
+        lengths = [sample.length for sample in used]
+        costs = [token_cost([len(segment.token_ids) for segment in sample.segments], self._quadratic) for sample in used]
+        grid = plan(lengths, costs, self._team.size, self._config.micro_batch_tokens, self._pack)
+        peers = self._team.peers
+        peers.send(ranks.Differentiate(version, normalizer, len(grid)))
+        for row in grid:
+            for rank in range(1, self._team.size):
+                peers.send(ranks.Place(tuple(used[index] for index in row[rank])), rank)
+        column = ([used[index] for index in row[0]] for row in grid)
+        sums = self._accumulate_all(column, len(grid), version, normalizer, on_micro_batch)
+        for rank in range(1, self._team.size):
+            tokens = sum(used[index].sampled_count for row in grid for index in row[rank])
+            _add_received(sums, rank, tokens)
+        return sum(bool(place) for row in grid for place in row), sums
+
+    def _update(self, rate: float) -> float:
+        self._order(ranks.Update(rate))
+        self._host_is_current = False
+        return super()._update(rate)
+
+    @torch.no_grad()
+    def logits(self, segments: Sequence[Segment]) -> Tensor:
+        self._order(ranks.Forward(tuple(segments)))
+        logits_PV = super().logits(segments)
+        reshard(self.model)
+        return logits_PV
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights, on the CPU. They are valid until the next call after a step."""
+        self._gather()
+        return named_weights(self._policy.host)
+
+    def save_pretrained(self, folder: Path) -> None:
+        self._gather()
+        self._policy.host.save_pretrained(folder)
+        if self.lora is not None:
+            self.lora.save_adapter(folder)
+
+    def save_optimizer(self, folder: Path) -> None:
+        """Raises CheckpointError if a rank can't write its file."""
+        if self.lora is not None:  # every rank has the whole state of adapters
+            super().save_optimizer(folder)
+            return
+        peers = self._team.peers
+        peers.send(ranks.SaveOptimizer(str(folder.absolute())))
+        save_optimizer(folder, self.optimizer.state(), 0, self._team.size)
+        answers = {rank: peers.receive(ranks.Saved, rank).error for rank in range(1, self._team.size)}
+        for rank, error in answers.items():
+            if error:
+                raise CheckpointError(f"rank {rank} can't write its part of the optimizer's state: {error}")
+
+    def load_optimizer(self, checkpoint: Checkpoint) -> None:
+        """Every rank reads its own rows. Raises CheckpointError like `Learner`."""
+        if self.lora is not None:
+            super().load_optimizer(checkpoint)
+        else:
+            rows = partial(rows_of, rank=self._team.rank, ranks=self._team.size)
+            self.optimizer.load_state(checkpoint.optimizer_state(rows))
+
+    # ---- All ranks
+
+    def _accumulate_all(self, *arguments: Any, **options: Any) -> Sums:
+        sums = super()._accumulate_all(*arguments, **options)
+        if self.lora is not None:
+            adapters = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
+            flat = torch.cat([gradient.flatten() for gradient in adapters])
+            distributed.all_reduce(flat)
+            for gradient, summed in zip(adapters, torch.split(flat, [g.numel() for g in adapters]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+        return sums
+
+    def _accumulate(self, samples: Sequence[TrainingSample], version: int, normalizer: int, sums: Sums) -> None:
+        if samples:
+            super()._accumulate(samples, version, normalizer, sums)
+            return
+        logits_PV = sampled_logits(self.model, PackedRow.of([_IDLE], self._device))
+        (logits_PV.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+
+    def _gather(self) -> None:
+        """Copy all weights to the model on rank 0, unless no step was taken since the last time."""
+        if self._host_is_current:
+            return
+        self._order(ranks.Gather())
+        host, lora = self._policy.host, self.lora
+        modules = dict(host.named_modules()) if host is not None else {}
+
+        def take(path: str, parameters: Mapping[str, Tensor]) -> None:
+            if ".lora_" in path:
+                return
+            path = path.removesuffix(".base_layer")
+            for name, value in parameters.items():
+                adapted = lora.layers.get(path) if lora is not None and name == "weight" else None
+                modules[path].get_parameter(name).copy_(value if adapted is None else adapted.merged_weight())
+
+        gather(self.model, take if host is not None else None)
+        self._host_is_current = host is not None
+
+    # ---- Ranks above 0
+
+    def follow(self) -> None:
+        """Carry out the orders of rank 0, until it says that training has ended. Raises RankLostError if it is lost."""
+        peers = self._team.peers
+        while True:
+            match peers.next():
+                case ranks.Differentiate(version, normalizer, rows):
+                    places = self._places(rows)
+                    _send(self._accumulate_all(places, rows, version, normalizer))
+                case ranks.Update(rate):
+                    self._update(rate)
+                case ranks.Forward(segments):
+                    self.logits(segments)
+                case ranks.Gather():
+                    self._gather()
+                case ranks.SaveOptimizer(folder):
+                    peers.send(ranks.Saved(self._save_rows(Path(folder))))
+                case ranks.Close():
+                    return
+                case other:
+                    raise RuntimeError(f"rank 0 gave an order that does not exist: {type(other).__name__}")
+
+    def _places(self, rows: int) -> Iterator[Sequence[TrainingSample]]:
+        for _ in range(rows):
+            yield self._team.peers.receive(ranks.Place).samples
+
+    def _save_rows(self, folder: Path) -> str:
+        """Returns the error, if there is one."""
+        try:
+            save_optimizer(folder, self.optimizer.state(), self._team.rank, self._team.size)
+        except (OSError, SafetensorError) as error:
+            return str(error)
+        return ""
+
+
+# ---- The sums of a rank as tensors: per token in float32, which is exact for lags and lengths up to 2^24
+
+
+def _send(sums: Sums) -> None:
+    totals = torch.tensor([float(sums.loss), float(sums.cells)], dtype=torch.float64)
+    distributed.send(totals, 0)
+    tokens_6N = sums.stats.packed()
+    if tokens_6N.numel():
+        distributed.send(tokens_6N, 0)
+
+
+def _add_received(sums: Sums, rank: int, tokens: int) -> None:
+    totals = torch.empty(2, dtype=torch.float64)
+    distributed.recv(totals, rank)
+    tokens_6N = torch.empty(6, tokens)
+    if tokens:
+        distributed.recv(tokens_6N, rank)
+    sums.loss += totals[0].to(sums.loss.device)
+    sums.cells += int(totals[1])
+    sums.stats.add_packed(tokens_6N)

@@ -1,0 +1,238 @@
+"""What the tests of the sharded trainer share: scenarios, and a process that runs all of them as one rank.
+
+python -m tests.integration.sharded_parts FOLDER RANK SIZE PORT CHECKPOINT...
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipelinerl.checkpoint import load_checkpoint, rng_state, save_checkpoint
+from pipelinerl.config.schema import CorrectionConfig, LoraConfig, ModelConfig, TrainerConfig
+from pipelinerl.models.loading import load_model
+from pipelinerl.models.lora import LoraModel
+from pipelinerl.models.state import checksum
+from pipelinerl.preprocess.packing import pack
+from pipelinerl.trainer import Learner, StepResult
+from pipelinerl.types import Segment, TrainingSample
+
+KEY = "key of a test"
+STEPS = 3
+SAVED_AT = 2
+VOCABULARY = 517
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """Changes to the defaults of a run file. `untied`: the model's head has weights of its own."""
+
+    trainer: dict[str, Any] = {}  # copied for each instance
+    model: dict[str, Any] = {}
+    correction: dict[str, Any] = {}
+    untied: bool = False
+    samples: int = 13
+
+
+LORA = {"lora": LoraConfig(rank=3)}
+SCENARIOS = {
+    "default": Scenario(),
+    "untied": Scenario(untied=True),
+    "no_resharding": Scenario({"reshard_after_forward": False}, untied=True),
+    "ppo": Scenario({"loss": "ppo"}),
+    "gspo": Scenario({"loss": "gspo"}),
+    "cispo": Scenario({"loss": "cispo"}),
+    "decoupled": Scenario({"loss": "decoupled"}),
+    "kl": Scenario({"kl_coefficient": 0.1}),
+    "token_mask": Scenario(correction={"token": "mask"}),
+    "token_band": Scenario(correction={"token": "band"}),
+    "token_tv": Scenario(correction={"token": "tv", "token_low": 1e-4, "token_high": 1e-4}),
+    "sequence_truncate": Scenario(correction={"token": "none", "sequence": "truncate"}),
+    "sequence_geo_mask": Scenario(correction={"sequence": "geo_mask"}),
+    "drift": Scenario(correction={"drift": 1e-2}),
+    "sequences": Scenario({"loss_normalization": "sequences", "ess_lr": "sqrt", "weight_decay": 0.1}),
+    "checkpointing": Scenario({"gradient_checkpointing": True}, untied=True),
+    "lora": Scenario(model=LORA),
+    "lora_untied": Scenario({"gradient_checkpointing": True}, model=LORA, untied=True),
+    "bfloat16": Scenario({"micro_batch_tokens": 1}, model={"dtype": "bfloat16", "head_dtype": "float32"}),
+    "lora_bfloat16": Scenario({"micro_batch_tokens": 1}, model=LORA | {"dtype": "bfloat16"}),
+    "one_sample": Scenario(samples=1),
+    "no_gradient": Scenario(samples=0),
+    "refused": Scenario({"ess_threshold": 0.99}),
+}
+
+
+def write_models(root: Path) -> None:
+    """Two tiny models with sizes that no number of ranks divides."""
+    for name, tied in (("tied", True), ("untied", False)):
+        torch.manual_seed(1)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=66,
+            intermediate_size=101,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            tie_word_embeddings=tied,
+        )
+        model: Any = LlamaForCausalLM(config)
+        model.save_pretrained(root / name)
+
+
+def configs(root: Path, scenario: Scenario) -> tuple[TrainerConfig, ModelConfig, CorrectionConfig]:
+    base = {"steps": STEPS, "learning_rate": 3e-5, "micro_batch_tokens": 60, "max_grad_norm": 0.05}
+    trainer = TrainerConfig(**(base | scenario.trainer))
+    model = ModelConfig(path=str(root / ("untied" if scenario.untied else "tied")), **scenario.model)
+    return trainer, model, CorrectionConfig(**scenario.correction)
+
+
+def batch(scenario: Scenario, version: int) -> list[TrainingSample]:
+    """The samples of the step from `version`: of one or two turns, with lags, some without a gradient, unlike in length."""
+    draw = random.Random(100 + version)
+    found = []
+    for number in range(max(1, scenario.samples)):
+        segments, sampled = [], 0
+        for _ in range(draw.choice([1, 1, 2])):
+            length = draw.randrange(4, 40)
+            start = draw.randrange(1, length)
+            ids = tuple(draw.randrange(VOCABULARY) for _ in range(length))
+            segments.append(Segment(token_ids=ids, sampled=((start, length),)))
+            sampled += length - start
+        logprobs = tuple(-6.2 + draw.uniform(-1, 1) for _ in range(sampled))
+        advantage = 0.0 if not scenario.samples or number == 5 else draw.uniform(-1, 1)
+        sample = TrainingSample(
+            id=str(number),
+            group_index=number,
+            segments=tuple(segments),
+            behaviour_logprobs=logprobs,
+            versions=tuple(draw.randrange(version + 1) for _ in range(sampled)),
+            advantage=advantage,
+            reward=0.0,
+            reference_logprobs=tuple(-6.2 + draw.uniform(-1, 1) for _ in range(sampled)),
+        )
+        found.append(sample)
+    return found
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a scenario led to: a record for each step, and the checksum of all weights at the end."""
+
+    steps: list[dict[str, Any]]
+    checksum: str
+    logits: list[float]
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def train(learner: Learner, scenario: Scenario, folder: Path, checkpoint: Path | None = None) -> None:
+    """Take all steps, from a checkpoint if one is given. Writes the outcome, the weights and a checkpoint to `folder`."""
+    results: list[StepResult] = []
+    version = 0
+    if checkpoint is not None:
+        learner.load_optimizer(load_checkpoint(checkpoint))
+        version = SAVED_AT
+    while version < STEPS:
+        results.append(learner.step(batch(scenario, version), version))
+        version += 1
+        if version == SAVED_AT:
+            save_checkpoint(
+                folder / "checkpoints",
+                version=version,
+                model=learner,
+                tokenizer=Tokenizer(),
+                optimizer=learner.save_optimizer,
+                rng=rng_state(),
+                positions={},
+                counters={},
+            )
+    probe = learner.logits([Segment(token_ids=(1, 2, 3), sampled=((1, 3),))])
+    weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
+    steps = [
+        {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens": result.tokens_trained,
+            **(msgspec.to_builtins(result.metrics) if result.metrics else {}),
+        }
+        for result in results
+    ]
+    steps = [{name: value for name, value in step.items() if value is not None} for step in steps]
+    outcome = Outcome(steps, checksum(learner.weights()), probe.float().flatten()[:50].tolist())
+    (folder / "outcome.json").write_bytes(msgspec.json.encode(outcome))
+
+
+def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = None) -> None:
+    """The scenario in this process, as without ranks."""
+    folder.mkdir(parents=True)
+    trainer, config, correction = configs(root, SCENARIOS[name])
+    lora = None
+    if config.lora is None:
+        model = load_model(config.model_copy(update={"path": str(checkpoint)}) if checkpoint else config)
+    else:
+        lora = LoraModel(load_model(config), config.lora, seed=0)
+        model = lora.model
+        if checkpoint is not None:
+            lora.load_adapter(checkpoint)
+    learner = Learner(model, trainer, temperature=0.9, pack=pack, correction=correction, lora=lora)
+    train(learner, SCENARIOS[name], folder, checkpoint)
+
+
+def _as_rank(root: Path, rank: int, size: int, port: int, checkpoints: Sequence[str]) -> None:
+    from pipelinerl.trainer import ranks
+    from pipelinerl.trainer.sharded import ShardedLearner, ShardedPolicy
+
+    def end(why: str) -> None:
+        print(why, file=sys.stderr)
+        os._exit(1)
+
+    bounds: Any = {"bound_s": 120.0, "stall_s": 60.0, "end": end}
+    any_config = TrainerConfig(ranks=size)
+    if rank == 0:
+        listener = socket.socket(fileno=port)
+        entered = ranks.lead(listener, KEY, any_config, **bounds)
+    else:
+        entered = ranks.follow(("127.0.0.1", port), KEY, any_config, rank, **bounds)
+    jobs = [(name, root / f"by{size}" / name, None) for name in SCENARIOS]
+    for text in checkpoints:
+        folder = Path(text)  # .../byK/NAME/checkpoints/step_...
+        name, saver = folder.parent.parent.name, folder.parent.parent.parent.name
+        jobs.append((name, root / f"by{size}_from_{saver}" / name, folder))
+    with entered as team:
+        for name, folder, checkpoint in jobs:
+            trainer, config, correction = configs(root, SCENARIOS[name])
+            whole = checkpoint if checkpoint is not None and config.lora is None else None
+            policy = ShardedPolicy(
+                config.model_copy(update={"path": str(whole)}) if whole else config,
+                trainer,
+                team,
+                adapter=checkpoint if config.lora else None,
+            )
+            learner = ShardedLearner(policy, trainer, team, temperature=0.9, pack=pack, correction=correction)
+            if rank == 0:
+                folder.mkdir(parents=True)
+                train(learner, SCENARIOS[name], folder, checkpoint)
+                team.peers.send(ranks.Close())
+            else:
+                if checkpoint is not None:
+                    learner.load_optimizer(load_checkpoint(checkpoint))
+                learner.follow()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _as_rank(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5:])  # type: ignore[misc]

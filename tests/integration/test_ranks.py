@@ -1,0 +1,213 @@
+"""Runs with a sharded trainer: to their end, resumed on other numbers of ranks, and with ranks that die or stop anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl import load_config, train
+from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
+from pipelinerl.errors import ConfigError
+from pipelinerl.models.folder import resolve_path
+from tests.integration.runs import (
+    Ended,
+    alive,
+    assert_conserved,
+    assert_provenance,
+    assert_trained_once,
+    flags,
+    resume,
+    run,
+    small_run,
+    start_processes,
+    status_of,
+    steps,
+    summary,
+    until,
+    wait,
+    worker_pids,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TWO: dict[str, Any] = {"trainer__ranks": 2, "trainer__checkpoint_every": 1}
+HERE = TWO | {"launch__kind": "processes"}
+"""Started by the test's own process."""
+KL = {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep", "model__lora": "{}"}
+
+FAULTY = """
+import os, signal, sys
+from pathlib import Path
+
+if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_argv:
+    import torch.distributed.fsdp as fsdp
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from pipelinerl.trainer import sharded
+
+    def failing(owner, name, at_call):
+        whole, calls = getattr(owner, name), 0
+
+        def called(*arguments, **options):
+            nonlocal calls
+            result = whole(*arguments, **options)
+            if list(Path({run_dir!r}, "checkpoints").glob("step_*")):
+                calls += 1
+                if calls == at_call:
+                    os.kill(os.getpid(), signal.{signal})
+            return result
+
+        setattr(owner, name, called)
+
+    phase = {phase!r}
+    if phase == "forward":
+        failing(FSDPParamGroup, "post_forward", 2)
+    elif phase == "backward":
+        failing(FSDPParamGroup, "post_backward", 2)
+    elif phase == "gather":
+        failing(fsdp.FSDPModule, "unshard", 2)
+    else:
+        failing(sharded, "save_optimizer", 1)
+"""
+
+
+def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    counts = run(run_dir, **HERE, trainer__steps=3)
+    assert counts["status"] == "finished"
+    assert set(counts["peak_memory_bytes"]) == {"generation", "training", "training-rank-1"}
+    assert_conserved(counts)
+    for ranks, goal in ((3, 5), (1, 7)):
+        counts = resume(run_dir, trainer__ranks=ranks, trainer__steps=goal)
+        assert counts["optimizer_steps"] == goal
+        assert_conserved(counts)
+    assert_trained_once(run_dir)
+    assert_provenance(run_dir)
+    assert [step.version for step in steps(run_dir)] == list(range(1, 8))
+    assert all(step.grad_norm for step in steps(run_dir))
+
+
+def test_lora_with_two_ranks(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    run(run_dir, **HERE, **KL, trainer__steps=2, launch__preprocessor="process")
+    counts = resume(run_dir, trainer__steps=4)
+    assert counts["optimizer_steps"] == 4
+    assert_conserved(counts)
+
+
+def start_faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **fault: Any) -> Ended:
+    """A run in which the process of `role` sends itself `signal` in `phase`, once there is a checkpoint."""
+    run_dir = tmp_path / "r"
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(FAULTY).format(run_dir=str(run_dir), **fault))
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000, "launch__watchdog_s": 40})
+    ended = wait(process)
+    assert "Traceback" not in ended.out + ended.error
+    return ended
+
+
+def pid_of(role: str, run_dir: Path) -> int:
+    """From the message: ranks have no status on the board."""
+    text = summary(run_dir)["status"]
+    (pid,) = re.findall(rf"{role} .*?\(pid (\d+)\)", text)
+    return int(pid)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "gather", "save"])
+@pytest.mark.parametrize("role", ["training-rank-1", "training"])
+def test_a_killed_rank_ends_the_run(role: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "r"
+    ended = start_faulty(tmp_path, monkeypatch, role=role, phase=phase, signal="SIGKILL")
+    assert ended.status == 4
+    assert f"the {role} process (pid " in ended.error
+    assert "was killed by SIGKILL" in ended.error
+    path = latest_checkpoint(run_dir)
+    assert path is not None
+    version = load_checkpoint(path).state.version
+    if phase in ("forward", "save"):
+        (tmp_path / "sitecustomize.py").unlink()
+        counts = resume(run_dir, trainer__ranks=1 if role == "training" else 3, trainer__steps=version + 2)
+        assert counts["optimizer_steps"] == version + 2
+        assert_conserved(counts)
+        assert_trained_once(run_dir)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "gather", "save"])
+@pytest.mark.parametrize(("role", "name"), [("training-rank-1", "rank 1"), ("training", "rank 0")])
+def test_a_stopped_rank_is_named(role: str, name: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "r"
+    ended = start_faulty(tmp_path, monkeypatch, role=role, phase=phase, signal="SIGSTOP")
+    assert ended.status == 4
+    assert f"{name} of the trainer (pid " in ended.error
+    assert "sent nothing for 20 s: its process is stopped" in ended.error
+    until(lambda: not alive(pid_of(f"{name} of the trainer", run_dir)))
+    path = latest_checkpoint(run_dir)
+    assert path is not None
+    load_checkpoint(path)
+
+
+def test_a_stopped_run_writes_a_checkpoint_on_all_ranks(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000, "trainer__checkpoint_every": 0})
+    until(lambda: (run_dir / "metrics.jsonl").exists() and len(steps(run_dir)) >= 2, process)
+    process.send_signal(signal.SIGINT)
+    assert wait(process).status == 130
+    path = latest_checkpoint(run_dir)
+    assert path is not None
+    files = load_checkpoint(path).state.files
+    assert {f"optimizer-0000{rank}-of-00002.safetensors" for rank in (1, 2)} < files.keys()
+
+
+def test_ctrl_c_while_the_ranks_load(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = start_processes(run_dir, **TWO)
+    until(lambda: (status := status_of(run_dir, "trainer")) is not None and status.detail == "loads the model", process)
+    process.send_signal(signal.SIGINT)
+    assert wait(process).status == 130
+
+
+def test_a_trainer_that_is_told_to_stop_by_somebody_else_is_named(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000})
+    until(lambda: list((run_dir / "checkpoints").glob("step_*")), process)
+    pid = worker_pids(run_dir)["training"]
+    os.kill(pid, signal.SIGTERM)
+    ended = wait(process)
+    assert ended.status == 4
+    assert f"the training process (pid {pid}) ended before the run did" in ended.error
+
+
+def test_values_that_are_not_finite_end_all_ranks_with_one_error(tmp_path: Path) -> None:
+    ended = wait(start_processes(tmp_path / "r", **TWO, trainer__learning_rate=1e38))
+    assert ended.status == 1
+    assert "not finite" in ended.error
+    assert "lower trainer.learning_rate" in ended.error
+    assert "rank" not in ended.error
+
+
+def test_a_model_that_can_not_be_loaded_is_reported_once(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resolve_path("demo"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    ended = wait(start_processes(tmp_path / "r", **TWO, model__path=str(model)))
+    assert ended.status == 2
+    assert "the weights do not fit its config.json" in ended.error
+    assert "rank" not in ended.error
+
+
+def test_the_embedded_launcher_refuses_ranks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.kind embedded can't start 2 training processes"):
+        train(small_run(tmp_path / "r", trainer__ranks=2))
+
+
+def test_adapters_with_a_reference_model_need_a_preprocessor_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.preprocessor"):
+        load_config(None, flags(tmp_path / "r", **HERE, **KL))

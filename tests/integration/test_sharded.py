@@ -1,0 +1,185 @@
+"""The sharded trainer computes what one process computes: every loss, kind of model and number of ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.models.state import checksum
+from tests.integration import sharded_parts as parts
+from tests.integration.sharded_parts import SAVED_AT, SCENARIOS, STEPS, Outcome
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+RESUMED = ["default", "untied", "lora", "bfloat16"]
+
+
+class Results:
+    """Outcomes in `root/WHO/SCENARIO`. WHO: `alone`, `by2` (2 ranks), `by2_from_by3` (resumed from what 3 ranks saved)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def outcome(self, who: str, name: str) -> Outcome:
+        return msgspec.json.decode((self.root / who / name / "outcome.json").read_bytes(), type=Outcome)
+
+    def weights(self, who: str, name: str) -> dict[str, Tensor]:
+        return load_file(self.root / who / name / "weights.safetensors")
+
+    def checkpoint(self, who: str, name: str) -> Path:
+        return self.root / who / name / "checkpoints" / f"step_{SAVED_AT:08d}"
+
+    def run_ranks(self, size: int, resumed_from: Sequence[str]) -> None:
+        """All scenarios, and a resumption of some of them, on `size` real processes."""
+        checkpoints = [str(self.checkpoint(who, name)) for who in resumed_from for name in RESUMED]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            addresses = [listener.fileno(), *[listener.getsockname()[1]] * (size - 1)]
+            processes = [
+                subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "tests.integration.sharded_parts"),
+                        *map(str, (self.root, rank, size, address)),
+                        *checkpoints,
+                    ],
+                    pass_fds=[listener.fileno()],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+                for rank, address in enumerate(addresses)
+            ]
+            try:
+                assert [process.wait(timeout=270) for process in processes] == [0] * size
+            finally:
+                for process in processes:
+                    process.kill()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("sharded")
+    parts.write_models(root)
+    for name in SCENARIOS:
+        parts.train_alone(root, name, root / "alone" / name)
+    return Results(root)
+
+
+@pytest.fixture(scope="module")
+def of_3(results: Results) -> Results:
+    results.run_ranks(3, ["alone"])
+    return results
+
+
+@pytest.fixture(scope="module")
+def of_2(of_3: Results) -> Results:
+    of_3.run_ranks(2, ["alone", "by3"])
+    return of_3
+
+
+@pytest.fixture(scope="module")
+def of_1(of_2: Results) -> Results:
+    of_2.run_ranks(1, ["by2"])
+    for who in ("by2", "by3"):
+        for name in RESUMED:
+            parts.train_alone(of_2.root, name, of_2.root / f"alone_from_{who}" / name, of_2.checkpoint(who, name))
+    return of_2
+
+
+def require_equal(results: Results, who: str, name: str, steps: slice = slice(None)) -> None:
+    """The scenario ended as in one process: records and weights within 1e-6.
+
+    A loss is a sum of terms of both signs, each larger than the sum: 2e-6 of its size. In bfloat16 a difference of 1e-9 can
+    be rounded to either side, which happens to one weight in thousands.
+    """
+    ours, theirs = results.outcome(who, name), results.outcome("alone", name)
+    for step, expected in zip(ours.steps, theirs.steps[steps], strict=True):
+        assert step == pytest.approx(expected, rel=2e-6, abs=1e-6)
+    weights, expected_weights = results.weights(who, name), results.weights("alone", name)
+    start = load_file(results.root / ("untied" if SCENARIOS[name].untied else "tied") / "model.safetensors")
+    assert weights.keys() == expected_weights.keys()
+    assert ours.checksum == checksum(with_ties(weights))
+    moved = off = 0.0
+    for key, first in start.items():
+        difference = (weights[key].double() - expected_weights[key].double()).abs()
+        assert weights[key].dtype == expected_weights[key].dtype
+        if weights[key].dtype == torch.bfloat16:
+            assert (difference > 0).float().mean() < 1e-3
+        else:
+            assert difference.max() <= 1e-6
+        moved += float((expected_weights[key].double() - first.double()).square().sum())
+        off += float(difference.square().sum())
+    assert off <= (1e-3**2) * moved, "small against what the steps changed"
+    assert (moved > 0) == (name not in {"no_gradient", "refused"})
+
+
+def with_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as `named_weights` had them: the file has a tied tensor twice."""
+    head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+    return weights | ({"lm_head.weight": embedding} if torch.equal(head, embedding) else {})
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_three_ranks_equal_one_process(of_3: Results, name: str) -> None:
+    require_equal(of_3, "by3", name)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_ranks_equal_one_process(of_2: Results, name: str) -> None:
+    require_equal(of_2, "by2", name)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_group_of_one_rank_equals_one_process(of_1: Results, name: str) -> None:
+    require_equal(of_1, "by1", name)
+
+
+def test_the_scenarios_differ(results: Results) -> None:
+    """Otherwise a setting that has no effect would be compared with itself."""
+    same = {"no_resharding", "checkpointing", "refused"}  # these change how, not what, or nothing
+    found = [results.outcome("alone", name).checksum for name in SCENARIOS if name not in same]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("who", ["by3_from_alone", "by2_from_alone", "by2_from_by3", "by1_from_by2"])
+def test_a_checkpoint_continues_on_another_number_of_ranks(of_1: Results, who: str, name: str) -> None:
+    require_equal(of_1, who, name, slice(SAVED_AT, STEPS))
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("who", ["alone_from_by2", "alone_from_by3"])
+def test_one_process_continues_from_the_checkpoint_of_several_ranks(of_1: Results, who: str, name: str) -> None:
+    require_equal(of_1, who, name, slice(SAVED_AT, STEPS))
+
+
+def test_a_checkpoint_of_ranks_is_a_hugging_face_folder_with_a_file_for_each_rank(of_3: Results) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = of_3.checkpoint("by3", "bfloat16")
+    files = load_checkpoint(folder).state.files
+    assert {f"optimizer-0000{rank}-of-00003.safetensors" for rank in (1, 2, 3)} < files.keys()
+    assert (folder / "config.json").read_bytes() == (of_3.checkpoint("alone", "bfloat16") / "config.json").read_bytes()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_missing_part_of_the_optimizer_is_noticed(of_3: Results, tmp_path: Path) -> None:
+    import shutil
+
+    from pipelinerl.errors import CheckpointError
+
+    folder = tmp_path / "step_00000002"
+    shutil.copytree(of_3.checkpoint("by3", "default"), folder)
+    (folder / "optimizer-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="optimizer-00002-of-00003"):
+        load_checkpoint(folder)

@@ -1,0 +1,80 @@
+"""The plan of a step over several ranks: complete, rectangular, within the budget, and even within a row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.preprocess.packing import pack
+from pipelinerl.trainer.plan import plan, token_cost
+
+LENGTHS = st.lists(st.integers(1, 300), max_size=40)
+
+
+def costs_of(lengths: list[int]) -> list[float]:
+    return [token_cost([length], 0.01) for length in lengths]
+
+
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
+def test_every_sample_has_one_place_and_every_rank_a_place_in_every_row(lengths: list[int], ranks: int, budget: int) -> None:
+    grid = plan(lengths, costs_of(lengths), ranks, budget, pack)
+    assert all(len(row) == ranks for row in grid)
+    assert sorted(index for row in grid for place in row for index in place) == list(range(len(lengths)))
+    assert all(all(row) for row in grid[:-1]), "only the last row has empty places"
+    assert all(any(row) for row in grid)
+    for row in grid:
+        for place in row:
+            assert len(place) <= 1 or sum(lengths[index] for index in place) <= budget
+
+
+@given(LENGTHS, st.integers(2, 9), st.integers(1, 400))
+def test_a_place_is_empty_only_if_every_other_has_one_sample(lengths: list[int], ranks: int, budget: int) -> None:
+    grid = plan(lengths, costs_of(lengths), ranks, budget, pack)
+    if any(not place for row in grid for place in row):
+        assert all(len(place) <= 1 for row in grid for place in row)
+
+
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
+def test_rows_descend_in_cost(lengths: list[int], ranks: int, budget: int) -> None:
+    costs = costs_of(lengths)
+    rows = [[sum(costs[index] for index in place) for place in row] for row in plan(lengths, costs, ranks, budget, pack)]
+    for above, below in pairwise(rows):
+        assert min(above) >= max(below)
+
+
+@given(LENGTHS.filter(bool), st.integers(2, 9))
+def test_a_row_is_even(lengths: list[int], ranks: int) -> None:
+    """Greedy distribution: two places differ by at most one sample."""
+    costs = costs_of(lengths)
+    (row,) = plan(lengths, costs, ranks, sum(lengths), pack)
+    sums = [sum(costs[index] for index in place) for place in row]
+    assert max(sums) - min(sums) <= max(costs) * (1 + 1e-9)
+
+
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
+def test_there_are_few_rows(lengths: list[int], ranks: int, budget: int) -> None:
+    """Any two bins of `pack` exceed the budget; even bins waste at most about half of it, too."""
+    grid = plan(lengths, costs_of(lengths), ranks, budget, pack)
+    assert len(grid) <= 2 * -(-len(pack(lengths, budget)) // ranks) + 1
+
+
+def test_reversed_rows_even_out_the_ranks() -> None:
+    grid = plan([8, 7, 6, 5], [8.0, 7.0, 6.0, 5.0], 2, 8, pack)
+    assert grid == [[[0], [1]], [[3], [2]]]
+
+
+def test_no_samples_no_rows() -> None:
+    assert plan([], [], 3, 100, pack) == []
+
+
+def test_a_plan_needs_a_rank() -> None:
+    with pytest.raises(ValueError, match="at least one rank"):
+        plan([1], [1.0], 0, 100, pack)
+
+
+def test_attention_makes_a_long_sequence_dearer_than_short_ones_with_as_many_tokens() -> None:
+    assert token_cost([100], 0.01) == pytest.approx(200)
+    assert token_cost([50, 50], 0.01) == pytest.approx(150)
