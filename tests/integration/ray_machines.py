@@ -15,7 +15,7 @@ from typing import Any
 FAST_HEALTH_CHECKS = {
     "health_check_period_ms": 500,
     "health_check_initial_delay_ms": 500,
-    "health_check_failure_threshold": 3,
+    "health_check_failure_threshold": 8,  # with 3, a busy machine loses nodes that are alive
 }
 SMALL = {"num_cpus": 2, "object_store_memory": 80_000_000}
 HEAD = "machine-0"

@@ -59,7 +59,7 @@ LONG = pytest.mark.skipif("PIPELINERL_TEST_RAY" not in os.environ, reason="the l
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
 ROOT = Path(__file__).parents[2]
 IN_TIME_S = 60.0
-"""For the end of a run after a loss: health checks take 1.5 s, the patience with a cause 3 s, `lost_s` is 5 s."""
+"""For the end of a run after a loss: health checks take 4 s, the patience with a cause 3 s, `lost_s` is 5 s."""
 OTHERS = ("machine-1", "machine-2")
 
 

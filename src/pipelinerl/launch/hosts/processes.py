@@ -60,11 +60,13 @@ class Processes:
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
 
+    def broker_failure(self) -> PipelineRLError | None:
+        why = None if self.broker is None else self.broker.failure()
+        return None if why is None else StageDiedError(why)
+
     def failure(self) -> PipelineRLError | None:
         """Why a process ended that should not have. What others depend on comes first: its end may end the others."""
-        if self.broker is not None and (why := self.broker.failure()):
-            return StageDiedError(why)
-        if failure := self.host.failure():
+        if failure := self.broker_failure() or self.host.failure():
             return failure
         for server in self.servers:
             if not server.running:
@@ -138,7 +140,7 @@ def _watch(
             if isinstance(failure, RankLostError):
                 time.sleep(CAUSE_PATIENCE_S)
                 failure = processes.failure() or failure
-            return processes.host.cause(failure)
+            return processes.broker_failure() or processes.host.cause(failure)
         now = time.monotonic()
         found = last_statuses(processes.host.board)
         statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
