@@ -129,9 +129,7 @@ def pid_of(role: str, run_dir: Path) -> int:
     return int(pid)
 
 
-@pytest.mark.parametrize(
-    ("role", "phase"), cases(["training-rank-1", "training"], {("training-rank-1", "forward")})
-)
+@pytest.mark.parametrize(("role", "phase"), cases(["training-rank-1", "training"], {("training-rank-1", "forward")}))
 def test_a_killed_rank_ends_the_run(role: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "r"
     ended = start_faulty(tmp_path, monkeypatch, role=role, phase=phase, signal="SIGKILL")
