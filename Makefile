@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install demo test test-fast test-wild test-ray test-vllm check format clean
+.PHONY: install demo test test-fast test-wild test-ray test-vllm check format clean test-all
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ demo: install
 
 test: install
 	$(PYTEST)
+
+# Also more cases of faults: half an hour.
+test-all: install
+	$(PYTEST) --exhaustive
 
 test-fast: install
 	$(PYTEST) -m "not slow"

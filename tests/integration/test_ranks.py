@@ -8,6 +8,8 @@ import re
 import shutil
 import signal
 import textwrap
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.integration.runs import (
     assert_provenance,
     assert_trained_once,
     flags,
+    process_ids,
     resume,
     run,
     small_run,
@@ -33,7 +36,6 @@ from tests.integration.runs import (
     summary,
     until,
     wait,
-    worker_pids,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -93,12 +95,19 @@ def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tm
     assert all(step.grad_norm for step in steps(run_dir))
 
 
+@pytest.mark.exhaustive
 def test_lora_with_two_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     run(run_dir, **HERE, **KL, trainer__steps=2, launch__preprocessor="process")
     counts = resume(run_dir, trainer__steps=4)
     assert counts["optimizer_steps"] == 4
     assert_conserved(counts)
+
+
+def cases(roles: Sequence[str], usual: set[tuple[str, str]]) -> list[Any]:
+    """All roles in all phases; those that are not `usual` are exhaustive."""
+    found = product(roles, ("forward", "backward", "gather", "save"))
+    return [pytest.param(*case, marks=[] if case in usual else pytest.mark.exhaustive) for case in found]
 
 
 def start_faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **fault: Any) -> Ended:
@@ -120,8 +129,7 @@ def pid_of(role: str, run_dir: Path) -> int:
     return int(pid)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "gather", "save"])
-@pytest.mark.parametrize("role", ["training-rank-1", "training"])
+@pytest.mark.parametrize(("role", "phase"), cases(["training-rank-1", "training"], {("training-rank-1", "forward")}))
 def test_a_killed_rank_ends_the_run(role: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "r"
     ended = start_faulty(tmp_path, monkeypatch, role=role, phase=phase, signal="SIGKILL")
@@ -139,10 +147,10 @@ def test_a_killed_rank_ends_the_run(role: str, phase: str, tmp_path: Path, monke
         assert_trained_once(run_dir)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "gather", "save"])
-@pytest.mark.parametrize(("role", "name"), [("training-rank-1", "rank 1"), ("training", "rank 0")])
-def test_a_stopped_rank_is_named(role: str, name: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("role", "phase"), cases(["training-rank-1", "training"], {("training-rank-1", "gather")}))
+def test_a_stopped_rank_is_named(role: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "r"
+    name = "rank 0" if role == "training" else "rank 1"
     ended = start_faulty(tmp_path, monkeypatch, role=role, phase=phase, signal="SIGSTOP")
     assert ended.status == 4
     assert f"{name} of the trainer (pid " in ended.error
@@ -165,6 +173,7 @@ def test_a_stopped_run_writes_a_checkpoint_on_all_ranks(tmp_path: Path) -> None:
     assert {f"optimizer-0000{rank}-of-00002.safetensors" for rank in (1, 2)} < files.keys()
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_while_the_ranks_load(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     process = start_processes(run_dir, **TWO)
@@ -173,11 +182,12 @@ def test_ctrl_c_while_the_ranks_load(tmp_path: Path) -> None:
     assert wait(process).status == 130
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_that_is_told_to_stop_by_somebody_else_is_named(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000})
     until(lambda: list((run_dir / "checkpoints").glob("step_*")), process)
-    pid = worker_pids(run_dir)["training"]
+    pid = process_ids(run_dir)["training"]
     os.kill(pid, signal.SIGTERM)
     ended = wait(process)
     assert ended.status == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -66,33 +67,31 @@ class Results:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Computed once: if several workers have these tests, one computes and the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sharded"
+    root.mkdir(exist_ok=True)
+    found, done = Results(root), root / "done"
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            compute(found)
+            done.touch()
+    return found
+
+
+def compute(results: Results) -> None:
     torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("sharded")
+    root = results.root
     parts.write_models(root)
     for name in SCENARIOS:
         parts.train_alone(root, name, root / "alone" / name)
-    return Results(root)
-
-
-@pytest.fixture(scope="module")
-def of_3(results: Results) -> Results:
     results.run_ranks(3, ["alone"])
-    return results
-
-
-@pytest.fixture(scope="module")
-def of_2(of_3: Results) -> Results:
-    of_3.run_ranks(2, ["alone", "by3"])
-    return of_3
-
-
-@pytest.fixture(scope="module")
-def of_1(of_2: Results) -> Results:
-    of_2.run_ranks(1, ["by2"])
+    results.run_ranks(2, ["alone", "by3"])
+    results.run_ranks(1, ["by2"])
     for who in ("by2", "by3"):
         for name in RESUMED:
-            parts.train_alone(of_2.root, name, of_2.root / f"alone_from_{who}" / name, of_2.checkpoint(who, name))
-    return of_2
+            parts.train_alone(root, name, root / f"alone_from_{who}" / name, results.checkpoint(who, name))
 
 
 def require_equal(results: Results, who: str, name: str, steps: slice = slice(None)) -> None:
@@ -129,18 +128,9 @@ def with_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_three_ranks_equal_one_process(of_3: Results, name: str) -> None:
-    require_equal(of_3, "by3", name)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_two_ranks_equal_one_process(of_2: Results, name: str) -> None:
-    require_equal(of_2, "by2", name)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_group_of_one_rank_equals_one_process(of_1: Results, name: str) -> None:
-    require_equal(of_1, "by1", name)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_equal_one_process(results: Results, ranks: int, name: str) -> None:
+    require_equal(results, f"by{ranks}", name)
 
 
 def test_the_scenarios_differ(results: Results) -> None:
@@ -152,34 +142,34 @@ def test_the_scenarios_differ(results: Results) -> None:
 
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("who", ["by3_from_alone", "by2_from_alone", "by2_from_by3", "by1_from_by2"])
-def test_a_checkpoint_continues_on_another_number_of_ranks(of_1: Results, who: str, name: str) -> None:
-    require_equal(of_1, who, name, slice(SAVED_AT, STEPS))
+def test_a_checkpoint_continues_on_another_number_of_ranks(results: Results, who: str, name: str) -> None:
+    require_equal(results, who, name, slice(SAVED_AT, STEPS))
 
 
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("who", ["alone_from_by2", "alone_from_by3"])
-def test_one_process_continues_from_the_checkpoint_of_several_ranks(of_1: Results, who: str, name: str) -> None:
-    require_equal(of_1, who, name, slice(SAVED_AT, STEPS))
+def test_one_process_continues_from_the_checkpoint_of_several_ranks(results: Results, who: str, name: str) -> None:
+    require_equal(results, who, name, slice(SAVED_AT, STEPS))
 
 
-def test_a_checkpoint_of_ranks_is_a_hugging_face_folder_with_a_file_for_each_rank(of_3: Results) -> None:
+def test_a_checkpoint_of_ranks_is_a_hugging_face_folder_with_a_file_for_each_rank(results: Results) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = of_3.checkpoint("by3", "bfloat16")
+    folder = results.checkpoint("by3", "bfloat16")
     files = load_checkpoint(folder).state.files
     assert {f"optimizer-0000{rank}-of-00003.safetensors" for rank in (1, 2, 3)} < files.keys()
-    assert (folder / "config.json").read_bytes() == (of_3.checkpoint("alone", "bfloat16") / "config.json").read_bytes()
+    assert (folder / "config.json").read_bytes() == (results.checkpoint("alone", "bfloat16") / "config.json").read_bytes()
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
 
 
-def test_a_missing_part_of_the_optimizer_is_noticed(of_3: Results, tmp_path: Path) -> None:
+def test_a_missing_part_of_the_optimizer_is_noticed(results: Results, tmp_path: Path) -> None:
     import shutil
 
     from pipelinerl.errors import CheckpointError
 
     folder = tmp_path / "step_00000002"
-    shutil.copytree(of_3.checkpoint("by3", "default"), folder)
+    shutil.copytree(results.checkpoint("by3", "default"), folder)
     (folder / "optimizer-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="optimizer-00002-of-00003"):
         load_checkpoint(folder)

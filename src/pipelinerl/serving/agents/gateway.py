@@ -63,7 +63,8 @@ class Gateway:
         """Stop listening. May be called twice."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
-            self._thread.join(CLOSE_S)
+            if self._thread is not threading.current_thread():  # where the garbage collector may run
+                self._thread.join(CLOSE_S)
 
     # ---- the gateway's thread
 
