@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from pipelinerl import errors
-from pipelinerl.channel import listen
 from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
@@ -156,8 +155,7 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: RedisServ
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
-            sharded = session.config.trainer.ranks > 1
-            channels = Channels(make_channel(session.config), listen().detach() if sharded else -1)
+            channels = _open_channels(session.config)
             for fd in channels.opened:
                 stack.callback(os.close, fd)
             _start(session, processes, channels, lock.fd)
@@ -186,6 +184,15 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: RedisServ
         stream_rollouts=session.plan.rollouts_left(in_streams),
         peak_memory_bytes={worker.role: report.peak_memory_bytes for worker in started if (report := worker.report())},
     )
+
+
+def _open_channels(config: RunConfig) -> Channels:
+    weights = make_channel(config)
+    if config.trainer.ranks == 1:
+        return Channels(weights)
+    from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
+
+    return Channels(weights, listen().detach())
 
 
 def _start(session: Session, processes: Processes, channels: Channels, lock_fd: int) -> None:
