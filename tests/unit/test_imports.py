@@ -18,7 +18,7 @@ LAUNCHER = (
 PROCESSES = {
     "launcher": (
         "cli.train launch.run",
-        "actor.actor actor.rollouts engine environments.chat preprocess serving trainer weights.shared.sender "
+        "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights.shared.sender "
         "weights.broadcast config.help launch.dry_run launch.tryout launch.resume launch.hosts.agent launch.hosts.ray "
         "launch.stages.broadcast launch.stages.generation launch.stages.training models.hub report experiments torch",
     ),

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
 from typing import Literal, Protocol
 
 from pipelinerl.actor.admission import Admission
@@ -26,10 +24,8 @@ from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.outstanding import open_limit
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.status import GenerationStatus
-from pipelinerl.interfaces import Board, StreamWriter, Verdict, WeightReceiver
-from pipelinerl.metrics.timeline import TimelineWriter
+from pipelinerl.interfaces import StreamWriter, Verdict, WeightReceiver
 from pipelinerl.schedule import ALLOWED
-from pipelinerl.status.reporter import ALONE, GenerationStages
 from pipelinerl.types import TRAINER, Group
 
 logger = logging.getLogger(__name__)
@@ -48,29 +44,25 @@ class Actor:
 
     def __init__(
         self,
-        groups: GroupRunner,
-        evaluations: Evaluations,
         *,
-        board: Board,
+        groups: GroupRunner,
         admission: Admission,
         writer: GroupWriter,
         receiver: WeightReceiver,
-        stages: GenerationStages = ALONE,
-        timeline: TimelineWriter | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        probe: WeightProbe,
+        evaluations: Evaluations,
+        status: GenerationStatus,
     ) -> None:
-        """`admission` decides which groups to start and when. `stages` are the names of engine and actor on `board`."""
+        """`admission` decides which groups to start and when."""
         self._groups = groups
         self._engine = groups.context.engine
         self._awake = groups.context.awake
         self._admission = admission
         self._writer = writer
         self._receiver = receiver
-        self._probe = WeightProbe(self._engine, board, stages.engine)
+        self._probe = probe
         self._evaluations = evaluations
-        self._status = GenerationStatus(
-            board, groups, evaluations, self._probe, stages=stages, timeline=timeline, clock=clock
-        )
+        self._status = status
         self._max_open = open_limit(groups.config.max_open_rollouts, groups.context.slots, in_rounds=admission.in_rounds)
         self.idle_s = IDLE_S
         self._stopping = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -12,7 +13,7 @@ from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.interfaces import Board, Verdict
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.schedule import ALLOWED
-from pipelinerl.status.reporter import GenerationStages, StatusReporter
+from pipelinerl.status.reporter import ALONE, GenerationStages, StatusReporter
 from pipelinerl.types import ActorProgress, EngineProgress, StageState
 
 
@@ -30,9 +31,9 @@ class GenerationStatus:
         evaluations: Evaluations,
         probe: WeightProbe,
         *,
-        stages: GenerationStages,
-        timeline: TimelineWriter | None,
-        clock: Callable[[], float],
+        stages: GenerationStages = ALONE,
+        timeline: TimelineWriter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._groups = groups
         self._evaluations = evaluations

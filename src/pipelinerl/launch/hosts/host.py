@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol, Self
 import msgspec
 
 from pipelinerl import errors
-from pipelinerl.channel import listen
 from pipelinerl.child import ChildProcess
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
@@ -197,8 +196,12 @@ class LocalHost:
         return failure
 
     def __enter__(self) -> Self:
-        sharded = self._session.config.trainer.ranks > 1
-        self._channels = Channels(make_channel(self._session.config), listen().detach() if sharded else -1)
+        ranks = -1
+        if self._session.config.trainer.ranks > 1:
+            from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
+
+            ranks = listen().detach()
+        self._channels = Channels(make_channel(self._session.config), ranks)
         for fd in self._channels.opened:
             self._stack.callback(os.close, fd)
         return self

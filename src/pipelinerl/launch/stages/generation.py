@@ -27,7 +27,9 @@ from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission, LocalAdmission
 from pipelinerl.actor.evaluation import Evaluation, Evaluations, held_out_problems, write_record
 from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import RolloutContext
+from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
@@ -45,7 +47,7 @@ from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.status.board import MmapBoard
-from pipelinerl.status.reporter import GenerationStages, generation_stages, starting
+from pipelinerl.status.reporter import ALONE, GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
 
 
@@ -235,17 +237,7 @@ async def _generate(
     await _take_weights(generation, engine, stop, until=lambda: engine.progress().weight_updates > 0)
     if stop():
         return
-    config = session.config
-    context = RolloutContext.of(
-        config.actor,
-        generation.environment,
-        engine,
-        generation.tokenizer,
-        seed=config.seed,
-        slots=handle.slots,
-        stop_token_ids=handle.stop_token_ids,
-    )
-    generation.groups = GroupRunner(context, config.actor)
+    generation.groups = _groups(generation, handle)
     records = session.run.rollouts_of(generation.index, shared=session.config.launch.kind == "ray")
     with (
         closing(RolloutWriter(generation.writer, records)) as rollout_writer,
@@ -268,10 +260,24 @@ async def _generate(
                 engine,
                 stop,
                 until=lambda: engine.version == generation.trainer.version,
-                timeout_s=config.launch.watchdog_s,
+                timeout_s=session.config.launch.watchdog_s,
             )
             if generation.evaluation.problems:
                 await _unless_stopped(actor.evaluate("after"), stop, between)
+
+
+def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
+    config = generation.session.config
+    context = RolloutContext.of(
+        config.actor,
+        generation.environment,
+        handle.engine,
+        generation.tokenizer,
+        seed=config.seed,
+        slots=handle.slots,
+        stop_token_ids=handle.stop_token_ids,
+    )
+    return GroupRunner(context, config.actor)
 
 
 def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
@@ -284,7 +290,7 @@ def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineW
         until=session.config.trainer.steps,
         reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
     )
-    return Actor(
+    return make_actor(
         generation.groups,
         evaluations,
         board=generation.board,
@@ -293,6 +299,30 @@ def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineW
         receiver=generation.receiver,
         stages=generation.stages,
         timeline=timeline,
+    )
+
+
+def make_actor(
+    groups: GroupRunner,
+    evaluations: Evaluations,
+    *,
+    board: Board,
+    admission: Admission,
+    writer: RolloutWriter,
+    receiver: WeightReceiver,
+    stages: GenerationStages = ALONE,
+    timeline: TimelineWriter | None = None,
+) -> Actor:
+    """An actor of these parts, with a probe of its engine and its statuses."""
+    probe = WeightProbe(groups.context.engine, board, stages.engine)
+    return Actor(
+        groups=groups,
+        admission=admission,
+        writer=writer,
+        receiver=receiver,
+        probe=probe,
+        evaluations=evaluations,
+        status=GenerationStatus(board, groups, evaluations, probe, stages=stages, timeline=timeline),
     )
 
 
