@@ -23,9 +23,9 @@ from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import (
     Threads,
-    generation_threads,
     plan_threads,
     server_roles,
+    shares_of,
     trainer_goes_first,
     worker_roles,
     worker_stages,
@@ -84,7 +84,11 @@ def test_roles_and_stages() -> None:
 def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Threads, generation: int) -> None:
     schedule = make_schedule(config)
     assert plan_threads(config, schedule, cores) == expected
-    assert generation_threads(config, schedule, cores) == generation
+    servers, workers = server_roles(config), worker_roles(config)
+    shares = shares_of(config, schedule, [*servers, *workers], cores)
+    assert shares[workers[0]].threads == generation
+    assert shares["training"].threads == expected.training
+    assert all(shares[server].threads == expected.generation for server in servers)
 
 
 @pytest.mark.parametrize(
