@@ -37,10 +37,10 @@ test-fast: install
 test-wild: install
 	$(PYTEST) -m "not slow" --hypothesis-profile=wild tests/unit
 
-# Runs over a Ray cluster (all its machines are this one), with machines that are lost: some ten minutes.
+# All runs over a Ray cluster (its machines are this one), with machines that are lost: some fifteen minutes.
 test-ray: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
-	PIPELINERL_TEST_RAY=1 $(BIN)/python -m pytest tests/integration/test_ray.py
+	$(BIN)/python -m pytest --exhaustive tests/integration/test_ray.py
 
 # The real vLLM, for CPU, in an environment of its own: 3.5 GB and some minutes the first time.
 test-vllm: install $(VLLM)/.installed
