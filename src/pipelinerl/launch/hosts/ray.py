@@ -26,6 +26,7 @@ from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import (
     MissingDependencyError,
     PipelineRLError,
+    RankLostError,
     RunDirectoryError,
     StageDiedError,
     StreamError,
@@ -36,7 +37,7 @@ from pipelinerl.interfaces import Board
 from pipelinerl.launch.hosts.agent import BEAT_EVERY_S, LAUNCHER, Agent, Ended, Look, Order, Setup
 from pipelinerl.launch.memory import Memory, check_memory, judge_machine
 from pipelinerl.launch.placement import Machine, Place, place, roles_of, shares_on
-from pipelinerl.launch.roles import TRAINING, Share, stages_of
+from pipelinerl.launch.roles import TRAINING, Share, rank_roles, stages_of
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
 from pipelinerl.launch.session import Here, Session
 from pipelinerl.launch.stages.streams import redis_of
@@ -308,7 +309,9 @@ class RayHost:
         self._look()
         for seat in self._seats.values():
             if seat.lost is not None:
-                return StageDiedError(f"{seat.name}, which runs {', '.join(seat.roles)}, is lost: {seat.lost}")
+                ranks = {TRAINING, *rank_roles(self._session.config)}
+                kind = RankLostError if len(ranks) > 1 and ranks.intersection(seat.roles) else StageDiedError
+                return kind(f"{seat.name}, which runs {', '.join(seat.roles)}, is lost: {seat.lost}")
         return self._board.problem
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
