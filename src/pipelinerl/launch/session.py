@@ -37,6 +37,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
                               still in a stream
     kept                      the groups still in a stream, in the order in which the trainer will read them
     settled                   number of rollouts that the trainer has trained on or dropped
+    evaluated                 version of the last evaluation
     elapsed_s                 the time at which the records continue
     redis_url                 address of the session's own Redis server
     predicted_memory_bytes    expected peak of each process; empty if it is not known
@@ -49,6 +50,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     taken: LedgerRecord = LedgerRecord()
     kept: tuple[KeptGroup, ...] = ()
     settled: int = 0
+    evaluated: int = 0
     elapsed_s: float = 0.0
     redis_url: str | None = None
     predicted_memory_bytes: dict[str, int] = {}

@@ -42,7 +42,7 @@ from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_fo
 from pipelinerl.launch.stages.streams import group_writer
 from pipelinerl.launch.stages.weights import make_receiver
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.metrics.records import EvaluationRecord, read_records
+from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
@@ -274,13 +274,12 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
 
 def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
     session = generation.session
-    evaluated = read_records(session.run.evaluations, EvaluationRecord)
     evaluations = Evaluations(
         generation.groups.context,
         generation.evaluation,
         on_done=lambda evaluation: _record(session, evaluation),
         until=session.config.trainer.steps,
-        reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
+        reached=session.plan.evaluated,
     )
     return make_actor(
         generation.groups,
