@@ -15,8 +15,8 @@ import msgspec
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import peak_memory_bytes
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.share import peak_memory_bytes
 from pipelinerl.launch.stages.streams import StreamStore, stream_store
 from pipelinerl.ledger import LedgerRecord
 from pipelinerl.schedule import make_schedule

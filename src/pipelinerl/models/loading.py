@@ -7,43 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from pipelinerl.config.schema import LONGEST_SLOT, ModelConfig
-from pipelinerl.errors import ModelLoadError, UnsupportedModelError, UserError
-from pipelinerl.models.folder import find_model, resolve_path
-
-# ---- Output head in float32: the rounding of engine and trainer differs most in the logits, since bfloat16 has 8 bits for
-# numbers that are then exponentiated (MiniMax-M1, arXiv 2506.13585, found the gap between log-probabilities there).
-
-
-class Float32Head(nn.Linear):
-    """A linear layer that shares the parameters of `head` and computes in float32."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
-        self.weight = head.weight
-        self.bias = head.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(input.float(), self.weight.float(), bias)
-
-
-def use_float32_head(model: Any) -> None:
-    """Make `model` compute its logits in float32. Parameters and names do not change. Does nothing to float32 weights.
-
-    Raises UnsupportedModelError if the output head is not a linear layer.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise UnsupportedModelError(f"{type(model).__name__} has no linear output head; set model.head_dtype to null")
-    if head.weight.dtype not in (torch.float32, torch.float64):
-        model.set_output_embeddings(Float32Head(head))
-
-
-__all__ = ["resolve_path"]
+from pipelinerl.errors import ModelLoadError, UserError
+from pipelinerl.models.folder import find_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -95,6 +62,8 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
             "get a complete copy of the model"
         )
     if config.head_dtype == "float32":
+        from pipelinerl.models.float32_head import use_float32_head  # noqa: PLC0415 - few runs have it
+
         use_float32_head(model)
     return model.to(device).eval()
 
@@ -127,24 +96,6 @@ def model_max_length(model: Any) -> int | None:
 def slot_length(model: Any, asked: int | None) -> int:
     """Longest prompt + completion of a slot, in tokens: `asked`, or else the model's maximum, at most `LONGEST_SLOT`."""
     return asked or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
-
-
-def checkpoint_activations(model: Any) -> None:
-    """Recompute each decoder layer's activations in the backward pass: less memory for a third more compute.
-
-    transformers enables this in training mode only, which also enables dropout. So only the layers' own flag is set, and
-    the modules inside them stay in eval mode. Raises ModelLoadError if the model does not support it.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415 - as above
-
-    if not model.supports_gradient_checkpointing:
-        raise ModelLoadError(
-            f"{type(model).__name__} has no gradient checkpointing: set trainer.gradient_checkpointing to false"
-        )
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
 
 
 @contextmanager

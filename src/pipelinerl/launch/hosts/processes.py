@@ -30,20 +30,16 @@ from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedErro
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import (
     PREPROCESSING,
-    PREPROCESSING_THREADS,
     TRAINING,
     generation_roles,
-    generation_threads,
-    plan_threads,
     rank_roles,
     server_roles,
-    thread_environment,
-    usable_cores,
     worker_roles,
     worker_stages,
 )
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import Session, WorkerReport
+from pipelinerl.launch.share import PREPROCESSING_THREADS, generation_threads, plan_threads, thread_environment, usable_cores
 from pipelinerl.launch.stages.streams import rollouts_in_streams
 from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
 from pipelinerl.launch.summary import Outcome, interruption

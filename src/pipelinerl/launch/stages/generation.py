@@ -35,9 +35,8 @@ from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
-from pipelinerl.launch.interrupts import stop_on_sigterm
-from pipelinerl.launch.roles import generation_threads, usable_cores, yield_to_the_trainer
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.share import generation_threads, usable_cores, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
 from pipelinerl.launch.stages.streams import group_writer
 from pipelinerl.launch.stages.weights import make_receiver
@@ -46,6 +45,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import ALONE, GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress

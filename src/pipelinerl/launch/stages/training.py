@@ -20,14 +20,15 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RankLostError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
-from pipelinerl.launch.interrupts import stop_on_sigterm
-from pipelinerl.launch.roles import TRAINING, plan_threads, rank_roles, usable_cores
+from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.session import Session, write_error
+from pipelinerl.launch.share import plan_threads, usable_cores
 from pipelinerl.launch.stages.preprocessing import prepared_groups
 from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
+from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import generation_stages, starting

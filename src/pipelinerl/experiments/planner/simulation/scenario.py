@@ -17,7 +17,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import side_by_side
+from pipelinerl.launch.share import side_by_side
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
