@@ -37,8 +37,8 @@ from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import TRAINER, Prepared
 
 if TYPE_CHECKING:
-    from pipelinerl.trainer.ranks import Team
-    from pipelinerl.trainer.sharded import ShardedLearner, ShardedPolicy
+    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+    from pipelinerl.trainer.sharding.ranks import Team
 
 STALL_S = 30.0
 """A rank of the trainer that sends no heartbeat for this long is lost."""
@@ -60,7 +60,7 @@ def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
 
 def run_rank(session: Session, role: str, ranks_fd: int) -> None:
     """Another rank of the trainer, to its end. It ends with rank 0, so that SIGTERM leaves time for a checkpoint."""
-    from pipelinerl.trainer import ranks  # noqa: PLC0415 - only for several ranks
+    from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - only for several ranks
 
     config, rank = session.config, 1 + rank_roles(session.config).index(role)
     torch.set_num_threads(plan_threads(config, session.schedule, usable_cores()).training)
@@ -77,7 +77,7 @@ def run_rank(session: Session, role: str, ranks_fd: int) -> None:
 
 @contextmanager
 def _lead(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
-    from pipelinerl.trainer import ranks  # noqa: PLC0415 - as above
+    from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - as above
 
     starting(board, [TRAINER], "waits for the other ranks to start")
     with (
@@ -147,7 +147,7 @@ class Policy:
         return Learner(self.model, config.trainer, lora=self.lora, **_learner_options(config))
 
     def sharded_learner(self, config: RunConfig) -> ShardedLearner:
-        from pipelinerl.trainer.sharded import ShardedLearner  # noqa: PLC0415 - as above
+        from pipelinerl.trainer.sharding.learner import ShardedLearner  # noqa: PLC0415 - as above
 
         assert self.sharded is not None and self.team is not None  # noqa: S101, PT018 - see `load_policy`
         return ShardedLearner(self.sharded, config.trainer, self.team, **_learner_options(config))
@@ -173,7 +173,7 @@ def load_policy(session: Session, team: Team | None = None) -> Policy:
     if checkpoint and config.model.lora is None:
         refuse_adapter(checkpoint.path)
     if team is not None:
-        from pipelinerl.trainer.sharded import ShardedPolicy  # noqa: PLC0415 - as above
+        from pipelinerl.trainer.sharding.learner import ShardedPolicy  # noqa: PLC0415 - as above
 
         with_adapters = config.model.lora is not None
         sharded = ShardedPolicy(
