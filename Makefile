@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install demo test test-all test-fast test-wild test-vllm check format clean
+.PHONY: install demo test test-fast test-wild test-ray test-vllm check format clean test-all
 
 install: $(STAMP)
 
@@ -36,6 +36,11 @@ test-fast: install
 # Property tests with other examples than the fixed ones, and more of them.
 test-wild: install
 	$(PYTEST) -m "not slow" --hypothesis-profile=wild tests/unit
+
+# Runs over a Ray cluster (all its machines are this one), with machines that are lost: some ten minutes.
+test-ray: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	PIPELINERL_TEST_RAY=1 $(BIN)/python -m pytest tests/integration/test_ray.py
 
 # The real vLLM, for CPU, in an environment of its own: 3.5 GB and some minutes the first time.
 test-vllm: install $(VLLM)/.installed

@@ -12,15 +12,15 @@ from pipelinerl.cli.parser import Commands
 
 LAUNCHER = (
     "config.load config.keys config.checks config.yaml_text launch.run launch.run_lock launch.checks launch.memory "
-    "launch.summary launch.hosts.processes status.view report cli experiments"
+    "launch.summary launch.hosts.processes launch.hosts.host status.view report cli experiments"
 )
 
 PROCESSES = {
     "launcher": (
         "cli.train launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights.shared.sender "
-        "weights.broadcast config.help launch.dry_run launch.tryout launch.resume launch.stages.broadcast "
-        "launch.stages.generation launch.stages.training models.hub report experiments torch",
+        "weights.broadcast config.help launch.dry_run launch.tryout launch.resume launch.hosts.agent launch.hosts.ray "
+        "launch.stages.broadcast launch.stages.generation launch.stages.training models.hub report experiments torch",
     ),
     "launcher, before a run": (
         "environments.static_check environments.tasks.gcd",

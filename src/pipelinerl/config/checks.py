@@ -17,6 +17,7 @@ def mistakes(config: RunConfig) -> Iterator[str]:
     yield from engine_mistakes(config.engine)
     for checks in (_schedule, _stream, _weights, _sampling, _trainer, correction.mistakes, _engines, _ranks, _processes):
         yield from checks(config)
+    yield from _machines(config)
 
 
 def engine_mistakes(engine: EngineConfig) -> Iterator[str]:
@@ -93,7 +94,7 @@ def _stream(config: RunConfig) -> Iterator[str]:
         yield f"stream.url: `{stream.kind}` streams need no server; remove it, or set stream.kind to redis"
     if stream.url is not None and not stream.url.startswith(("redis://", "rediss://", "unix://")):
         yield "stream.url: a Redis server is redis://HOST:PORT/DB, rediss://... (encrypted) or unix:///PATH"
-    if stream.kind == "memory" and config.launch.kind == "processes":
+    if stream.kind == "memory" and config.launch.kind != "embedded":
         yield "stream.kind: a `memory` stream works within one process only; set it to files, or launch.kind to embedded"
     if stream.capacity is not None and stream.capacity < needed:
         unit = "a step" if kind == "pipeline" else "a round"
@@ -170,10 +171,10 @@ def _ranks(config: RunConfig) -> Iterator[str]:
         yield "trainer.backend: nccl needs GPUs; set it to auto, or trainer.device to cuda"
     if trainer.backend == "gloo" and on_gpu:
         yield "trainer.backend: gloo trains on CPUs only; set it to auto, or trainer.device to cpu"
-    if config.launch.kind != "processes":
+    if config.launch.kind == "embedded":
         yield (
-            f"trainer.ranks: launch.kind {config.launch.kind} can't start {ranks} training processes; set it to 1, or "
-            "launch.kind to processes"
+            f"trainer.ranks: launch.kind embedded can't start {ranks} training processes; set it to 1, or launch.kind to "
+            "processes"
         )
     if config.model.lora is not None and trainer.kl_coefficient > 0 and config.launch.preprocessor == "with_trainer":
         yield (
@@ -195,3 +196,30 @@ def _processes(config: RunConfig) -> Iterator[str]:
     for key, (value, fix) in wanted.items():
         if value not in (fix, "memory"):
             yield f"{key}: `{value}` needs several processes; set launch.kind to processes, or {key} to {fix}"
+
+
+def _machines(config: RunConfig) -> Iterator[str]:
+    """Settings that need processes on one machine, while `ray` has them on several, and the reverse."""
+    launch, url = config.launch, config.stream.url
+    if (config.engine.tls_certificate is None) != (config.engine.tls_key is None):
+        yield "engine.tls_key: engine.tls_certificate and engine.tls_key belong together; set both, or none"
+    if launch.kind != "ray":
+        if config.engine.tls_certificate is not None:
+            yield "engine.tls_certificate: servers are on this machine only; remove it, or set launch.kind to ray"
+        set_here = {"ray_address": launch.ray_address, "ray_without_token": launch.ray_without_token, "place": launch.place}
+        for key, value in set_here.items():
+            if value:
+                yield f"launch.{key}: `{launch.kind}` uses this machine only; remove it, or set launch.kind to ray"
+        return
+    if config.stream.kind != "redis":
+        yield f"stream.kind: `{config.stream.kind}` does not reach other machines; set it to redis"
+    if config.weights.kind != "collective":
+        yield f"weights.kind: `{config.weights.kind}` does not reach other machines; set it to collective"
+    for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
+        if ":" in device:
+            yield f"{key}: with launch.kind ray each process sees only its own GPU; write cuda instead of {device}"
+    if url is not None and (url.startswith("unix:") or not re.search(r"//[^/]*:[^/]+@|[?&]password=.", url)):
+        yield (
+            "stream.url: processes on several machines use this Redis, so it must be a network address with a password: "
+            "redis://:PASSWORD@HOST:PORT/DB, or rediss://... (encrypted)"
+        )

@@ -135,6 +135,10 @@ class EngineConfig(Section, frozen=True):
     """Directory through which the servers in `urls` get weights; its path must be the same here and there. null: shared
     memory, for servers on this machine.
     """
+    tls_certificate: str | None = None
+    """ray: PEM file of the machine's certificate, on every machine with a server; the servers then speak HTTPS."""
+    tls_key: str | None = None
+    """ray: PEM file of the key of `tls_certificate`."""
     python: str | None = None
     """vllm: to start servers, the interpreter that has vLLM installed, like `/opt/vllm/bin/python`."""
     slots: Count = 64
@@ -324,9 +328,19 @@ class MetricsConfig(Section, frozen=True):
 
 
 class LaunchConfig(Section, frozen=True):
-    kind: Literal["processes", "embedded"] = "processes"
+    kind: Literal["processes", "embedded", "ray"] = "processes"
     """`processes`: generation and training in separate processes. `embedded`: all in one process, deterministic, for
-    debugging, teaching and tests.
+    debugging, teaching and tests. `ray`: separate processes on the machines of a Ray cluster (extra `ray`).
+    """
+    ray_address: str | None = None
+    """ray: the cluster, like `10.0.0.5:6379`. null: the environment variable RAY_ADDRESS, or the cluster of this machine."""
+    ray_without_token: bool = False
+    """ray: accept a cluster of several machines without token authentication, where whoever reaches a port can run code."""
+    lost_s: Positive = 30.0
+    """ray: a machine that has not been heard for so long is lost, and so is a launcher; what it runs ends."""
+    place: dict[str, str] = {}
+    """ray: machines (name or address) for some processes, like `{training: 10.0.0.5, server-0: 10.0.0.6}`. The others are
+    placed where there is room.
     """
     preprocessor: Literal["with_trainer", "process"] = "with_trainer"
     """Where rollouts are prepared, and scored by the reference model of a KL penalty: in the trainer's process, or in a

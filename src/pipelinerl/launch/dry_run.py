@@ -18,6 +18,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.checks import check_without_running
 from pipelinerl.launch.memory import check_memory
+from pipelinerl.launch.placement import placement_lines
 
 SHOWN_CHARACTERS = 80
 OUTPUT_LINES = 5
@@ -67,8 +68,19 @@ def dry_run(config: RunConfig) -> list[str]:
     Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
     """
     check_without_running(config)
+    placement = _placement(config)
     report = try_environment(config)
-    return [*check_memory(config, report.longest_prompt).report(), *_report_lines(report, config)]
+    return [*(placement or check_memory(config, report.longest_prompt).report()), *_report_lines(report, config)]
+
+
+def _placement(config: RunConfig) -> list[str]:
+    """Where the processes of a run on several machines would be started."""
+    if config.launch.kind != "ray":
+        return []
+    from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - needs the extra `ray`
+
+    with connected(config.launch) as cluster:
+        return placement_lines(placement_of(config, cluster), cluster.machines)
 
 
 def try_environment(config: RunConfig) -> TryoutReport:

@@ -41,3 +41,10 @@ def worker_stages(config: RunConfig) -> list[str]:
     preprocessor = [PREPROCESSOR] if config.launch.preprocessor == "process" else []
     generation = [stage for stages in generation_stages(config.engine.processes) for stage in stages]
     return [*generation, *preprocessor, TRAINER]
+
+
+def stages_of(config: RunConfig, role: str) -> list[str]:
+    """The names on the status board of the stages of one process. Engine servers have none."""
+    if role in (roles := generation_roles(config)):
+        return [*generation_stages(config.engine.processes)[roles.index(role)]]
+    return {TRAINING: [TRAINER], PREPROCESSING: [PREPROCESSOR]}.get(role, [])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Schedule
+
+if TYPE_CHECKING:
+    from pipelinerl.launch.session import Here
 
 GENERATION_NICENESS = 10
 """For generation processes that share cores with the trainer: a faster engine only fills the stream with older data."""
@@ -32,7 +35,7 @@ def usable_cores() -> int:
 
 def side_by_side(config: RunConfig, schedule: Schedule) -> bool:
     """Whether generation and training compute at the same time. Otherwise they alternate, each with the whole machine."""
-    return not schedule.takes_turns() and config.launch.kind == "processes"
+    return not schedule.takes_turns() and config.launch.kind != "embedded"
 
 
 def engines_here(config: RunConfig) -> int:
@@ -42,16 +45,21 @@ def engines_here(config: RunConfig) -> int:
     return 0 if config.engine.urls else config.engine.servers
 
 
-def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
-    """Threads of each process: as the run file sets them, or by default shares of the cores.
+def plan_threads(
+    config: RunConfig, schedule: Schedule, cores: int, *, engines: int | None = None, trains: bool = True
+) -> Threads:
+    """Threads of each process: as the run file sets them, or by default shares of the cores of its machine.
+
+    `engines`: how many processes on this machine generate tokens (None: all of the run), `trains`: whether the trainer is
+    here, too.
 
     If generation and training alternate (by the schedule, or in the embedded launcher), each phase gets all cores, which
     several generating processes share. Otherwise a single generating process gets half the cores; with several, each gets
     one core, and the trainer gets the rest. A generation process that only talks to servers is not counted: it is mostly
     idle.
     """
-    engines = engines_here(config)
-    if not side_by_side(config, schedule):
+    engines = engines_here(config) if engines is None else engines
+    if not trains or not side_by_side(config, schedule):
         generation, training = cores // max(1, engines), cores
     elif engines == 1:
         generation, training = cores // 2, cores - cores // 2
@@ -67,14 +75,18 @@ def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int
     return plan_threads(config, schedule, cores).generation if config.engine.kind == "local" else 1
 
 
-def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int) -> bool:
-    """Whether generation yields to the trainer, because both compute at the same time on the same cores."""
-    return config.engine.device == "cpu" and not schedule.takes_turns() and engines_here(config) + 1 > cores
+def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int, engines: int | None = None) -> bool:
+    """Whether generation yields to the trainer, because both compute at the same time on the same cores.
+
+    `engines`: how many processes generate tokens beside the trainer; None: all of the run.
+    """
+    engines = engines_here(config) if engines is None else engines
+    return config.engine.device == "cpu" and not schedule.takes_turns() and engines + 1 > cores
 
 
-def yield_to_the_trainer(config: RunConfig, schedule: Schedule) -> None:
-    """Lower the priority of this process if `trainer_goes_first`."""
-    if trainer_goes_first(config, schedule, usable_cores()):
+def yield_to_the_trainer(here: Here) -> None:
+    """Lower the priority of this process if it shall yield."""
+    if here.yields:
         os.nice(GENERATION_NICENESS)
 
 

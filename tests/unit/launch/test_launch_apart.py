@@ -23,7 +23,7 @@ from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import KeptGroup, Session, StartPlan, read_session, write_session
+from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session, write_session
 from pipelinerl.launch.share import Threads, generation_threads, plan_threads, trainer_goes_first
 from pipelinerl.launch.stages import broadcast, weights
 from pipelinerl.launch.stages.engines import make_engine
@@ -119,7 +119,8 @@ def test_processes_read_the_session_that_the_launcher_wrote(tmp_path: Path) -> N
     run.make_folders()
     written = Session(config, run, StartPlan(version=3, kept=(KeptGroup(4, 2),)), make_schedule(config), 5.5)
     write_session(written)
-    read = read_session(run, 5.5)
+    read = read_session(run, 5.5, Here(threads=3))
+    assert read.here.threads == 3
     assert (read.config, read.plan, read.records_from_s) == (written.config, written.plan, 5.5)
 
 
@@ -210,7 +211,7 @@ class Ended:
     """A process that is not running any more, for the reason given (None: it ended well)."""
 
     running = False
-    url = ""
+    role, machine, pid = "server-0", "", 7
 
     def __init__(self, why: PipelineRLError | str | None) -> None:
         self.why = why
@@ -218,16 +219,18 @@ class Ended:
     def failure(self) -> Any:
         return self.why
 
-    def premature_exit(self) -> PipelineRLError:
-        return StageDiedError("it left")
-
 
 def test_the_first_cause_is_told() -> None:
     """What others depend on is looked at before them; a server has no reason to end well."""
     worker, server = Ended(StageDiedError("the worker lost its server")), Ended(StageDiedError("the server"))
     broker: Any = Ended("the broker")
-    assert str(Processes(broker, [worker], [server]).failure()) == "the broker"  # type: ignore[list-item]
-    assert str(Processes(None, [worker], [server]).failure()) == "the server"  # type: ignore[list-item]
-    assert str(Processes(None, [worker], [Ended(None)]).failure()) == "it left"  # type: ignore[list-item]
-    assert str(Processes(None, [Ended(None), worker]).failure()) == "the worker lost its server"  # type: ignore[list-item]
-    assert Processes(None, [Ended(None)]).failure() is None  # type: ignore[list-item]
+    here: Any = Ended(None)
+    elsewhere: Any = Ended(StageDiedError("the machine"))
+    assert str(Processes(elsewhere, broker, [worker], [server]).failure()) == "the broker"  # type: ignore[list-item]
+    assert str(Processes(elsewhere, None, [worker], [server]).failure()) == "the machine"  # type: ignore[list-item]
+    assert str(Processes(here, broker, [worker], [server]).failure()) == "the broker"  # type: ignore[list-item]
+    assert str(Processes(here, None, [worker], [server]).failure()) == "the server"  # type: ignore[list-item]
+    left = "the server-0 process (pid 7) ended before the run did (was it told to stop?)"
+    assert str(Processes(here, None, [worker], [Ended(None)]).failure()) == left  # type: ignore[list-item]
+    assert str(Processes(here, None, [Ended(None), worker]).failure()) == "the worker lost its server"  # type: ignore[list-item]
+    assert Processes(here, None, [Ended(None)]).failure() is None  # type: ignore[list-item]

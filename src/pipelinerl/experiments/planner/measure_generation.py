@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.actor.actor import Actor
-from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.admission import LocalAdmission
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
@@ -151,7 +151,7 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
     board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
     with (
         closing(FileStreamWriter(folder / "stream", Group)) as stream,
-        closing(Admission.alone(folder / "admission", schedule, board)) as admission,
+        closing(LocalAdmission.alone(folder / "admission", schedule, board)) as admission,
         closing(_Records(stream, folder / "rollouts.jsonl")) as records,
     ):
         context = RolloutContext.of(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def run_preprocessing(session: Session) -> None:
     """The preprocessing process, between two streams, until the trainer has reached its goal or SIGTERM asks it to stop."""
-    board, store = MmapBoard(session.run.control), session.streams()
+    board, store = MmapBoard(session.run.scratch), session.streams()
     with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
         starting(board, [PREPROCESSOR], "loads the reference model, if there is one")
         stage = PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR)

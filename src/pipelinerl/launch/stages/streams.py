@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
@@ -44,16 +44,34 @@ def stream_store(config: RunConfig, run: RunDirectory, redis_url: str | None) ->
         return FileStore(run.streams)
     from pipelinerl.stream.redis import RedisStore  # noqa: PLC0415 - needs the extra `redis`
 
-    if config.stream.url is not None:
-        return RedisStore(config.stream.url, _prefix(run), REDIS_PATIENCE_S)
-    if redis_url is None:
+    return RedisStore(*redis_of(config, run, redis_url))
+
+
+class RedisPlace(NamedTuple):
+    """The run's Redis server, the prefix of the run's keys there, and how long a lost connection is retried."""
+
+    url: str
+    prefix: str
+    patience_s: float
+
+
+def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> RedisPlace:
+    """Where the run's keys are. Their prefix is random, generated once, and kept in the run directory."""
+    url = config.stream.url or redis_url
+    if url is None:
         raise RunDirectoryError(f"{run.root}: the run's Redis server was not started")
-    return RedisStore(redis_url, _prefix(run), OWN_REDIS_PATIENCE_S)
+    path = run.streams / "name_in_redis"
+    if not path.exists():
+        write_atomically(path, f"pipelinerl-{secrets.token_hex(8)}-".encode())
+    patience_s = OWN_REDIS_PATIENCE_S if config.stream.url is None else REDIS_PATIENCE_S
+    return RedisPlace(url, path.read_text(), patience_s)
 
 
 @contextmanager
-def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[RedisServer | None]:
+def running_broker(config: RunConfig, run: RunDirectory, address: str | None = None) -> Iterator[RedisServer | None]:
     """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
+
+    `address`: where other machines reach this one, if processes there need the server.
 
     Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
     """
@@ -62,16 +80,8 @@ def running_broker(config: RunConfig, run: RunDirectory) -> Iterator[RedisServer
         return
     from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - as above
 
-    with start_server(run.streams / "redis", durable=True) as server:
+    with start_server(run.streams / "redis", durable=True, address=address) as server:
         yield server
-
-
-def _prefix(run: RunDirectory) -> str:
-    """The prefix of the run's streams in Redis: random, generated once, and kept in the run directory."""
-    path = run.streams / "name_in_redis"
-    if not path.exists():
-        write_atomically(path, f"pipelinerl-{secrets.token_hex(8)}-".encode())
-    return path.read_text()
 
 
 def group_writer(store: StreamStore, config: RunConfig, on_drop: Callable[[Group], None]) -> StreamWriter[Group]:

@@ -22,7 +22,6 @@ from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.session import Session, write_error
-from pipelinerl.launch.share import plan_threads, usable_cores
 from pipelinerl.launch.stages.preprocessing import prepared_groups
 from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
@@ -49,9 +48,9 @@ def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
 
     With several `trainer.ranks`, this is rank 0, and `ranks_fd` the socket at which it listens for the others.
     """
-    torch.set_num_threads(plan_threads(session.config, session.schedule, usable_cores()).training)
+    torch.set_num_threads(session.here.threads)
     stopping = threading.Event()
-    board = MmapBoard(session.run.control)
+    board = MmapBoard(session.run.scratch)
     with ExitStack() as stack:
         team = stack.enter_context(_lead(session, board, ranks_fd)) if session.config.trainer.ranks > 1 else None
         starting(board, [TRAINER], "loads the model")
@@ -63,7 +62,7 @@ def run_rank(session: Session, role: str, ranks_fd: int) -> None:
     from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - only for several ranks
 
     config, rank = session.config, 1 + rank_roles(session.config).index(role)
-    torch.set_num_threads(plan_threads(config, session.schedule, usable_cores()).training)
+    torch.set_num_threads(session.here.threads)
     with socket.socket(fileno=os.dup(ranks_fd)) as listening:
         address = listening.getsockname()[:2]
     with ranks.follow(address, session.plan.ranks_key, config.trainer, rank, **_bounds(session, role)) as team:

@@ -1,0 +1,52 @@
+"""A Ray cluster whose machines are all this one, in a process of its own: `python -m tests.integration.ray_machines FOLDER`.
+
+Ray reads its settings when it is imported, so they are set before. Commands on standard input, one a line: `add NAME` and
+`remove NAME`. The first line of its output is the cluster's address, then each command is answered by a line. It ends at the
+end of its input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+FAST_HEALTH_CHECKS = {
+    "health_check_period_ms": 500,
+    "health_check_initial_delay_ms": 500,
+    "health_check_failure_threshold": 8,  # with 3, a busy machine loses nodes that are alive
+}
+SMALL = {"num_cpus": 2, "object_store_memory": 80_000_000}
+HEAD = "machine-0"
+
+
+def main(folder: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    nodes: dict[str, Any] = {}
+    use_temporary_folder(folder / HEAD)
+    extra = {"include_dashboard": False, "_system_config": FAST_HEALTH_CHECKS}
+    cluster = Cluster(initialize_head=True, head_node_args={**SMALL, "node_name": HEAD, **extra})
+    try:
+        print(cluster.address, flush=True)
+        for line in sys.stdin:
+            command, name = line.split()
+            if command == "add":
+                use_temporary_folder(folder / name)
+                nodes[name] = cluster.add_node(**SMALL, node_name=name)
+            else:
+                cluster.remove_node(nodes.pop(name), allow_graceful=False)
+            print("done", flush=True)
+    finally:
+        cluster.shutdown()
+
+
+def use_temporary_folder(folder: Path) -> None:
+    """What is started from now on has its temporary files there."""
+    folder.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
