@@ -23,14 +23,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
 from pipelinerl.launch.hosts.host import Host, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.roles import (
-    TRAINING,
-    generation_roles,
-    rank_roles,
-    server_roles,
-    worker_roles,
-    worker_stages,
-)
+from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import rollouts_in_streams
 from pipelinerl.launch.summary import Outcome, interruption
