@@ -159,14 +159,15 @@ def test_silence_is_counted_by_ones_own_beats(connection: RedisConnection) -> No
 
 def test_a_status_is_not_lost_with_the_connection(connection: RedisConnection, monkeypatch: pytest.MonkeyPatch) -> None:
     board = RedisBoard(connection, next(NAMES))
-    pool = connection.client.connection_pool
-    connect, attempts = pool.get_connection, itertools.count()
+    own = connection.client.connection_pool.get_connection()
+    connection.client.connection_pool.release(own)
+    send, attempts = own.send_packed_command, itertools.count()
 
-    def lost_once(*arguments: object, **options: object) -> object:
+    def lost_once(*arguments: object, **options: object) -> None:
         if next(attempts) == 0:
             raise exceptions.ConnectionError("lost")
-        return connect(*arguments, **options)
+        send(*arguments, **options)
 
-    monkeypatch.setattr(pool, "get_connection", lost_once)
+    monkeypatch.setattr(own, "send_packed_command", lost_once)
     board.publish(StageStatus(stage="trainer", pid=7, state="working", detail="", since_s=1.0, written_s=1.0))
     assert "trainer" in last_statuses(board)
