@@ -193,8 +193,8 @@ def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = N
 
 
 def _as_rank(root: Path, rank: int, size: int, port: int, checkpoints: Sequence[str]) -> None:
-    from pipelinerl.trainer import ranks
-    from pipelinerl.trainer.sharded import ShardedLearner, ShardedPolicy
+    from pipelinerl.trainer.sharding import ranks
+    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 
     def end(why: str) -> None:
         print(why, file=sys.stderr)

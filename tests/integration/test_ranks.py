@@ -51,7 +51,7 @@ from pathlib import Path
 if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_argv:
     import torch.distributed.fsdp as fsdp
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from pipelinerl.trainer import sharded
+    from pipelinerl.trainer.sharding import learner
 
     def failing(owner, name, at_call):
         whole, calls = getattr(owner, name), 0
@@ -75,7 +75,7 @@ if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_ar
     elif phase == "gather":
         failing(fsdp.FSDPModule, "unshard", 2)
     else:
-        failing(sharded, "save_optimizer", 1)
+        failing(learner, "save_optimizer", 1)
 """
 
 

@@ -50,7 +50,7 @@ PROCESSES = {
     "training": (
         "launch.hosts.worker launch.stages.training weights.shared.sender",
         f"actor engine environments serving weights.broadcast launch.stages.broadcast launch.stages.generation "
-        f"launch.stages.engines models.hub models.sharded trainer.ranks trainer.sharded trainer.plan {LAUNCHER}",
+        f"launch.stages.engines models.hub models.sharded trainer.sharding {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",

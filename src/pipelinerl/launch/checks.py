@@ -8,7 +8,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch.memory import Judgement, check_memory
-from pipelinerl.launch.roles import engines_here
+from pipelinerl.launch.share import engines_here
 
 
 def check_before_the_start(config: RunConfig) -> Judgement:

@@ -13,16 +13,8 @@ from typing import NamedTuple
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import (
-    PREPROCESSING,
-    PREPROCESSING_THREADS,
-    TRAINING,
-    Share,
-    generation_roles,
-    rank_roles,
-    server_roles,
-    shares_of,
-)
+from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
+from pipelinerl.launch.share import PREPROCESSING_THREADS, Share, shares_of
 
 
 class Machine(NamedTuple):

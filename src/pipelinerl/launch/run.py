@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock, create_run_directory, join_rollouts, open_run_directory
 from pipelinerl.launch.session import Session, StartPlan, write_session
-from pipelinerl.launch.stages.streams import redis_of, running_broker, stream_store
+from pipelinerl.launch.stages.streams import redis_of, stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
@@ -51,7 +52,7 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
         run = lock.run
         join_rollouts(run.rollouts)
         restart_notice = None if resume is None else _prepare_resume(config, run)
-        with running_broker(config, run, cluster.address if cluster is not None else None) as broker:
+        with _running_broker(config, run, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None
             begins = resume is None or restart_notice is not None
             plan = StartPlan() if begins else _plan_resume(config, run, redis_url)
@@ -108,6 +109,23 @@ def _write_start_in_redis(session: Session, handed_over: int) -> None:
     with closing(RedisConnection(url, "launcher")) as connection:
         make_redis_record(connection, prefix, handed_over, session.plan.settled)
         RedisBoard(connection, prefix).clear()
+
+
+@contextmanager
+def _running_broker(config: RunConfig, run: RunDirectory, address: str | None = None) -> Iterator[RedisServer | None]:
+    """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
+
+    `address`: where other machines reach this one, if processes there need the server.
+
+    Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
+    """
+    if config.stream.kind != "redis" or config.stream.url is not None:
+        yield None
+        return
+    from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - needs the extra `redis`
+
+    with start_server(run.streams / "redis", durable=True, address=address) as server:
+        yield server
 
 
 def _cluster(config: RunConfig) -> AbstractContextManager[Cluster | None]:

@@ -15,8 +15,8 @@ import msgspec
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import peak_memory_bytes
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.share import peak_memory_bytes
 from pipelinerl.launch.stages.streams import StreamStore, stream_store
 from pipelinerl.ledger import LedgerRecord
 from pipelinerl.schedule import make_schedule
@@ -37,6 +37,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
                               still in a stream
     kept                      the groups still in a stream, in the order in which the trainer will read them
     settled                   number of rollouts that the trainer has trained on or dropped
+    evaluated                 version of the last evaluation
     elapsed_s                 the time at which the records continue
     redis_url                 address of the session's own Redis server
     predicted_memory_bytes    expected peak of each process; empty if it is not known
@@ -50,6 +51,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     taken: LedgerRecord = LedgerRecord()
     kept: tuple[KeptGroup, ...] = ()
     settled: int = 0
+    evaluated: int = 0
     elapsed_s: float = 0.0
     redis_url: str | None = None
     predicted_memory_bytes: dict[str, int] = {}

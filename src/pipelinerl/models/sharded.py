@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import ModelLoadError
+from pipelinerl.models.float32_head import use_float32_head
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.hub import downloaded
-from pipelinerl.models.loading import DTYPES, load_model, use_float32_head
+from pipelinerl.models.loading import DTYPES, load_model
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 

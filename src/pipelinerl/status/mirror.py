@@ -35,11 +35,15 @@ class RedisBoard:
 
     def publish_all(self, statuses: Sequence[StageStatus]) -> None:
         """Replace the statuses of these stages, all at once."""
-        with self._connection.client.pipeline() as pipe:
-            for status in statuses:
-                pipe.hset(self._statuses_key, status.stage, msgspec.json.encode(status))
-                pipe.hincrby(self._changes_key, status.stage, 1)
-            self._connection.patiently(pipe.execute)
+
+        def replace() -> None:  # a pipeline forgets its commands when it fails
+            with self._connection.client.pipeline() as pipe:
+                for status in statuses:
+                    pipe.hset(self._statuses_key, status.stage, msgspec.json.encode(status))
+                    pipe.hincrby(self._changes_key, status.stage, 1)
+                pipe.execute()
+
+        self._connection.patiently(replace)
 
     def read(self, stage: str) -> StageStatus | None:
         payload = self._payloads.get(stage)

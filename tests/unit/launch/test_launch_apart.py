@@ -21,17 +21,10 @@ from pipelinerl.config.schema import (
 )
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.processes import Processes
-from pipelinerl.launch.roles import (
-    Threads,
-    plan_threads,
-    server_roles,
-    shares_of,
-    trainer_goes_first,
-    worker_roles,
-    worker_stages,
-)
+from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session, write_session
+from pipelinerl.launch.share import Threads, plan_threads, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast, weights
 from pipelinerl.launch.stages.engines import make_engine
 from pipelinerl.launch.stages.servers import _api_key, _refuse_newer

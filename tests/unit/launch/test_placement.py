@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.launch.placement import Machine, Place, Role, place, placement_lines, roles_of, shares_on
-from pipelinerl.launch.roles import Share
+from pipelinerl.launch.share import Share
 from pipelinerl.schedule import make_schedule
 
 RAY = ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.redis_connection import RedisConnection
+from pipelinerl.redis_connection import RedisConnection, exceptions
 from pipelinerl.status.board import MmapBoard, last_statuses
 from pipelinerl.status.mirror import Heartbeats, Mirror, RedisBoard
 from pipelinerl.status.watchdog import Watchdog, describe
@@ -155,3 +155,19 @@ def test_silence_is_counted_by_ones_own_beats(connection: RedisConnection) -> No
     assert mine.silent_s("never heard") == 1.0
     mine.clear()
     assert connection.client.exists(f"{{{prefix}}}alive") == 0
+
+
+def test_a_status_is_not_lost_with_the_connection(connection: RedisConnection, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = RedisBoard(connection, next(NAMES))
+    own = connection.client.connection_pool.get_connection()
+    connection.client.connection_pool.release(own)
+    send, attempts = own.send_packed_command, itertools.count()
+
+    def lost_once(*arguments: object, **options: object) -> None:
+        if next(attempts) == 0:
+            raise exceptions.ConnectionError("lost")
+        send(*arguments, **options)
+
+    monkeypatch.setattr(own, "send_packed_command", lost_once)
+    board.publish(StageStatus(stage="trainer", pid=7, state="working", detail="", since_s=1.0, written_s=1.0))
+    assert "trainer" in last_statuses(board)

@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.files import FileStore, FileStreamReader, FileStreamWriter
+from pipelinerl.stream.file_reader import FileStreamReader
+from pipelinerl.stream.files import FileStore, FileStreamWriter
 from tests.unit.stream.streams import ROOT, Item, Model, WhenFull, items, redis_for_tests, write
 
 redis = pytest.importorskip("redis", reason="needs the package redis: pip install 'pipelinerl[redis]'")

@@ -35,7 +35,9 @@ from pipelinerl.experiments.compare.settings import (
     search,
     settings_of,
 )
-from pipelinerl.metrics.records import METRICS_FILE, StepRecord, read_records
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import METRICS_FILE
 from pipelinerl.report import figures, number, write_file
 from pipelinerl.report.figures import DrawnRun
 from pipelinerl.report.series import read_run, tokens_rate_after

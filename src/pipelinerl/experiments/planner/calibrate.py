@@ -41,7 +41,7 @@ from pipelinerl.experiments.planner.measure_generation import (
     update_pause_s,
 )
 from pipelinerl.experiments.planner.measure_training import ENOUGH, READY
-from pipelinerl.launch.roles import plan_threads, side_by_side, thread_environment, usable_cores
+from pipelinerl.launch.share import plan_threads, side_by_side, thread_environment, usable_cores
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import Group
 

@@ -32,7 +32,7 @@ from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.preprocess.preprocessor import Preprocessor
-from pipelinerl.stream.files import FileStreamReader
+from pipelinerl.stream.file_reader import FileStreamReader
 from pipelinerl.trainer import Learner
 from pipelinerl.types import Group, TrainingSample
 from pipelinerl.weights.memory import MemoryChannel

@@ -20,8 +20,9 @@ from pipelinerl import errors
 from pipelinerl.child import ChildProcess
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.roles import server_roles, shares_of, thread_environment, usable_cores, worker_roles
+from pipelinerl.launch.roles import server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
+from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
 from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
 from pipelinerl.status.board import MmapBoard
 

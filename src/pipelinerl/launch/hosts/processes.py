@@ -12,9 +12,10 @@ the run makes progress, and turns Ctrl-C into a clean stop.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,21 +24,14 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
 from pipelinerl.launch.hosts.host import Host, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.roles import (
-    TRAINING,
-    generation_roles,
-    rank_roles,
-    server_roles,
-    worker_roles,
-    worker_stages,
-)
+from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import rollouts_in_streams
+from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader, prepared_reader
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.status.board import last_statuses
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.types import TRAINER, StageStatus, goal_reached
+from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached
 
 if TYPE_CHECKING:
     from pipelinerl.stream.redis_server import RedisServer
@@ -207,3 +201,19 @@ def _not_ready(stage: str, status: StageStatus | None) -> str | None:
     if status is None:
         return stage
     return f"{stage} ({status.detail})" if status.state == "starting" else None
+
+
+def rollouts_in_streams(store: StreamStore, config: RunConfig) -> dict[int, int]:
+    """Index -> number of rollouts of each group still in a stream, after all processes have ended.
+
+    A group that the preprocessor did not commit counts as waiting, unless it is also in the prepared stream. Known
+    overcount: if the preprocessor was killed after writing a group and before committing it, and the trainer has committed
+    that group since, it is still counted here. A resume excludes it by the trainer's ledger.
+    """
+    if config.launch.preprocessor == "with_trainer":
+        return {group.index: len(group.rollouts) for group in store.waiting(ROLLOUTS, Group)}
+    waiting = {prepared.index: len(prepared.ids) for prepared in store.waiting(PREPARED, Prepared)}
+    with closing(prepared_reader(store)) as second, closing(group_reader(store)) as first:
+        passed_on = {prepared.index for _, prepared in second.read(sys.maxsize)}
+        left = {group.index: len(group.rollouts) for _, group in first.read(sys.maxsize) if group.index not in passed_on}
+    return waiting | left

@@ -21,14 +21,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.launch.roles import (
-    LOG_FORMAT,
-    PREPROCESSING,
-    TRAINING,
-    generation_roles,
-    rank_roles,
-    server_roles,
-)
+from pipelinerl.launch.roles import LOG_FORMAT, PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
 from pipelinerl.parent_pipe import take_stdin, when_closed

@@ -35,17 +35,17 @@ from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
-from pipelinerl.launch.interrupts import stop_on_sigterm
-from pipelinerl.launch.roles import yield_to_the_trainer
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.share import yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
 from pipelinerl.launch.stages.streams import group_writer, redis_of
 from pipelinerl.launch.stages.weights import make_receiver
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.metrics.records import EvaluationRecord, read_records
+from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import ALONE, GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
@@ -282,13 +282,12 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
 
 def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
     session = generation.session
-    evaluated = read_records(session.run.evaluations, EvaluationRecord)
     evaluations = Evaluations(
         generation.groups.context,
         generation.evaluation,
         on_done=lambda evaluation: _record(session, evaluation),
         until=session.config.trainer.steps,
-        reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
+        reached=session.plan.evaluated,
     )
     return make_actor(
         generation.groups,

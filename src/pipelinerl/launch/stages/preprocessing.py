@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import StreamReader
-from pipelinerl.launch.interrupts import stop_on_sigterm
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import group_reader, prepared_reader, prepared_writer
+from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import starting

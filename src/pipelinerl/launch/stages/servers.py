@@ -22,9 +22,10 @@ import msgspec
 from pipelinerl.config.schema import EngineConfig, ModelConfig
 from pipelinerl.errors import MissingDependencyError, StalledError, UserError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.roles import server_roles, yield_to_the_trainer
+from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.share import yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle
 from pipelinerl.ports import free_port
 
@@ -104,7 +105,7 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
 
 
 def _vllm_settings(session: Session) -> VllmSettings:
-    from pipelinerl.models.loading import resolve_path  # noqa: PLC0415 - with torch
+    from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
     from pipelinerl.serving.vllm.server_info import kv_cache_bytes  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.start import VllmSettings  # noqa: PLC0415 - as above
 
@@ -145,7 +146,8 @@ def server_key(session: Session) -> str | None:
 def _max_length(model: ModelConfig) -> int:
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
 
-    from pipelinerl.models.loading import resolve_path, slot_length  # noqa: PLC0415 - with torch
+    from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
+    from pipelinerl.models.loading import slot_length  # noqa: PLC0415 - with torch
 
     config = AutoConfig.from_pretrained(resolve_path(model.path), trust_remote_code=model.trust_remote_code)
     return slot_length(SimpleNamespace(config=config), None)

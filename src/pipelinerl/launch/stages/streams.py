@@ -7,9 +7,7 @@ prepared    prepared groups, from the preprocessor to the trainer; only if the p
 from __future__ import annotations
 
 import secrets
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipelinerl.config.schema import RunConfig
@@ -23,7 +21,6 @@ from pipelinerl.types import Group, Prepared
 
 if TYPE_CHECKING:
     from pipelinerl.stream.redis import RedisStore
-    from pipelinerl.stream.redis_server import RedisServer
 
 ROLLOUTS = "rollouts"
 PREPARED = "prepared"
@@ -67,23 +64,6 @@ def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> Red
     return RedisPlace(url, path.read_text(), patience_s)
 
 
-@contextmanager
-def running_broker(config: RunConfig, run: RunDirectory, address: str | None = None) -> Iterator[RedisServer | None]:
-    """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
-
-    `address`: where other machines reach this one, if processes there need the server.
-
-    Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
-    """
-    if config.stream.kind != "redis" or config.stream.url is not None:
-        yield None
-        return
-    from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - as above
-
-    with start_server(run.streams / "redis", durable=True, address=address) as server:
-        yield server
-
-
 def group_writer(store: StreamStore, config: RunConfig, on_drop: Callable[[Group], None]) -> StreamWriter[Group]:
     capacity, when_full = stream_capacity(config), config.stream.when_full
     return store.writer(ROLLOUTS, Group, capacity=capacity, when_full=when_full, on_drop=on_drop)
@@ -99,19 +79,3 @@ def prepared_writer(store: StreamStore) -> StreamWriter[Prepared]:
 
 def prepared_reader(store: StreamStore) -> StreamReader[Prepared]:
     return store.reader(PREPARED, Prepared)
-
-
-def rollouts_in_streams(store: StreamStore, config: RunConfig) -> dict[int, int]:
-    """Index -> number of rollouts of each group still in a stream, after all processes have ended.
-
-    A group that the preprocessor did not commit counts as waiting, unless it is also in the prepared stream. Known
-    overcount: if the preprocessor was killed after writing a group and before committing it, and the trainer has committed
-    that group since, it is still counted here. A resume excludes it by the trainer's ledger.
-    """
-    if config.launch.preprocessor == "with_trainer":
-        return {group.index: len(group.rollouts) for group in store.waiting(ROLLOUTS, Group)}
-    waiting = {prepared.index: len(prepared.ids) for prepared in store.waiting(PREPARED, Prepared)}
-    with closing(prepared_reader(store)) as second, closing(group_reader(store)) as first:
-        passed_on = {prepared.index for _, prepared in second.read(sys.maxsize)}
-        left = {group.index: len(group.rollouts) for _, group in first.read(sys.maxsize) if group.index not in passed_on}
-    return waiting | left

@@ -20,7 +20,6 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RankLostError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
-from pipelinerl.launch.interrupts import stop_on_sigterm
 from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.session import Session, write_error
 from pipelinerl.launch.stages.preprocessing import prepared_groups
@@ -28,6 +27,7 @@ from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
+from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import generation_stages, starting
@@ -36,8 +36,8 @@ from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import TRAINER, Prepared
 
 if TYPE_CHECKING:
-    from pipelinerl.trainer.ranks import Team
-    from pipelinerl.trainer.sharded import ShardedLearner, ShardedPolicy
+    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+    from pipelinerl.trainer.sharding.ranks import Team
 
 STALL_S = 30.0
 """A rank of the trainer that sends no heartbeat for this long is lost."""
@@ -59,7 +59,7 @@ def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
 
 def run_rank(session: Session, role: str, ranks_fd: int) -> None:
     """Another rank of the trainer, to its end. It ends with rank 0, so that SIGTERM leaves time for a checkpoint."""
-    from pipelinerl.trainer import ranks  # noqa: PLC0415 - only for several ranks
+    from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - only for several ranks
 
     config, rank = session.config, 1 + rank_roles(session.config).index(role)
     torch.set_num_threads(session.here.threads)
@@ -77,7 +77,7 @@ def run_rank(session: Session, role: str, ranks_fd: int) -> None:
 
 @contextmanager
 def _lead(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
-    from pipelinerl.trainer import ranks  # noqa: PLC0415 - as above
+    from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - as above
 
     starting(board, [TRAINER], "waits for the other ranks to start")
     with (
@@ -152,7 +152,7 @@ class Policy:
         return Learner(self.model, config.trainer, lora=self.lora, **_learner_options(config))
 
     def sharded_learner(self, config: RunConfig) -> ShardedLearner:
-        from pipelinerl.trainer.sharded import ShardedLearner  # noqa: PLC0415 - as above
+        from pipelinerl.trainer.sharding.learner import ShardedLearner  # noqa: PLC0415 - as above
 
         assert self.sharded is not None and self.team is not None  # noqa: S101, PT018 - see `load_policy`
         return ShardedLearner(self.sharded, config.trainer, self.team, **_learner_options(config))
@@ -178,7 +178,7 @@ def load_policy(session: Session, team: Team | None = None) -> Policy:
     if checkpoint and config.model.lora is None:
         refuse_adapter(checkpoint.path)
     if team is not None:
-        from pipelinerl.trainer.sharded import ShardedPolicy  # noqa: PLC0415 - as above
+        from pipelinerl.trainer.sharding.learner import ShardedPolicy  # noqa: PLC0415 - as above
 
         with_adapters = config.model.lora is not None
         sharded = ShardedPolicy(

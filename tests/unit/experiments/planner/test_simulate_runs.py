@@ -20,7 +20,8 @@ from pipelinerl.experiments.planner.simulation.scenario import (
     run_scenario,
 )
 from pipelinerl.files import JsonLines
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.records import StepRecord
 from tests.unit.experiments.parts import CALIBRATION, group, invoke, turn, write_rollouts
 
 SETTINGS = ["--engine.slots", "8", "--actor.group_size", "2", "--trainer.batch_size", "8", "--trainer.steps", "5"]

@@ -17,8 +17,11 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import side_by_side
-from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
+from pipelinerl.launch.share import side_by_side
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.report.series import RecordedGroup, RecordedRollout, read_groups, read_summary
 from pipelinerl.schedule import make_schedule, stream_capacity

@@ -27,12 +27,12 @@ from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow, sampled_logits
 from pipelinerl.models.sharded import gather, host_model, load_for_sharding, load_rows, reshard, rows_of, shard
 from pipelinerl.models.state import local, named_weights, not_finite
-from pipelinerl.trainer import ranks
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
 from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.trainer.optimizer import Optimizer
-from pipelinerl.trainer.plan import plan, token_cost
-from pipelinerl.trainer.ranks import Team
+from pipelinerl.trainer.sharding import ranks
+from pipelinerl.trainer.sharding.plan import plan, token_cost
+from pipelinerl.trainer.sharding.ranks import Team
 from pipelinerl.trainer.step import Learner, OnMicroBatch, Sums
 from pipelinerl.types import Segment, TrainingSample
 
