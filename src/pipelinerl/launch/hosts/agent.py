@@ -30,7 +30,7 @@ from pipelinerl.channel import listen
 from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import PipelineRLError, StreamError
 from pipelinerl.launch.hosts.host import Channels, LocalWorker
-from pipelinerl.launch.memory import Memory, this_machine
+from pipelinerl.launch.memory import this_machine
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session
 from pipelinerl.launch.stages.streams import redis_of
@@ -119,9 +119,10 @@ class Agent:
     def clock(self) -> float:
         return time.monotonic()
 
-    def memory(self, device: str) -> Memory | None:
-        """The memory of `cpu`, or of one of the agent's GPUs (`cuda:POSITION`)."""
-        return this_machine(device)
+    def memory(self, device: str) -> tuple[int, int | None] | None:
+        """The fields of a `Memory`: of `cpu`, or of one of the agent's GPUs (`cuda:POSITION`). None if it is not known."""
+        found = this_machine(device)
+        return None if found is None else (found.total, found.available)
 
     def open(self, setup: bytes) -> str:
         """Begin. Returns what is wrong on this machine, or "" if nothing is."""

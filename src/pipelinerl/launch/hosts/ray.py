@@ -245,13 +245,7 @@ class _LastBoard(RedisBoard):
 class RayHost:
     """The machines of a cluster. Each that has a process of the run gets an agent."""
 
-    def __init__(
-        self,
-        session: Session,
-        cluster: Cluster,
-        places: Sequence[Place],
-        say: Callable[[str], object],
-    ) -> None:
+    def __init__(self, session: Session, cluster: Cluster, places: Sequence[Place], say: Callable[[str], object]) -> None:
         """`say` shows a line to the user."""
         self._session, self._cluster, self._say = session, cluster, say
         self._places = {place.role: place for place in places}
@@ -380,8 +374,13 @@ class RayHost:
         config, gpus = self._session.config, {role: self._places[role].gpus for role in seat.roles}
         if (prediction := check_memory(config).prediction) is None:
             return
+
+        def machine(device: str) -> Memory | None:
+            found = seat.call("memory", device)
+            return None if found is None else Memory(*found)
+
         try:
-            judged = judge_machine(config, prediction, gpus, lambda device: cast(Memory | None, seat.call("memory", device)))
+            judged = judge_machine(config, prediction, gpus, machine)
         except UserError as error:
             raise UserError(f"{seat.name}: {error}") from error
         for line in judged.lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -160,3 +161,24 @@ def test_backends_and_devices() -> None:
     assert backend_of(TrainerConfig(ranks=2, device="cuda")) == "nccl"
     assert [str(device_of(TrainerConfig(ranks=2, device="cuda:2"), rank)) for rank in (0, 1)] == ["cuda:2", "cuda:3"]
     assert str(device_of(TrainerConfig(ranks=2), 1)) == "cpu"
+
+
+def test_the_group_listens_at_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks._interface_of("127.0.0.1") in {"lo", "lo0"}
+    assert ranks._interface_of("192.0.2.1") is None, "an address for documentation"
+    monkeypatch.setattr(ranks, "_interface_of", lambda host: f"interface of {host}")
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+    def seen(host: str) -> list[str | None]:
+        with ranks._at_interface_of(host):
+            return [os.environ.get(name) for name in names]
+
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert seen("127.0.0.1") == ["interface of 127.0.0.1", None]
+    assert seen("10.0.0.5") == ["interface of 10.0.0.5"] * 2
+    assert [os.environ.get(name) for name in names] == [None, "interface of 10.0.0.5"]
+    for name in names:
+        monkeypatch.setenv(name, "chosen by the user")
+    assert seen("10.0.0.5") == ["chosen by the user"] * 2
