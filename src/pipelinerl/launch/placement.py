@@ -51,7 +51,7 @@ def roles_of(config: RunConfig) -> list[Role]:
     engine, trainer = config.engine, config.trainer
     on_gpu = {"engine": int(engine.device.startswith("cuda")), "trainer": int(trainer.device.startswith("cuda"))}
     roles = [Role(TRAINING, on_gpu["trainer"], trainer.threads)]
-    for name in rank_roles(config):  # on GPUs they are together, as they exchange most; on CPUs they need each machine's
+    for name in rank_roles(config):  # on GPUs they are together, as they exchange most
         roles.append(Role(name, on_gpu["trainer"], trainer.threads, beside=roles[-1].name if on_gpu["trainer"] else None))
     if config.launch.preprocessor == "process":
         reference = on_gpu["trainer"] if trainer.kl_coefficient else 0
