@@ -1,6 +1,9 @@
-"""What the tests of the sharded trainer share: scenarios, and a process that runs all of them as one rank.
+"""What the tests of the sharded trainer share: scenarios, and a process that computes all of them with 0 to 3 ranks.
 
-python -m tests.integration.sharded_parts FOLDER RANK SIZE PORT CHECKPOINT...
+python -m tests.integration.sharded_parts FOLDER
+
+Importing torch and transformers takes longer than a scenario. So one process imports them, and forks all others. It never
+computes itself: a process in which autograd has run can't be forked.
 """
 
 from __future__ import annotations
@@ -9,12 +12,16 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import peft  # noqa: F401 - before processes are forked
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,12 +31,16 @@ from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum
 from pipelinerl.preprocess.packing import pack
-from pipelinerl.trainer import Learner, StepResult
+from pipelinerl.trainer import FrozenModelScorer, Learner, StepResult
+from pipelinerl.trainer.sharding import ranks
+from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+from pipelinerl.trainer.sharding.reference import ShardedReference
 from pipelinerl.types import Segment, TrainingSample
 
 KEY = "key of a test"
 STEPS = 3
 SAVED_AT = 2
+RESUMED = ["default", "untied", "lora", "bfloat16"]
 VOCABULARY = 517
 
 
@@ -44,6 +55,7 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 LORA = {"lora": LoraConfig(rank=3)}
+KL = {"kl_coefficient": 5.0}
 SCENARIOS = {
     "default": Scenario(),
     "untied": Scenario(untied=True),
@@ -52,7 +64,11 @@ SCENARIOS = {
     "gspo": Scenario({"loss": "gspo"}),
     "cispo": Scenario({"loss": "cispo"}),
     "decoupled": Scenario({"loss": "decoupled"}),
-    "kl": Scenario({"kl_coefficient": 0.1}),
+    "kl": Scenario(KL),
+    "kl_untied": Scenario(KL | {"loss": "ppo"}, untied=True),
+    "kl_lora": Scenario(KL | {"loss": "gspo"}, model=LORA),
+    "kl_bfloat16": Scenario(KL | {"loss": "decoupled", "micro_batch_tokens": 1}, model={"dtype": "bfloat16"}),
+    "kl_lora_bfloat16": Scenario(KL | {"loss": "cispo", "micro_batch_tokens": 1}, model=LORA | {"dtype": "bfloat16"}),
     "token_mask": Scenario(correction={"token": "mask"}),
     "token_band": Scenario(correction={"token": "band"}),
     "token_tv": Scenario(correction={"token": "tv", "token_low": 1e-4, "token_high": 1e-4}),
@@ -96,8 +112,16 @@ def configs(root: Path, scenario: Scenario) -> tuple[TrainerConfig, ModelConfig,
     return trainer, model, CorrectionConfig(**scenario.correction)
 
 
-def batch(scenario: Scenario, version: int) -> list[TrainingSample]:
+def batch(scenario: Scenario, version: int, reference: FrozenModelScorer | None) -> list[TrainingSample]:
     """The samples of the step from `version`: of one or two turns, with lags, some without a gradient, unlike in length."""
+    samples = _batch(scenario, version)
+    if reference is None:
+        return samples
+    scores = iter(reference.score([segment for sample in samples for segment in sample.segments]))
+    return [replace(s, reference_logprobs=tuple(lp for _ in s.segments for lp in next(scores))) for s in samples]
+
+
+def _batch(scenario: Scenario, version: int) -> list[TrainingSample]:
     draw = random.Random(100 + version)
     found = []
     for number in range(max(1, scenario.samples)):
@@ -118,7 +142,6 @@ def batch(scenario: Scenario, version: int) -> list[TrainingSample]:
             versions=tuple(draw.randrange(version + 1) for _ in range(sampled)),
             advantage=advantage,
             reward=0.0,
-            reference_logprobs=tuple(-6.2 + draw.uniform(-1, 1) for _ in range(sampled)),
         )
         found.append(sample)
     return found
@@ -137,7 +160,13 @@ class Tokenizer:
         (folder / "tokenizer.json").write_text("{}")
 
 
-def train(learner: Learner, scenario: Scenario, folder: Path, checkpoint: Path | None = None) -> None:
+def train(
+    learner: Learner,
+    scenario: Scenario,
+    folder: Path,
+    checkpoint: Path | None = None,
+    reference: FrozenModelScorer | None = None,
+) -> None:
     """Take all steps, from a checkpoint if one is given. Writes the outcome, the weights and a checkpoint to `folder`."""
     results: list[StepResult] = []
     version = 0
@@ -145,7 +174,7 @@ def train(learner: Learner, scenario: Scenario, folder: Path, checkpoint: Path |
         learner.load_optimizer(load_checkpoint(checkpoint))
         version = SAVED_AT
     while version < STEPS:
-        results.append(learner.step(batch(scenario, version), version))
+        results.append(learner.step(batch(scenario, version, reference), version))
         version += 1
         if version == SAVED_AT:
             save_checkpoint(
@@ -188,13 +217,25 @@ def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = N
         model = lora.model
         if checkpoint is not None:
             lora.load_adapter(checkpoint)
+    reference = None
+    if trainer.kl_coefficient:
+        frozen, budget = lora.model if lora else load_model(config), trainer.micro_batch_tokens
+        reference = FrozenModelScorer(frozen, temperature=0.9, micro_batch_tokens=budget, pack=pack, lora=lora)
     learner = Learner(model, trainer, temperature=0.9, pack=pack, correction=correction, lora=lora)
-    train(learner, SCENARIOS[name], folder, checkpoint)
+    train(learner, SCENARIOS[name], folder, checkpoint, reference)
 
 
-def _as_rank(root: Path, rank: int, size: int, port: int, checkpoints: Sequence[str]) -> None:
-    from pipelinerl.trainer.sharding import ranks
-    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+def checkpoint_of(root: Path, who: str, name: str) -> Path:
+    return root / who / name / "checkpoints" / f"step_{SAVED_AT:08d}"
+
+
+def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") -> None:
+    for name in names:
+        train_alone(root, name, root / who / name, checkpoint_of(root, saver, name) if saver else None)
+
+
+def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: Sequence[str]) -> None:
+    """All scenarios, and a continuation of what each of `savers` saved, as one rank of `size`."""
 
     def end(why: str) -> None:
         print(why, file=sys.stderr)
@@ -203,17 +244,13 @@ def _as_rank(root: Path, rank: int, size: int, port: int, checkpoints: Sequence[
     bounds: Any = {"bound_s": 120.0, "stall_s": 60.0, "end": end}
     any_config = TrainerConfig(ranks=size)
     if rank == 0:
-        listener = socket.socket(fileno=port)
         entered = ranks.lead(listener, KEY, any_config, **bounds)
     else:
-        entered = ranks.follow(("127.0.0.1", port), KEY, any_config, rank, **bounds)
-    jobs = [(name, root / f"by{size}" / name, None) for name in SCENARIOS]
-    for text in checkpoints:
-        folder = Path(text)  # .../byK/NAME/checkpoints/step_...
-        name, saver = folder.parent.parent.name, folder.parent.parent.parent.name
-        jobs.append((name, root / f"by{size}_from_{saver}" / name, folder))
+        entered = ranks.follow(listener.getsockname()[:2], KEY, any_config, rank, **bounds)
+    jobs: list[tuple[str, str, Path | None]] = [(name, f"by{size}", None) for name in SCENARIOS]
+    jobs += [(name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name)) for saver in savers for name in RESUMED]
     with entered as team:
-        for name, folder, checkpoint in jobs:
+        for name, who, checkpoint in jobs:
             trainer, config, correction = configs(root, SCENARIOS[name])
             whole = checkpoint if checkpoint is not None and config.lora is None else None
             policy = ShardedPolicy(
@@ -222,17 +259,55 @@ def _as_rank(root: Path, rank: int, size: int, port: int, checkpoints: Sequence[
                 team,
                 adapter=checkpoint if config.lora else None,
             )
+            reference = None
+            if trainer.kl_coefficient:
+                reference = ShardedReference(policy, config, trainer, team, temperature=0.9, pack=pack)
             learner = ShardedLearner(policy, trainer, team, temperature=0.9, pack=pack, correction=correction)
             if rank == 0:
+                folder = root / who / name
                 folder.mkdir(parents=True)
-                train(learner, SCENARIOS[name], folder, checkpoint)
+                train(learner, SCENARIOS[name], folder, checkpoint, reference)
                 team.peers.send(ranks.Close())
             else:
                 if checkpoint is not None:
                     learner.load_optimizer(load_checkpoint(checkpoint))
-                learner.follow()
+                learner.follow(reference)
+
+
+def _fork(*jobs: Callable[[], None]) -> None:
+    """Do each job in a process of its own, all at the same time. Exits if one fails; the others end by their own bounds."""
+    children = []
+    for job in jobs:
+        if not (child := os.fork()):
+            status = 1
+            try:
+                job()
+                status = 0
+            except BaseException:  # noqa: BLE001 - this process must not return
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    if sum(os.waitpid(child, 0)[1] for child in children):
+        sys.exit(1)
+
+
+def _ranks(root: Path, size: int, savers: Sequence[str]) -> list[Callable[[], None]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    return [partial(_as_rank, root, rank, size, listener, savers) for rank in range(size)]
+
+
+def main(root: Path) -> None:
+    torch.set_num_threads(1)
+    names = list(SCENARIOS)
+    write_models(root)
+    _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
+    _fork(*_ranks(root, 3, ["alone"]))
+    _fork(*_ranks(root, 2, ["alone", "by3"]))
+    continued = [partial(_train_alone, root, f"alone_from_{who}", RESUMED, who) for who in ("by2", "by3")]
+    _fork(*_ranks(root, 1, ["by2"]), *continued)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _as_rank(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5:])  # type: ignore[misc]
+    main(Path(sys.argv[1]))

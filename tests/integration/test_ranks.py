@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl import load_config, train
+from pipelinerl import train
 from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
 from pipelinerl.errors import ConfigError
 from pipelinerl.models.folder import resolve_path
@@ -25,7 +25,6 @@ from tests.integration.runs import (
     assert_conserved,
     assert_provenance,
     assert_trained_once,
-    flags,
     process_ids,
     resume,
     run,
@@ -42,7 +41,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TWO: dict[str, Any] = {"trainer__ranks": 2, "trainer__checkpoint_every": 1}
 HERE = TWO | {"launch__kind": "processes"}
 """Started by the test's own process."""
-KL = {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep", "model__lora": "{}"}
+KL = {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep"}
 
 FAULTY = """
 import os, signal, sys
@@ -81,7 +80,7 @@ if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_ar
 
 def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    counts = run(run_dir, **HERE, trainer__steps=3)
+    counts = run(run_dir, **HERE, **KL, trainer__steps=3)
     assert counts["status"] == "finished"
     assert set(counts["peak_memory_bytes"]) == {"generation", "training", "training-rank-1"}
     assert_conserved(counts)
@@ -96,9 +95,10 @@ def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tm
 
 
 @pytest.mark.exhaustive
-def test_lora_with_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preprocessor", ["with_trainer", "process"])
+def test_lora_with_two_ranks(preprocessor: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    run(run_dir, **HERE, **KL, trainer__steps=2, launch__preprocessor="process")
+    run(run_dir, **HERE, **KL, model__lora="{}", trainer__steps=2, launch__preprocessor=preprocessor)
     counts = resume(run_dir, trainer__steps=4)
     assert counts["optimizer_steps"] == 4
     assert_conserved(counts)
@@ -216,8 +216,3 @@ def test_a_model_that_can_not_be_loaded_is_reported_once(tmp_path: Path) -> None
 def test_the_embedded_launcher_refuses_ranks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"launch\.kind embedded can't start 2 training processes"):
         train(small_run(tmp_path / "r", trainer__ranks=2))
-
-
-def test_adapters_with_a_reference_model_need_a_preprocessor_of_their_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.preprocessor"):
-        load_config(None, flags(tmp_path / "r", **HERE, **KL))

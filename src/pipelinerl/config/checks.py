@@ -102,18 +102,11 @@ def _engines(config: RunConfig) -> Iterator[str]:
 
 def _ranks(config: RunConfig) -> Iterator[str]:
     """Settings that a trainer of several ranks can't have."""
-    trainer, ranks = config.trainer, config.trainer.ranks
-    if ranks == 1:
-        return
-    if config.launch.kind != "processes":
+    ranks = config.trainer.ranks
+    if ranks > 1 and config.launch.kind != "processes":
         yield (
             f"trainer.ranks: launch.kind {config.launch.kind} can't start {ranks} training processes; set it to 1, or "
             "launch.kind to processes"
-        )
-    if config.model.lora is not None and trainer.kl_coefficient > 0 and config.launch.preprocessor == "with_trainer":
-        yield (
-            "launch.preprocessor: with several trainer.ranks and model.lora, the reference model of a KL penalty needs a "
-            "process of its own; set it to process"
         )
 
 
