@@ -55,7 +55,9 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 LORA = {"lora": LoraConfig(rank=3)}
-KL = {"kl_coefficient": 5.0}
+KL = {"kl_coefficient": 0.1}
+APART = {"micro_batch_tokens": 1}
+"""One sample in a place: in bfloat16, results depend on the packing."""
 SCENARIOS = {
     "default": Scenario(),
     "untied": Scenario(untied=True),
@@ -67,8 +69,8 @@ SCENARIOS = {
     "kl": Scenario(KL),
     "kl_untied": Scenario(KL | {"loss": "ppo"}, untied=True),
     "kl_lora": Scenario(KL | {"loss": "gspo"}, model=LORA),
-    "kl_bfloat16": Scenario(KL | {"loss": "decoupled", "micro_batch_tokens": 1}, model={"dtype": "bfloat16"}),
-    "kl_lora_bfloat16": Scenario(KL | {"loss": "cispo", "micro_batch_tokens": 1}, model=LORA | {"dtype": "bfloat16"}),
+    "kl_bfloat16": Scenario(KL | APART | {"loss": "decoupled"}, model={"dtype": "bfloat16"}, samples=7),
+    "kl_lora_bfloat16": Scenario(KL | APART | {"loss": "cispo"}, model=LORA | {"dtype": "bfloat16"}, samples=7),
     "token_mask": Scenario(correction={"token": "mask"}),
     "token_band": Scenario(correction={"token": "band"}),
     "token_tv": Scenario(correction={"token": "tv", "token_low": 1e-4, "token_high": 1e-4}),
@@ -79,18 +81,22 @@ SCENARIOS = {
     "checkpointing": Scenario({"gradient_checkpointing": True}, untied=True),
     "lora": Scenario(model=LORA),
     "lora_untied": Scenario({"gradient_checkpointing": True}, model=LORA, untied=True),
-    "bfloat16": Scenario({"micro_batch_tokens": 1}, model={"dtype": "bfloat16", "head_dtype": "float32"}),
-    "lora_bfloat16": Scenario({"micro_batch_tokens": 1}, model=LORA | {"dtype": "bfloat16"}),
+    "bfloat16": Scenario(APART, model={"dtype": "bfloat16", "head_dtype": "float32"}, samples=7),
+    "lora_bfloat16": Scenario(APART, model=LORA | {"dtype": "bfloat16"}, samples=7),
     "one_sample": Scenario(samples=1),
     "no_gradient": Scenario(samples=0),
     "refused": Scenario({"ess_threshold": 0.99}),
 }
 
 
+ALONE_AS_A_RANK = [name for name in SCENARIOS if not name.startswith(("token_", "sequence_")) and "po" not in name]
+"""What one rank computes: the plan and the number of ranks make no difference to a loss or a correction there."""
+
+
 def write_models(root: Path) -> None:
-    """Two tiny models with sizes that no number of ranks divides."""
-    for name, tied in (("tied", True), ("untied", False)):
-        torch.manual_seed(1)
+    """Tiny models with sizes that no number of ranks divides. `reference`: for KL penalties."""
+    for seed, name in ((1, "tied"), (1, "untied"), (2, "reference")):
+        torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=66,
@@ -99,17 +105,21 @@ def write_models(root: Path) -> None:
             num_attention_heads=3,
             num_key_value_heads=1,
             max_position_embeddings=256,
-            tie_word_embeddings=tied,
+            tie_word_embeddings=name != "untied",
         )
         model: Any = LlamaForCausalLM(config)
         model.save_pretrained(root / name)
 
 
 def configs(root: Path, scenario: Scenario) -> tuple[TrainerConfig, ModelConfig, CorrectionConfig]:
-    base = {"steps": STEPS, "learning_rate": 3e-5, "micro_batch_tokens": 60, "max_grad_norm": 0.05}
+    base = {"steps": STEPS, "learning_rate": 3e-5, "micro_batch_tokens": 100, "max_grad_norm": 0.05}
     trainer = TrainerConfig(**(base | scenario.trainer))
     model = ModelConfig(path=str(root / ("untied" if scenario.untied else "tied")), **scenario.model)
     return trainer, model, CorrectionConfig(**scenario.correction)
+
+
+def of_reference(root: Path, config: ModelConfig) -> ModelConfig:
+    return config.model_copy(update={"path": str(root / "reference")})
 
 
 def batch(scenario: Scenario, version: int, reference: FrozenModelScorer | None) -> list[TrainingSample]:
@@ -148,11 +158,13 @@ def _batch(scenario: Scenario, version: int) -> list[TrainingSample]:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a scenario led to: a record for each step, and the checksum of all weights at the end."""
+    """What a scenario led to: a record for each step, and the checksum of all weights and some logits at the end."""
 
     steps: list[dict[str, Any]]
     checksum: str
     logits: list[float]
+    reference: list[float]
+    """Log-probabilities of the samples of the last step under the reference model."""
 
 
 class Tokenizer:
@@ -173,10 +185,12 @@ def train(
     if checkpoint is not None:
         learner.load_optimizer(load_checkpoint(checkpoint))
         version = SAVED_AT
+    samples: list[TrainingSample] = []
     while version < STEPS:
-        results.append(learner.step(batch(scenario, version, reference), version))
+        samples = batch(scenario, version, reference)
+        results.append(learner.step(samples, version))
         version += 1
-        if version == SAVED_AT:
+        if version == SAVED_AT and scenario in map(SCENARIOS.get, RESUMED):
             save_checkpoint(
                 folder / "checkpoints",
                 version=version,
@@ -201,7 +215,8 @@ def train(
         for result in results
     ]
     steps = [{name: value for name, value in step.items() if value is not None} for step in steps]
-    outcome = Outcome(steps, checksum(learner.weights()), probe.float().flatten()[:50].tolist())
+    scores = [score for sample in samples for score in sample.reference_logprobs or ()]
+    outcome = Outcome(steps, checksum(learner.weights()), probe.float().flatten()[:50].tolist(), scores)
     (folder / "outcome.json").write_bytes(msgspec.json.encode(outcome))
 
 
@@ -219,7 +234,7 @@ def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = N
             lora.load_adapter(checkpoint)
     reference = None
     if trainer.kl_coefficient:
-        frozen, budget = lora.model if lora else load_model(config), trainer.micro_batch_tokens
+        frozen, budget = lora.model if lora else load_model(of_reference(root, config)), trainer.micro_batch_tokens
         reference = FrozenModelScorer(frozen, temperature=0.9, micro_batch_tokens=budget, pack=pack, lora=lora)
     learner = Learner(model, trainer, temperature=0.9, pack=pack, correction=correction, lora=lora)
     train(learner, SCENARIOS[name], folder, checkpoint, reference)
@@ -227,6 +242,10 @@ def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = N
 
 def checkpoint_of(root: Path, who: str, name: str) -> Path:
     return root / who / name / "checkpoints" / f"step_{SAVED_AT:08d}"
+
+
+def scenarios_of(ranks: int) -> list[str]:
+    return ALONE_AS_A_RANK if ranks == 1 else list(SCENARIOS)
 
 
 def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") -> None:
@@ -247,7 +266,7 @@ def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: 
         entered = ranks.lead(listener, KEY, any_config, **bounds)
     else:
         entered = ranks.follow(listener.getsockname()[:2], KEY, any_config, rank, **bounds)
-    jobs: list[tuple[str, str, Path | None]] = [(name, f"by{size}", None) for name in SCENARIOS]
+    jobs: list[tuple[str, str, Path | None]] = [(name, f"by{size}", None) for name in scenarios_of(size)]
     jobs += [(name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name)) for saver in savers for name in RESUMED]
     with entered as team:
         for name, who, checkpoint in jobs:
@@ -261,7 +280,7 @@ def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: 
             )
             reference = None
             if trainer.kl_coefficient:
-                reference = ShardedReference(policy, config, trainer, team, temperature=0.9, pack=pack)
+                reference = ShardedReference(policy, of_reference(root, config), trainer, team, temperature=0.9, pack=pack)
             learner = ShardedLearner(policy, trainer, team, temperature=0.9, pack=pack, correction=correction)
             if rank == 0:
                 folder = root / who / name

@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TWO: dict[str, Any] = {"trainer__ranks": 2, "trainer__checkpoint_every": 1}
 HERE = TWO | {"launch__kind": "processes"}
 """Started by the test's own process."""
+DELTAS = {"weights__kind": "collective", "weights__encoding": "delta", "trainer__learning_rate": 1e-6}
 KL = {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep"}
 
 FAULTY = """
@@ -79,8 +80,9 @@ if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_ar
 
 
 def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tmp_path: Path) -> None:
+    """With deltas: a receipt has the checksum of all weights, so they were those that the trainer gathered."""
     run_dir = tmp_path / "r"
-    counts = run(run_dir, **HERE, **KL, trainer__steps=3)
+    counts = run(run_dir, **HERE, **KL, **DELTAS, trainer__steps=3)
     assert counts["status"] == "finished"
     assert set(counts["peak_memory_bytes"]) == {"generation", "training", "training-rank-1"}
     assert_conserved(counts)
@@ -92,14 +94,18 @@ def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tm
     assert_provenance(run_dir)
     assert [step.version for step in steps(run_dir)] == list(range(1, 8))
     assert all(step.grad_norm for step in steps(run_dir))
+    updates = [step.update for step in steps(run_dir)]
+    assert {update.encoding for update in updates if update is not None} == {"full", "delta"}
+    assert updates[-1] is not None
+    assert updates[-1].encoding == "delta"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("preprocessor", ["with_trainer", "process"])
 def test_lora_with_two_ranks(preprocessor: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    run(run_dir, **HERE, **KL, model__lora="{}", trainer__steps=2, launch__preprocessor=preprocessor)
-    counts = resume(run_dir, trainer__steps=4)
+    run(run_dir, **HERE, **KL, **DELTAS, model__lora="{}", trainer__steps=2, launch__preprocessor=preprocessor)
+    counts = resume(run_dir, trainer__ranks=3, trainer__steps=4)
     assert counts["optimizer_steps"] == 4
     assert_conserved(counts)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.models.state import checksum
-from tests.integration.sharded_parts import RESUMED, SAVED_AT, SCENARIOS, STEPS, Outcome, checkpoint_of
+from tests.integration.sharded_parts import RESUMED, SAVED_AT, SCENARIOS, STEPS, Outcome, checkpoint_of, scenarios_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -63,6 +63,8 @@ def require_equal(results: Results, who: str, name: str, steps: slice = slice(No
     ours, theirs = results.outcome(who, name), results.outcome("alone", name)
     for step, expected in zip(ours.steps, theirs.steps[steps], strict=True):
         assert step == pytest.approx(expected, rel=2e-6, abs=1e-6)
+    assert ours.logits == pytest.approx(theirs.logits, abs=1e-5)
+    assert ours.reference == pytest.approx(theirs.reference, abs=1e-5)
     weights, expected_weights = results.weights(who, name), results.weights("alone", name)
     start = load_file(results.root / ("untied" if SCENARIOS[name].untied else "tied") / "model.safetensors")
     assert weights.keys() == expected_weights.keys()
@@ -87,8 +89,7 @@ def with_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights | ({"lm_head.weight": embedding} if torch.equal(head, embedding) else {})
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (1, 2, 3) for name in scenarios_of(ranks)])
 def test_ranks_equal_one_process(results: Results, ranks: int, name: str) -> None:
     require_equal(results, f"by{ranks}", name)
 

@@ -390,6 +390,7 @@ def _group(config: TrainerConfig, store: Any, rank: int, peers: Peers) -> Iterat
     if not distributed.is_available() or not distributed.is_backend_available(backend):
         raise UserError(f"trainer.backend: this PyTorch ({torch.__version__}) has no {backend}")
     if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise the mesh chooses another GPU
         torch.cuda.set_device(device)
     with _gloo_on_loopback():
         distributed.init_process_group(
