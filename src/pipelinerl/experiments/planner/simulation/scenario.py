@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -32,7 +33,9 @@ class Costs:
     prompt_s        added to a step for each prompt prefilled in it (a group's attempts share one prompt)
     rollout_s       the actor's time for each rollout that ended, after the step in which it ended
     update_pause_s  an engine's pause to take new weights
-    train_step_s    fixed part of an optimizer step, publishing the weights included
+    transfer_s      from the end of an optimizer step until engines can take its weights; the next ones are sent after that
+    train_step_s    fixed part of an optimizer step
+    publish_s       added to a step that publishes its weights (a calibration has it in train_step_s)
     train_token_s   the trainer's time for each token that goes through the model, prompts included
     prepare_s       the trainer's time for each rollout that it takes from the stream
     """
@@ -41,9 +44,38 @@ class Costs:
     prompt_s: float = 0.0
     rollout_s: float = 0.0
     update_pause_s: float = 0.0
+    transfer_s: float = 0.0
     train_step_s: float = 0.0
+    publish_s: float = 0.0
     train_token_s: float = 0.0
     prepare_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """Speeds that differ, with coefficient of variation `cv`: of `ranks` of the trainer from step to step, of engines for ever.
+
+    Times are normally distributed, and an optimizer step lasts as long as its slowest rank. Pure functions of (seed, index).
+    """
+
+    cv: float = 0.0
+    ranks: int = 1
+    seed: int = 0
+
+    def of_step(self, version: int) -> float:
+        """Factor on the time of the step from `version`: the largest of `ranks` factors; 1 on average for one rank."""
+        return self._factor(f"step/{version}", self.ranks)
+
+    def of_engine(self, index: int) -> float:
+        """Factor on the decode steps of this engine."""
+        return self._factor(f"engine/{index}", 1)
+
+    def _factor(self, of: str, count: int) -> float:
+        if not self.cv:
+            return 1.0
+        share = random.Random(f"{self.seed}/{of}").uniform(1e-12, 1 - 1e-12)
+        # The largest of n numbers is below z with probability Phi(z)^n.
+        return max(0.1, 1 + self.cv * NormalDist().inv_cdf(share ** (1 / count)))
 
 
 class GroupWork(NamedTuple):
@@ -90,6 +122,7 @@ class Scenario:
     capacity: int | None = None
     when_full: Literal["block", "drop_oldest"] = "block"
     max_open_rollouts: int | None = None
+    stragglers: Stragglers = Stragglers()
 
     def __post_init__(self) -> None:
         for name in ("engines", "slots", "group_size", "batch_size", "steps", "capacity"):
