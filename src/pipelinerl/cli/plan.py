@@ -61,10 +61,13 @@ def add_to(commands: Commands) -> None:
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     text = f"the file that `pipelinerl calibrate` wrote (default: {CALIBRATION})"
     flag("--calibration", type=Path, default=CALIBRATION, metavar="FILE", help=text)
-    text = "number of engines, each with `engine.slots` slots (default: engine.processes)"
+    text = (
+        "number of engines with `engine.slots` slots, each on cores of its own (default: engine.processes, which share the "
+        "calibrated machine)"
+    )
     flag("--engines", type=at_least(1), metavar="I", help=text)
-    text = "number of trainers that share each batch (default: 1)"
-    flag("--trainers", type=at_least(1), default=1, metavar="T", help=text)
+    text = "number of ranks that share each batch, likewise (default: trainer.ranks)"
+    flag("--trainers", type=at_least(1), metavar="T", help=text)
     flag("--lengths", metavar="WHAT", help=_LENGTHS)
     text = "simulate this run, and show its measurements next to the prediction"
     flag("--compare", type=Path, metavar="RUN_DIR", help=text)
@@ -122,6 +125,7 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
         doubts,
         read_measured,
         run_scenario,
+        shared_costs,
     )
     from pipelinerl.experiments.planner.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
     from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
@@ -129,10 +133,15 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     calibration = read_calibration(options.calibration)
     measured = read_measured(options.compare, config) if options.compare else None
     workload, source = _workload(options, config, calibration)
-    slots, group_size = config.engine.slots, config.actor.group_size
+    trainers = options.trainers or config.trainer.ranks
+    costs = calibrated_costs(
+        calibration, slots=config.engine.slots, group_size=config.actor.group_size, trainers=trainers
+    )
+    if options.engines is None and options.trainers is None:
+        costs = shared_costs(config, calibration, costs, workload)
     scenario = run_scenario(
         config,
-        calibrated_costs(calibration, slots=slots, group_size=group_size, trainers=options.trainers),
+        costs,
         workload,
         engines=options.engines,
         steps=measured.steps if measured else None,

@@ -1,10 +1,10 @@
 """Costs of a run on many accelerators: decode steps, optimizer steps of n ranks, weight updates. In seconds. Pure.
 
-    ModelShape, Cluster, Rollouts, Training, Updates  ─▶  decode_step_s, step_cost, update_cost  ─▶  best_pipeline, ...
+    Question ─▶ decode_step_s, step_cost, update_cost ─▶ best_pipeline, best_conventional, bounds; costs for the simulation
 
-`analytic.py` has the paper's formulas, in which training is parallel without loss and updates are free. Here an optimizer step
-gathers sharded weights over links and waits for its slowest rank, a weight update takes time, and memory limits the slots. All
-of it follows from data sheets and the assumptions named below. `cluster_costs` gives the same costs to the simulation.
+`analytic.py` has the paper's formulas, in which training is parallel without loss and updates are free. Here an optimizer
+step gathers sharded weights over links and waits for its slowest rank, a weight update takes time, and memory limits the
+slots. Everything follows from shapes and data sheets (`hardware.py`) and from the assumptions named below.
 """
 
 from __future__ import annotations
@@ -19,194 +19,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.experiments.planner.analytic import (
-    BANDWIDTH_EFFICIENCY,
-    COMPUTE_CEILING,
-    H100,
-    H200,
-    Accelerator,
-    Floats,
-    LengthDistribution,
-)
+from pipelinerl.experiments.planner.analytic import Floats, LengthDistribution
+from pipelinerl.experiments.planner.hardware import WEIGHT_BYTES, Cluster, ModelShape, broadcast_s, gather_s
 from pipelinerl.experiments.planner.simulation.scenario import Costs, Stragglers
 
-WEIGHT_BYTES = 2
-"""bfloat16: what engines hold, ranks gather and updates send."""
 GRADIENT_BYTES = 4
 """Gradients are summed in float32 (docs/sharding.md)."""
 STATE_BYTES = 16
 """For each parameter: float32 master copy and gradient, and two moments of Adam."""
-
-
-# ---- the model
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A decoder: `ffn` is the width of its MLP, or of one expert. `experts` 0: a dense model. Biases and norms are not counted."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocabulary: int
-    tied: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-
-    @property
-    def mlp_parameters(self) -> int:
-        """Of one MLP, or of one expert."""
-        return 3 * self.hidden * self.ffn
-
-    @property
-    def parameters(self) -> int:
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        layer = attention + self.hidden * self.experts + self.mlp_parameters * max(1, self.experts)
-        return self.layers * layer + self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def active_parameters(self) -> int:
-        """Those that one token goes through, embedding included."""
-        return self.parameters - self.layers * self.mlp_parameters * max(0, self.experts - self.experts_per_token)
-
-    @property
-    def weight_bytes(self) -> int:
-        return WEIGHT_BYTES * self.parameters
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * WEIGHT_BYTES * self.layers * self.kv_heads * self.head_dim
-
-    @property
-    def attention_flops(self) -> int:
-        """Forward, for a token that attends to one other token."""
-        return 4 * self.layers * self.heads * self.head_dim
-
-    def bytes_read(self, active: npt.ArrayLike) -> Floats:
-        """Bytes of weights that a decode step of `active` sequences reads (any shape).
-
-        An embedding that is not the head too is looked up, not read. Of the experts only those are read that a token of the
-        batch goes to: E (1 - (1 - k / E)^h) of each layer's E, if tokens choose k independently.
-        """
-        h = np.asarray(active, dtype=np.float64)
-        lookup = 0 if self.tied else self.vocabulary * self.hidden
-        always = self.parameters - lookup - self.layers * self.mlp_parameters * self.experts
-        share = 1 - self.experts_per_token / self.experts if self.experts else 0.0
-        touched = self.experts * (1 - share**h)
-        return np.asarray(WEIGHT_BYTES * (always + self.layers * self.mlp_parameters * touched), dtype=np.float64)
-
-
-def _qwen25(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int) -> ModelShape:
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=128,
-        ffn=ffn,
-        vocabulary=vocabulary,
-        tied=hidden < 3584,
-    )
-
-
-QWEN_1_5B = _qwen25("qwen2.5-1.5b", 28, 1536, 12, 2, 8960, 151_936)
-QWEN_7B = _qwen25("qwen2.5-7b", 28, 3584, 28, 4, 18_944, 152_064)
-QWEN_32B = _qwen25("qwen2.5-32b", 64, 5120, 40, 8, 27_648, 152_064)
-QWEN_235B = ModelShape(
-    name="qwen3-235b-a22b",
-    layers=94,
-    hidden=4096,
-    heads=64,
-    kv_heads=4,
-    head_dim=128,
-    ffn=1536,
-    vocabulary=151_936,
-    experts=128,
-    experts_per_token=8,
-)
-SHAPES = {shape.name: shape for shape in (QWEN_1_5B, QWEN_7B, QWEN_32B, QWEN_235B)}
-"""From the models' config.json; the technical reports are arXiv 2412.15115 and 2505.09388."""
-
-
-# ---- the machines
-
-
-@dataclass(frozen=True)
-class Link:
-    """Bytes per second of one accelerator in one direction, and the latency of a hop: of large messages, and of small ones.
-
-    Small messages take a protocol with less latency and half of the bandwidth (NCCL's Simple and LL).
-    """
-
-    bandwidth: float
-    latency_s: float
-    small_latency_s: float
-
-
-NVLINK4 = Link(450e9, 3.4e-6, 0.6e-6)
-"""H100's data sheet: 900 GB/s in both directions. Latencies: NCCL's own cost model (`src/graph/tuning.cc`), ring."""
-NDR400 = Link(50e9, 14e-6, 2.7e-6)
-"""DGX H100's data sheet: a network card of 400 Gb/s for each accelerator. Latencies as above."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Equal machines of `per_machine` accelerators.
-
-    `link_efficiency`: share of a link's bandwidth that collective operations reach. `host_bandwidth`: bytes per second between
-    an accelerator and its host (PCIe 5.0 x16: 64 GB/s). The `*_efficiency` of decoding are those of the fit to the paper.
-    """
-
-    accelerator: Accelerator
-    memory_bytes: float
-    per_machine: int = 8
-    inside: Link = NVLINK4
-    between: Link = NDR400
-    host_bandwidth: float = 50e9
-    link_efficiency: float = 0.8
-    bandwidth_efficiency: float = BANDWIDTH_EFFICIENCY
-    compute_efficiency: float = COMPUTE_CEILING
-
-    def machines(self, accelerators: int) -> int:
-        return -(-accelerators // self.per_machine)
-
-
-CLUSTERS = {
-    "h100": Cluster(accelerator=H100, memory_bytes=80e9),
-    "h200": Cluster(accelerator=H200, memory_bytes=141e9),
-}
-
-
-def gather_s(cluster: Cluster, size: float, ranks: int) -> float:
-    """All-gather (or reduce-scatter) of a tensor of `size` bytes in total, in rings over `ranks` accelerators.
-
-    Every accelerator receives all but its own part over the links in its machine. Every machine receives what it lacks through
-    all of its network cards. The slower of the two counts, and the latency of every hop of a ring.
-    """
-    machines = cluster.machines(ranks)
-    cards = min(ranks, cluster.per_machine)
-    inside = size * (ranks - 1) / ranks / cluster.inside.bandwidth
-    between = size * (machines - 1) / machines / (cards * cluster.between.bandwidth)
-    transfer_s = max(inside, between) / cluster.link_efficiency
-    hops_between = machines if machines > 1 else 0
-    hops_inside = max(0, ranks - 1 - hops_between)
-    large_s = hops_inside * cluster.inside.latency_s + hops_between * cluster.between.latency_s
-    small_s = hops_inside * cluster.inside.small_latency_s + hops_between * cluster.between.small_latency_s
-    return min(transfer_s + large_s, 2 * transfer_s + small_s)
-
-
-def broadcast_s(cluster: Cluster, size: float, receivers: int, *, senders: int = 1) -> float:
-    """`size` bytes from the trainer to each of `receivers` machines or accelerators, in a chain that forwards what arrives.
-
-    With several `senders` each sends its part through a network card of its own, to as many cards of each receiver.
-    """
-    transfer_s = size / (senders * cluster.between.bandwidth * cluster.link_efficiency)
-    return transfer_s + receivers * cluster.between.latency_s
 
 
 # ---- the work
@@ -252,9 +72,8 @@ class Rollouts:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """`mfu`: model FLOPs utilisation of one rank while it computes. `straggler_cv`: coefficient of variation of the time that
-    ranks need for equal work in a step, and of the speeds of engines. `micro_batch_tokens` and `reshard_after_forward` as in the
-    run file.
+    """`mfu`: model FLOPs utilisation of one rank while it computes. `straggler_cv`: coefficient of variation of the time
+    that ranks need for equal work in a step, and of the speeds of engines. The others are as in the run file.
     """
 
     mfu: float = 0.4
@@ -267,8 +86,7 @@ class Training:
 class Updates:
     """`encoding` as in the run file (`weights.encoding`); `changed` is the share of bfloat16 words that a step changes.
 
-    `sharded`: every rank sends its own part of the weights to every engine, instead of rank 0 all of them (which the trainer
-    does not do yet).
+    `sharded`: every rank sends its own part of the weights to every engine. The trainer can't do this yet: rank 0 sends all.
     """
 
     encoding: Literal["full", "delta"] = "full"
@@ -279,9 +97,7 @@ class Updates:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What to plan for: N = `accelerators`. The pipeline's largest lag is `max_lag`; conventional RL has rounds of
-    `max_lag` + 1 steps.
-    """
+    """What to plan for: N = `accelerators`. A pipeline's largest lag is `max_lag`; a conventional round has one step more."""
 
     shape: ModelShape
     cluster: Cluster
@@ -295,17 +111,19 @@ class Question:
 # ---- costs
 
 
-def decode_step_s(shape: ModelShape, cluster: Cluster, devices: int, context_tokens: float, active: npt.ArrayLike) -> Floats:
+def decode_step_s(
+    shape: ModelShape, cluster: Cluster, devices: int, context_tokens: npt.ArrayLike, active: npt.ArrayLike
+) -> Floats:
     """A decode step of `active` sequences (any shape) on an engine of `devices` accelerators (tensor parallel).
 
     The longer of reading (weights and caches) and computing, both split evenly over the devices, and two all-reduces of the
     activations in each layer.
     """
-    h = np.asarray(active, dtype=np.float64)
+    h, context = np.asarray(active, dtype=np.float64), np.asarray(context_tokens, dtype=np.float64)
     accelerator = cluster.accelerator
-    read = shape.bytes_read(h) + h * context_tokens * shape.kv_bytes_per_token
+    read = shape.bytes_read(h) + h * context * shape.kv_bytes_per_token
     read_s = read / (devices * accelerator.bandwidth * cluster.bandwidth_efficiency)
-    flops = h * (2 * shape.active_parameters + shape.attention_flops * context_tokens)
+    flops = h * (2 * shape.active_parameters + shape.attention_flops * context)
     compute_s = flops / (devices * accelerator.peak_flops * cluster.compute_efficiency)
     time_s = np.maximum(read_s, compute_s)
     if devices > 1:
@@ -346,7 +164,7 @@ def least_ranks(shape: ModelShape, cluster: Cluster) -> int:
 @cache
 def expected_maximum(count: int) -> float:
     """The expected maximum of `count` standard normal numbers: the integral over z of (z > 0) - Phi(z)^count."""
-    z = np.linspace(-9, 9, 7201)
+    z = np.linspace(-9, 9, 7200)  # an even number: the jump at 0 is in the middle between two points
     normal = NormalDist()
     phi = np.array([normal.cdf(value) for value in z])
     return float(np.trapezoid((z > 0) - phi**count, z))
@@ -354,8 +172,8 @@ def expected_maximum(count: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """One optimizer step on n ranks. `exposed_s`: communication that computing does not hide. `idle_s`: waiting of the average
-    rank, because places are uneven. `straggler_s`: waiting for the slowest rank.
+    """One optimizer step on n ranks. `exposed_s`: communication that computing does not hide. `idle_s`: waiting of the
+    average rank, because places are uneven. `straggler_s`: waiting for the slowest rank.
     """
 
     compute_s: float
@@ -372,8 +190,8 @@ class StepCost:
 def step_cost(shape: ModelShape, cluster: Cluster, rollouts: Rollouts, training: Training, ranks: int) -> StepCost:
     """A step of a sharded trainer (docs/sharding.md), with rows of micro-batches as `trainer/plan.py` makes them.
 
-    A rank computes `rows` places of equal cost; the first row lasts as long as the longest sequence if that is longer. In each
-    place a rank gathers every unit (layer) twice, once if it keeps gathered weights, and sums its gradients once.
+    A rank computes `rows` places of equal cost; the first row lasts as long as the longest sequence if that is longer. In
+    each place a rank gathers every unit (layer) twice, once if it keeps gathered weights, and sums its gradients once.
 
     Assumed: the next unit is gathered while the last one computes (FSDP's prefetching), so that only the first unit of each
     row, and what takes longer than computing, adds time. Waiting for the slowest rank counts once a step.
@@ -456,7 +274,7 @@ def update_cost(
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledPipeline:
-    """`engines` engines of `devices` accelerators and H = `slots` each, and `ranks` ranks. Rates are in rollouts per second."""
+    """`engines` engines of `devices` accelerators with H = `slots`, and `ranks` ranks. Rates are in rollouts per second."""
 
     devices: int
     engines: int
@@ -495,6 +313,7 @@ class ScaledConventional:
 
 
 MOST_SLOTS = 1024
+"""For each accelerator of an engine."""
 DEVICES = (1, 2, 4, 8, 16)
 SPLITS = 96
 """How many numbers of generating accelerators are tried for each size of engine."""
@@ -508,7 +327,7 @@ def pipeline_at(question: Question, *, devices: int, engines: int, slots: int | 
     """
     shape, cluster, rollouts = question.shape, question.cluster, question.rollouts
     ranks = question.accelerators - devices * engines
-    room = min(MOST_SLOTS, most_slots(shape, cluster, devices, rollouts.context_tokens))
+    room = min(MOST_SLOTS * devices, most_slots(shape, cluster, devices, rollouts.context_tokens))
     if ranks < least_ranks(shape, cluster) or engines < 1 or room < 1:
         return None
     step = step_cost(shape, cluster, rollouts, question.training, ranks)
@@ -556,7 +375,7 @@ def _splits(most: int) -> Iterator[int]:
 
 
 def conventional_at(question: Question, *, devices: int, steps_per_round: int) -> ScaledConventional | None:
-    """A round: its rollouts drain from all engines, each with its share; G optimizer steps; one update. None if it does not fit."""
+    """A round: its rollouts drain from all engines, each with its share; G steps; one update. None if it does not fit."""
     shape, cluster, rollouts, N = question.shape, question.cluster, question.rollouts, question.accelerators
     engines, training = N // devices, question.training
     room = most_slots(shape, cluster, devices, rollouts.context_tokens)
@@ -567,7 +386,7 @@ def conventional_at(question: Question, *, devices: int, steps_per_round: int) -
     # An engine with more sequences than its memory has room for decodes them in turns.
     turns = np.maximum(running / room, 1.0)
     context = rollouts.prompt_tokens + np.arange(len(running))
-    decode_s = _decode_at(shape, cluster, devices, context, running / turns) * turns
+    decode_s = decode_step_s(shape, cluster, devices, context, running / turns) * turns
     prompts = sequences / rollouts.group_size / engines
     generation_s = float(decode_s.sum()) + prompts * prefill_s(shape, cluster, devices, rollouts.prompt_tokens)
     generation_s *= 1 + training.straggler_cv * expected_maximum(engines)
@@ -584,17 +403,74 @@ def conventional_at(question: Question, *, devices: int, steps_per_round: int) -
     )
 
 
-def _decode_at(shape: ModelShape, cluster: Cluster, devices: int, contexts: Floats, active: Floats) -> Floats:
-    """Decode steps of `active[l]` sequences that all have `contexts[l]` tokens in the cache (which is linear in it)."""
-    empty = decode_step_s(shape, cluster, devices, 0.0, active)
-    accelerator = cluster.accelerator
-    read = shape.bytes_read(active) + active * contexts * shape.kv_bytes_per_token
-    flops = active * (2 * shape.active_parameters + shape.attention_flops * contexts)
-    compute = flops / (devices * accelerator.peak_flops * cluster.compute_efficiency)
-    without = np.maximum(
-        shape.bytes_read(active) / (devices * accelerator.bandwidth * cluster.bandwidth_efficiency),
-        active * 2 * shape.active_parameters / (devices * accelerator.peak_flops * cluster.compute_efficiency),
+def best_conventional(question: Question) -> ScaledConventional | None:
+    """The fastest size of engine, with rounds of `max_lag` + 1 steps. None if none fits."""
+    steps = question.max_lag + 1
+    found = [conventional_at(question, devices=devices, steps_per_round=steps) for devices in DEVICES]
+    return max((one for one in found if one), key=lambda one: one.rate, default=None)
+
+
+# ---- what bounds it
+
+
+def improvements(question: Question, factor: float = 1.1) -> dict[str, Question]:
+    """The same question with one input better by `factor`, for each input."""
+    cluster, training, rollouts = question.cluster, question.training, question.rollouts
+    accelerator, links = cluster.accelerator, {"inside": cluster.inside, "between": cluster.between}
+
+    def with_cluster(**changes: object) -> Question:
+        return replace(question, cluster=replace(cluster, **changes))  # type: ignore[arg-type]
+
+    def with_training(**changes: float) -> Question:
+        return replace(question, training=replace(training, **changes))  # type: ignore[arg-type]
+
+    faster = {name: replace(link, bandwidth=link.bandwidth * factor) for name, link in links.items()}
+    sooner = {
+        name: replace(link, latency_s=link.latency_s / factor, small_latency_s=link.small_latency_s / factor)
+        for name, link in links.items()
+    }
+    return {
+        "training arithmetic": with_training(mfu=training.mfu * factor),
+        "reading in decode steps": with_cluster(accelerator=replace(accelerator, bandwidth=accelerator.bandwidth * factor)),
+        "arithmetic in decode steps": with_cluster(compute_efficiency=cluster.compute_efficiency * factor),
+        "bandwidth of links": with_cluster(**faster),
+        "latency of links": with_cluster(**sooner),
+        "copies to and from hosts": with_cluster(host_bandwidth=cluster.host_bandwidth * factor),
+        "memory": with_cluster(memory_bytes=cluster.memory_bytes * factor),
+        "stragglers": with_training(straggler_cv=training.straggler_cv / factor),
+        "lag": replace(question, max_lag=math.ceil(question.max_lag * factor)),
+        "B": replace(question, rollouts=replace(rollouts, batch_size=round(rollouts.batch_size * factor))),
+    }
+
+
+def bounds(question: Question, *, factor: float = 1.1) -> dict[str, float]:
+    """For each input: the best pipeline's gain in rate, over the gain in the input. 1: the rate is proportional to it."""
+    best = best_pipeline(question)
+    if best is None:
+        return {}
+    gains = {}
+    for name, better in improvements(question, factor).items():
+        found = best_pipeline(better)
+        gains[name] = ((found.rate / best.rate if found else 1.0) - 1) / (factor - 1)
+    return dict(sorted(gains.items(), key=lambda item: -item[1]))
+
+
+# ---- the same costs for the simulation
+
+
+def simulated_costs(question: Question, found: ScaledPipeline | ScaledConventional, slots: int) -> tuple[Costs, Stragglers]:
+    """Costs of engines with up to `slots` sequences and of the trainer, and its stragglers."""
+    shape, cluster, rollouts = question.shape, question.cluster, question.rollouts
+    decode_s = decode_step_s(shape, cluster, found.devices, rollouts.context_tokens, np.arange(slots + 1))
+    ranks = found.ranks if isinstance(found, ScaledPipeline) else question.accelerators
+    step, update = found.step, found.update
+    costs = Costs(
+        decode_step_s=tuple(decode_s.tolist()),
+        prompt_s=prefill_s(shape, cluster, found.devices, rollouts.prompt_tokens),
+        update_pause_s=update.pause_s,
+        transfer_s=update.send_s,
+        train_step_s=step.idle_s + step.exposed_s,
+        train_token_s=step.compute_s / rollouts.step_tokens,
+        publish_s=update.gather_s,
     )
-    return np.asarray(
-        empty - without + np.maximum(read / (devices * accelerator.bandwidth * cluster.bandwidth_efficiency), compute)
-    )
+    return costs, Stragglers(cv=question.training.straggler_cv if ranks > 1 else 0.0, ranks=ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Literal, NamedTuple, Protocol
@@ -18,7 +18,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import side_by_side
+from pipelinerl.launch.roles import Threads, side_by_side, trainer_goes_first
 from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.report.series import RecordedGroup, RecordedRollout, read_groups, read_summary
@@ -53,9 +53,10 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """Speeds that differ, with coefficient of variation `cv`: of `ranks` of the trainer from step to step, of engines for ever.
+    """Unequal speeds: `ranks` of the trainer draw one for each step, an engine one for the run.
 
-    Times are normally distributed, and an optimizer step lasts as long as its slowest rank. Pure functions of (seed, index).
+    Times are normal with coefficient of variation `cv`. A step lasts as long as its slowest rank. Pure functions of
+    (seed, index).
     """
 
     cv: float = 0.0
@@ -213,8 +214,8 @@ def calibrated_costs(calibration: Calibration, *, slots: int, group_size: int, t
 
     A rollout's measured overhead includes its share of its group's prefill. The part for the prompt's tokens is charged to
     the step that prefills the prompt. The rest (the fixed cost of a step with prefill, admission, environment, records) is
-    charged when the rollout ends. With more trainers the costs per token and per rollout are divided by `trainers`; the
-    fixed cost of a step stays.
+    charged when the rollout ends. With other numbers of trainers (ranks) than in the calibration, the cost per token changes
+    in proportion. The fixed cost of a step stays, and so does that of a rollout, which rank 0 alone prepares.
     """
     generation, training = calibration.generation, calibration.training
     prompt_s = generation.prefill_s_per_token * generation.prompt_tokens_mean
@@ -224,8 +225,81 @@ def calibrated_costs(calibration: Calibration, *, slots: int, group_size: int, t
         rollout_s=max(0.0, generation.rollout_overhead_s - prompt_s / group_size),
         update_pause_s=generation.update_pause_s,
         train_step_s=training.step_s,
-        train_token_s=training.token_s / trainers,
-        prepare_s=training.rollout_s / trainers,
+        train_token_s=training.token_s * training.ranks / trainers,
+        prepare_s=training.rollout_s,
+    )
+
+
+class Speeds(NamedTuple):
+    """Of an engine and of a rank of the trainer, as shares of their speeds on cores of their own."""
+
+    generation: float
+    training: float
+
+
+def speeds_on(
+    cores: int,
+    *,
+    engines: int,
+    ranks: int,
+    threads: Threads,
+    generation_s: float,
+    training_s: float,
+    in_turn: bool = False,
+    trainer_first: bool = False,
+) -> Speeds:
+    """The speeds of processes that share `cores`. One engine takes `generation_s` for a rollout, all ranks `training_s`.
+
+    Neither side works much more than the other uses: the trainer waits for rollouts, and the schedule limits those that wait
+    for the trainer. So the rate is that of the slower side, or that at which the work of both fills all cores. At this rate
+    each side has at least what the other leaves. The ranks have at least their fair share of the cores, which is all of them
+    if the trainer goes first. `in_turn`: each side has all cores while it works.
+    """
+    generating, training = engines * threads.generation, ranks * threads.training
+    if in_turn:
+        return Speeds(min(1.0, cores / generating), min(1.0, cores / training))
+    generation_work, training_work = generation_s * threads.generation, training_s * training
+    rate = min(engines / generation_s, 1 / training_s, cores / (generation_work + training_work))
+    fair = cores / (training if trainer_first else training + generating)
+    return Speeds(
+        generation=min(1.0, (cores - rate * training_work) / generating),
+        training=min(1.0, max(fair, (cores - rate * generation_work) / training)),
+    )
+
+
+def shared_costs(config: RunConfig, calibration: Calibration, costs: Costs, workload: Workload) -> Costs:
+    """`costs` where the run's processes share the calibrated machine's cores. On GPUs nothing is shared."""
+    if config.engine.device != "cpu" or config.trainer.device != "cpu":
+        return costs
+    schedule, cores = make_schedule(config), calibration.machine.cores
+    groups = [workload.group(index) for index in range(BLOCK)]
+    tokens = fmean(length for group in groups for length in group.lengths)
+    used = fmean(
+        (length + workload.prompt_tokens) * used
+        for group in groups
+        for length, used in zip(group.lengths, group.used, strict=True)
+    )
+    slots, K, B = config.engine.slots, config.actor.group_size, config.trainer.batch_size
+    speeds = speeds_on(
+        cores,
+        engines=config.engine.processes,
+        ranks=config.trainer.ranks,
+        threads=Threads(calibration.generation.threads, calibration.training.threads),
+        generation_s=tokens * costs.decode_step_s[slots] / slots + costs.prompt_s / K + costs.rollout_s,
+        training_s=costs.train_step_s / B + costs.train_token_s * used + costs.prepare_s,
+        in_turn=not side_by_side(config, schedule),
+        trainer_first=trainer_goes_first(config, schedule, cores),
+    )
+    slower, trainer = 1 / speeds.generation, 1 / speeds.training
+    return replace(
+        costs,
+        decode_step_s=tuple(step_s * slower for step_s in costs.decode_step_s),
+        prompt_s=costs.prompt_s * slower,
+        rollout_s=costs.rollout_s * slower,
+        update_pause_s=costs.update_pause_s * slower,
+        train_step_s=costs.train_step_s * trainer,
+        train_token_s=costs.train_token_s * trainer,
+        prepare_s=costs.prepare_s * trainer,
     )
 
 
