@@ -2,9 +2,11 @@
 
     python -m benchmarks.predictions            # about 9 minutes on two idle cores
 
-Every repetition calibrates the machine with one rank and one generation process, and then makes one run of each case. The
-calibration of a repetition predicts its runs: nothing is fitted to them. Each prediction replays the lengths that its run
-sampled (`pipelinerl simulate --compare`), so it is of the machine, not of what the model learns.
+Every repetition calibrates the machine with one generation process and each number of ranks, and then makes one run of
+each case. These calibrations predict the runs of the repetition: nothing is fitted to runs. Each prediction replays the
+lengths that its run sampled (`pipelinerl simulate --compare`), so it is of the machine, not of what the model learns.
+
+`others` is the share of the machine that other programs used during the run: the calibration does not see them.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
@@ -31,6 +35,14 @@ def command(*arguments: str) -> None:
     done = subprocess.run([sys.executable, "-c", _COMMAND, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"pipelinerl {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
+
+
+def busy_s() -> tuple[float, float]:
+    """Seconds of CPU time so far: of the whole machine, and of the ended processes that this one started."""
+    first = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    idle = int(first[3]) + int(first[4])
+    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (sum(map(int, first[:8])) - idle) / os.sysconf("SC_CLK_TCK"), ours.ru_utime + ours.ru_stime
 
 
 def case_of(folder: Path, ranks: int, processes: int, repetition: int, options: argparse.Namespace) -> Record:
@@ -50,9 +62,12 @@ def case_of(folder: Path, ranks: int, processes: int, repetition: int, options: 
         "metrics.view": "none",
         "metrics.plot": "false",
     }
-    load = os.getloadavg()[0]
+    begin_s, (all_before, ours_before) = time.monotonic(), busy_s()
     command("train", *(text for key, value in settings.items() for text in (f"--{key}", str(value))))
-    command("simulate", "--compare", str(run), "--calibration", str(folder / "calibration.json"), "--json", str(prediction))
+    wall_s, (all_after, ours_after) = time.monotonic() - begin_s, busy_s()
+    others_s = (all_after - all_before) - (ours_after - ours_before)
+    calibration = folder / f"calibration-{ranks}.json"
+    command("simulate", "--compare", str(run), "--calibration", str(calibration), "--json", str(prediction))
     found = json.loads(prediction.read_text())
     keys = ("samples_per_s_later", "samples_per_s", "trainer_busy_fraction", "lag_mean", "lag_max")
     pairs = {key: (found["prediction"][key], found["measured"][key]) for key in keys}
@@ -64,7 +79,8 @@ def case_of(folder: Path, ranks: int, processes: int, repetition: int, options: 
         "predicted": predicted,
         "measured": measured,
         "ratio": predicted / measured,
-        "load_average": load,
+        "others": others_s / wall_s / len(os.sched_getaffinity(0)),
+        "cpu_s": ours_after - ours_before,
         "all": pairs,
     }
 
@@ -81,6 +97,7 @@ def table_of(records: list[Record]) -> list[Record]:
                 "measured samples/s": median(record["measured"] for record in of_case),
                 "predicted / measured": median(record["ratio"] for record in of_case),
                 "all ratios": ", ".join(f"{record['ratio']:.2f}" for record in of_case),
+                "others": ", ".join(f"{record['others']:.0%}" for record in of_case),
             }
         )
     return rows
@@ -97,16 +114,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for repetition in range(options.repetitions):
-            threads = ("--engine.threads", "1", "--trainer.threads", "1", "--engine.slots", str(options.slots))
-            command("calibrate", *threads, "--out", str(folder / "calibration.json"))
+            for ranks in dict.fromkeys(ranks for ranks, _ in CASES):
+                settings = {"engine.threads": 1, "trainer.threads": 1, "engine.slots": options.slots, "trainer.ranks": ranks}
+                arguments = (text for key, value in settings.items() for text in (f"--{key}", str(value)))
+                command("calibrate", *arguments, "--out", str(folder / f"calibration-{ranks}.json"))
             for ranks, processes in CASES:
                 record = case_of(folder, ranks, processes, repetition, options)
                 records.append(record)
-                print(f"{ranks} ranks, {processes} processes: {record['ratio']:.2f} of {record['measured']:.0f}/s", flush=True)
-    settings = common.settings_of(options)
+                print(
+                    f"{ranks} ranks, {processes} processes: {record['ratio']:.2f} of {record['measured']:.0f}/s", flush=True
+                )
     table = table_of(records)
     common.write_results(
-        "predictions", settings=settings, machine_before=before, records=records, table=table, directory=options.out
+        "predictions",
+        settings=common.settings_of(options),
+        machine_before=before,
+        records=records,
+        table=table,
+        directory=options.out,
     )
 
 

@@ -97,7 +97,7 @@ class Updates:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What to plan for: N = `accelerators`. A pipeline's largest lag is `max_lag`; a conventional round has one step more."""
+    """What to plan for. A pipeline's lag is at most `max_lag`, and a conventional round has `max_lag` + 1 steps."""
 
     shape: ModelShape
     cluster: Cluster
@@ -458,15 +458,15 @@ def bounds(question: Question, *, factor: float = 1.1) -> dict[str, float]:
 # ---- the same costs for the simulation
 
 
-def simulated_costs(question: Question, found: ScaledPipeline | ScaledConventional, slots: int) -> tuple[Costs, Stragglers]:
-    """Costs of engines with up to `slots` sequences and of the trainer, and its stragglers."""
+def simulated_costs(question: Question, *, devices: int, engines: int, ranks: int, slots: int) -> tuple[Costs, Stragglers]:
+    """Costs of `engines` engines of `devices` with up to `slots` sequences, and of a trainer of `ranks`; its stragglers."""
     shape, cluster, rollouts = question.shape, question.cluster, question.rollouts
-    decode_s = decode_step_s(shape, cluster, found.devices, rollouts.context_tokens, np.arange(slots + 1))
-    ranks = found.ranks if isinstance(found, ScaledPipeline) else question.accelerators
-    step, update = found.step, found.update
+    decode_s = decode_step_s(shape, cluster, devices, rollouts.context_tokens, np.arange(slots + 1))
+    step = step_cost(shape, cluster, rollouts, question.training, ranks)
+    update = update_cost(shape, cluster, question.updates, ranks=ranks, engines=engines, devices=devices)
     costs = Costs(
         decode_step_s=tuple(decode_s.tolist()),
-        prompt_s=prefill_s(shape, cluster, found.devices, rollouts.prompt_tokens),
+        prompt_s=prefill_s(shape, cluster, devices, rollouts.prompt_tokens),
         update_pause_s=update.pause_s,
         transfer_s=update.send_s,
         train_step_s=step.idle_s + step.exposed_s,

@@ -296,13 +296,13 @@ def test_the_simulation_of_the_same_costs_has_the_same_rate(method: str) -> None
     if method == "pipeline":
         found = best_pipeline(asked)
         assert found is not None
-        schedule, slots, engines = PipelineSchedule(256, stock=512), found.slots, found.engines
+        schedule, slots, ranks = PipelineSchedule(256, stock=512), found.slots, found.ranks
     else:
         found = best_conventional(asked)
         assert found is not None
-        schedule, engines = ConventionalSchedule(256, 8), found.engines
-        slots = -(-256 * 8 // engines)
-    costs, stragglers = simulated_costs(asked, found, slots)
+        schedule, slots, ranks = ConventionalSchedule(256, 8), -(-256 * 8 // found.engines), 16
+    engines = found.engines
+    costs, stragglers = simulated_costs(asked, devices=found.devices, engines=engines, ranks=ranks, slots=slots)
     predicted = simulate(
         Scenario(
             schedule=schedule,
