@@ -1,8 +1,8 @@
 """Predicted rates on 8 to 4,096 H100 for models of 1.5B, 7B, 32B and 235B-A22B, and the paper's 128 as a check.
 
-    python -m benchmarks.scaling            # about 3 minutes; writes results/scaling.json; the machine's speed does not matter
+    python -m benchmarks.scaling       # about 4 minutes; writes results/scaling.json; the machine's speed does not matter
 
-Everything follows from data sheets and assumptions (`experiments/planner/scaling.py`, docs/planner.md): nothing was measured.
+All of it follows from data sheets and assumptions (`experiments/planner/scaling.py`, docs/planner.md): nothing was measured.
 Lengths are long-tailed (lognormal, sigma 1, mean 2048, cut at 8192), prompts have 256 tokens, K = 8. A pipeline's lag is at
 most 31 steps, which is that of conventional RL at G = 32. B is 8 rollouts for each accelerator (1024 at the paper's 128), or
 1024 at every size.
@@ -47,7 +47,7 @@ MAX_LAG = 31
 PER_ACCELERATOR, FIXED = 8, 1024
 LENGTHS = lengths_of("long-tailed")
 BETTER_UPDATES = Updates(encoding="delta", sharded=True)
-SIMULATED = (("qwen2.5-1.5b", 128), ("qwen2.5-7b", 128), ("qwen2.5-32b", 128), ("qwen3-235b-a22b", 256), ("qwen2.5-7b", 2048))
+SIMULATED = tuple((name, 256) for name in SHAPES)
 PUBLISHED = (
     (QWEN_7B, Updates(), "verl, nccl", "5.5 to 6"),
     (QWEN_32B, Updates(), "verl, nccl", "14 to 18"),
@@ -76,7 +76,8 @@ def point(shape: ModelShape, accelerators: int, batch: int) -> Record:
     if pipeline is None or conventional is None or others[0] is None or others[1] is None:
         return row
     return row | {
-        "pipeline": asdict(pipeline) | {"rate": pipeline.rate, "generating": pipeline.generating, "update_s": pipeline.update.s},
+        "pipeline": asdict(pipeline)
+        | {"rate": pipeline.rate, "generating": pipeline.generating, "update_s": pipeline.update.s},
         "speed_up": pipeline.rate / conventional.rate,
         "speed_up_better_updates": others[0].rate / others[1].rate,
         "rate_better_updates": others[0].rate,
@@ -137,16 +138,14 @@ def scenario(asked: Question, found: ScaledPipeline | ScaledConventional) -> Sce
     slots = found.slots if isinstance(found, ScaledPipeline) else -(-batch * G // found.engines)
     ranks = found.ranks if isinstance(found, ScaledPipeline) else asked.accelerators
     costs, stragglers = simulated_costs(asked, devices=found.devices, engines=found.engines, ranks=ranks, slots=slots)
-    workload = DrawnWorkload(
-        LENGTHS, asked.rollouts.group_size, seed=0, prompt_tokens=asked.rollouts.prompt_tokens
-    )
+    workload = DrawnWorkload(LENGTHS, asked.rollouts.group_size, seed=0, prompt_tokens=asked.rollouts.prompt_tokens)
     return Scenario(
         schedule=PipelineSchedule(batch, stock=2 * batch) if pipelined else ConventionalSchedule(batch, G),
         engines=found.engines,
         slots=slots,
         group_size=asked.rollouts.group_size,
         batch_size=batch,
-        steps=96 if pipelined else 2 * G,
+        steps=64,
         costs=costs,
         workload=workload,
         stragglers=stragglers,
@@ -157,7 +156,7 @@ def scenario(asked: Question, found: ScaledPipeline | ScaledConventional) -> Sce
 
 
 def case_study() -> list[Record]:
-    """The paper's case study: B = 128, uniform lengths up to 8192, lag 133, in tokens per flash. Updates and prompts are free."""
+    """The paper's case study in tokens per flash: B = 128, lengths uniform up to 8192, lag 133. Updates are free."""
     free = replace(CLUSTER, host_bandwidth=1e18, between=replace(CLUSTER.between, bandwidth=1e18))
     rollouts = Rollouts(lengths=LengthDistribution.uniform(8192), batch_size=128, group_size=1, prompt_tokens=0)
     asked = Question(
@@ -202,7 +201,7 @@ def main_run() -> list[Record]:
             assert found is not None
             rows.append(
                 {
-                    "": f"{lengths} lengths, {name}: {found.engines} x {found.devices}, H = {found.slots}, {found.ranks} train",
+                    "": f"{lengths} lengths, {name}: {found.engines} x {found.devices}, H {found.slots}, T {found.ranks}",
                     "samples/s": found.rate,
                     "lag": found.max_lag,
                     "conventional samples/s": conventional.rate,
@@ -228,7 +227,9 @@ def main() -> None:
     parser.add_argument("--no-simulation", action="store_true", help="formulas only")
     options = parser.parse_args()
     found: dict[str, Sequence[Record]] = {
-        name: [point(shape, N, FIXED if name == "B = 1024" else PER_ACCELERATOR * N) for shape in SHAPES.values() for N in SIZES]
+        name: [
+            point(shape, N, FIXED if name == "B = 1024" else PER_ACCELERATOR * N) for shape in SHAPES.values() for N in SIZES
+        ]
         for name in ("B = 8 N", "B = 1024")
     }
     found |= {"case study": case_study(), "main run": main_run(), "updates": updates()}
@@ -240,7 +241,11 @@ def main() -> None:
             {
                 "model": one["model"],
                 "N": one["accelerators"],
-                **{f"{method}: {of}": one[method][of] for method in ("pipeline", "conventional") for of in ("formulas", "simulated")},
+                **{
+                    f"{method}: {of}": one[method][of]
+                    for method in ("pipeline", "conventional")
+                    for of in ("formulas", "simulated")
+                },
                 "speed-up": one["speed_up"],
                 "lag p99": one["pipeline"]["lag_p99"],
             }

@@ -148,9 +148,9 @@ def scaled_plan(question: Question) -> ScaledPlan:
     pipeline, conventional = best_pipeline(question), best_conventional(question)
     if pipeline is None or conventional is None:
         raise UserError(
-            f"no pipeline of {question.shape.name} on {question.accelerators} accelerators: its training state needs at least "
-            f"{least_ranks(question.shape, question.cluster)} of them, and engines must fit besides, with a lag of at most "
-            f"{question.max_lag}; give more --accelerators, or a larger --max-lag"
+            f"no pipeline of {question.shape.name} on {question.accelerators} accelerators: its training state needs "
+            f"at least {least_ranks(question.shape, question.cluster)} of them, and engines must fit besides, with a lag of "
+            f"at most {question.max_lag}; give more --accelerators, or a larger --max-lag"
         )
     return ScaledPlan(question, pipeline, conventional, bounds(question))
 

@@ -251,20 +251,37 @@ def speeds_on(
     """The speeds of processes that share `cores`. One engine takes `generation_s` for a rollout, all ranks `training_s`.
 
     Neither side works much more than the other uses: the trainer waits for rollouts, and the schedule limits those that wait
-    for the trainer. So the rate is that of the slower side, or that at which the work of both fills all cores. At this rate
-    each side has at least what the other leaves. The ranks have at least their fair share of the cores, which is all of them
-    if the trainer goes first. `in_turn`: each side has all cores while it works.
+    for the trainer. So the slower side always works, at one speed while the other works too and at another while it waits.
+    The result is its average, and the other's speed while it works. `in_turn`: each side has all cores while it works.
+    `trainer_first`: generation has a lower priority (`yield_to_the_trainer`).
     """
     generating, training = engines * threads.generation, ranks * threads.training
+    alone = Speeds(min(1.0, cores / generating), min(1.0, cores / training))
     if in_turn:
-        return Speeds(min(1.0, cores / generating), min(1.0, cores / training))
-    generation_work, training_work = generation_s * threads.generation, training_s * training
-    rate = min(engines / generation_s, 1 / training_s, cores / (generation_work + training_work))
-    fair = cores / (training if trainer_first else training + generating)
-    return Speeds(
-        generation=min(1.0, (cores - rate * training_work) / generating),
-        training=min(1.0, max(fair, (cores - rate * generation_work) / training)),
-    )
+        return alone
+    both = _fair_shares(cores, generating, training, weight=GENERATION_WEIGHT if trainer_first else 1.0)
+    rollout_s = generation_s / engines
+    if both.generation / rollout_s < both.training / training_s:  # the trainer waits
+        busy_s = training_s / both.training  # of the trainer, for a rollout
+        rate = alone.generation / (rollout_s + busy_s * (alone.generation - both.generation))
+        return Speeds(rate * rollout_s, both.training)
+    busy_s = rollout_s / both.generation
+    rate = alone.training / (training_s + busy_s * (alone.training - both.training))
+    return Speeds(both.generation, rate * training_s)
+
+
+GENERATION_WEIGHT = 110 / 1024
+"""Linux's weight of a process of niceness 10 (GENERATION_NICENESS) over that of niceness 0."""
+
+
+def _fair_shares(cores: int, generating: int, training: int, *, weight: float) -> Speeds:
+    """The share of a core of each generating and each training thread. Generating ones have `weight`, the others 1."""
+    unit = cores / (generating * weight + training)
+    if unit >= 1:  # training threads have a core each
+        return Speeds(min(1.0, (cores - training) / generating), 1.0)
+    if unit * weight >= 1:
+        return Speeds(1.0, min(1.0, (cores - generating) / training))
+    return Speeds(unit * weight, unit)
 
 
 def shared_costs(config: RunConfig, calibration: Calibration, costs: Costs, workload: Workload) -> Costs:
