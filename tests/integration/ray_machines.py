@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,15 @@ FAST_HEALTH_CHECKS = {
 }
 SMALL = {"num_cpus": 2, "object_store_memory": 80_000_000}
 HEAD = "machine-0"
+STARTUP_S = 120.0
+"""For a raylet to appear. Ray's own 30 s are not enough on a machine that runs many tests."""
 
 
 def main(folder: Path) -> None:
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
+    services.get_node = patient(services.get_node)
     nodes: dict[str, Any] = {}
     use_temporary_folder(folder / HEAD)
     extra = {"include_dashboard": False, "_system_config": FAST_HEALTH_CHECKS}
@@ -40,6 +46,22 @@ def main(folder: Path) -> None:
             print("done", flush=True)
     finally:
         cluster.shutdown()
+
+
+def patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Like `get_node`, but it waits for the node."""
+
+    def waiting(*arguments: Any, **options: Any) -> Any:
+        deadline_s = time.monotonic() + STARTUP_S
+        while True:
+            try:
+                return get_node(*arguments, **options)
+            except RuntimeError:  # it is not registered yet
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(0.1)
+
+    return waiting
 
 
 def use_temporary_folder(folder: Path) -> None:

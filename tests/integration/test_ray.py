@@ -1,7 +1,7 @@
 """A run over the machines of a Ray cluster: the same promises as on one machine, and machines that are lost.
 
-All machines are this one, each with a raylet, a folder for temporary files and a name of its own. A short form runs with the
-other slow tests; `make test-ray` runs everything.
+All machines are this one, each with a raylet, a folder for temporary files and a name of its own. One test runs with the
+other slow tests; `make test-ray` runs all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from tests.integration.runs import (
     assert_trained_once,
     command,
     flags,
-    groups,
     start,
     steps,
     summary,
@@ -54,7 +53,6 @@ if importlib.util.find_spec("ray") is None:
 for program in ("redis-server", "openssl"):
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed (apt-get install {program})", allow_module_level=True)
-LONG = pytest.mark.skipif("PIPELINERL_TEST_RAY" not in os.environ, reason="the long form: make test-ray")
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
 ROOT = Path(__file__).parents[2]
@@ -158,13 +156,14 @@ def checked(run_dir: Path, ended: Ended) -> dict[str, Any]:
     return counts
 
 
-def resume_to_the_end(run_dir: Path, *arguments: str) -> None:
+def resume_to_the_end(run_dir: Path, *arguments: str) -> dict[str, Any]:
     """Two steps further than the latest checkpoint. Checks what any run promises, over both sessions."""
     version = max([0, *(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))])
     goal = f"--trainer.steps={version + 2}"
     counts = checked(run_dir, command("train", "--resume", str(run_dir), goal, *arguments))
     assert counts["version"] == version + 2
     assert [step.version for step in steps(run_dir)] == list(range(1, version + 3))
+    return counts
 
 
 def statuses(run_dir: Path) -> dict[str, StageStatus]:
@@ -198,8 +197,7 @@ class Running:
         found = statuses(run_dir)
         self.machines = {stage: status.machine for stage, status in found.items()}
         self.pids = {stage: status.pid for stage, status in found.items()}
-        for path in (run_dir / "control").glob("server-*.ready.json"):
-            self.pids[path.name.split(".")[0]] = msgspec.json.decode(path.read_bytes())["pid"]
+        self.pids |= workers_of(run_dir)
         self.agents = {self.machines[stage]: parent_of(pid) for stage, pid in self.pids.items() if stage in self.machines}
 
     @property
@@ -219,6 +217,17 @@ class Running:
         until(lambda: not any(map(alive, [self.process.pid, *self.pids.values(), *self.agents.values()])))
 
 
+def workers_of(run_dir: Path) -> dict[str, int]:
+    """The process ids of the run's processes, by role."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            _, *words = path.read_bytes().decode().split("\0")
+            if words[:2] == ["-m", "pipelinerl.launch.hosts.worker"] and words[3] == str(run_dir):
+                found[words[2]] = int(path.parent.name)
+    return found
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -233,11 +242,12 @@ def opened_by(pid: int) -> set[str]:
 # ---------------------------------------------------------------------------------------------- runs to their end
 
 
+@pytest.mark.exhaustive
 def test_a_run_over_three_machines_and_on_from_its_checkpoint(machines: Machines, tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     dry = command("train", "--dry-run", *flags(run_dir, **APART))
     assert dry.status == 0, dry.error
-    for line in ("machine-0 (", "training, preprocessing", "server-0", "server-1"):
+    for line in ("machine-0 (", "training, preprocessing", "server-0", "server-1", "on all machines"):
         assert line in dry.out
     counts = checked(run_dir, command("train", *flags(run_dir, **APART, trainer__steps=4, schedule__max_lag=4)))
     assert counts["peak_memory_bytes"].keys() == {"generation", "preprocessing", "training", "server-0", "server-1"}
@@ -247,8 +257,11 @@ def test_a_run_over_three_machines_and_on_from_its_checkpoint(machines: Machines
     resume_to_the_end(run_dir)
 
 
-def test_a_machine_that_is_removed_ends_the_run_and_is_named(machines: Machines, tmp_path: Path) -> None:
-    """Two actors on two machines: nothing on one is opened on the other, and what is left conserves every rollout."""
+def test_a_run_over_three_machines_loses_one_and_goes_on_with_two(machines: Machines, tmp_path: Path) -> None:
+    """Two actors on two machines: nothing on one is opened on the other. The removed machine ends the run and is named.
+
+    What is left conserves every rollout, and the summary is that of a run on one machine.
+    """
     run = Running(tmp_path / "r", **TWO_ACTORS)
     assert run.machines["trainer"] == "machine-0"
     assert {run.machines["actor-0"], run.machines["actor-1"]} == {"machine-1", "machine-2"}
@@ -265,14 +278,19 @@ def test_a_machine_that_is_removed_ends_the_run_and_is_named(machines: Machines,
     assert ended.status == 4
     assert f"machine {run.machines['actor-1']} " in ended.error
     assert "which runs generation-1, is lost" in ended.error
-    resume_to_the_end(run.run_dir)
-    assert {group.index for group in groups(run.run_dir)}
+    counts = resume_to_the_end(run.run_dir)
+    here = {"launch__kind": "processes", "engine__processes": 2, "trainer__steps": 2}
+    local = checked(tmp_path / "local", command("train", *flags(tmp_path / "local", **here)))
+    assert counts.keys() == local.keys()
+    for one in (counts, local):
+        assert one["rollouts_trained"] == one["optimizer_steps"] * 16
+        assert one["peak_memory_bytes"].keys() == {"generation-0", "generation-1", "training"}
 
 
 # ------------------------------------------------------------------------------------------------- the long form
 
 
-@LONG
+@pytest.mark.exhaustive
 def test_servers_speak_https_and_ask_for_the_key(machines: Machines, tmp_path: Path) -> None:
     files = {"engine__tls_certificate": machines.folder / CERTIFICATE, "engine__tls_key": machines.folder / KEY}
     run = Running(tmp_path / "r", **APART, **files)
@@ -286,7 +304,7 @@ def test_servers_speak_https_and_ask_for_the_key(machines: Machines, tmp_path: P
     assert_conserved(summary(run.run_dir))
 
 
-@LONG
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", ["training", "server-1", "preprocessing", "generation"])
 def test_a_machine_that_is_removed_under_any_role(victim: str, machines: Machines, tmp_path: Path) -> None:
     """Afterwards the run goes on with the machines that are left."""
@@ -299,7 +317,34 @@ def test_a_machine_that_is_removed_under_any_role(victim: str, machines: Machine
     resume_to_the_end(run.run_dir, "--launch.place={}")
 
 
-@LONG
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", ["training", "training-rank-1"])
+def test_a_machine_with_a_rank_of_the_trainer_is_removed(victim: str, machines: Machines, tmp_path: Path) -> None:
+    """The other rank notices it first, and the machine is named all the same."""
+    on = {"training": "machine-1", "training-rank-1": "machine-2", "generation": "machine-0"}
+    run = Running(tmp_path / "r", **SPREAD, trainer__ranks=2, launch__place=json.dumps(on))
+    assert run.pids.keys() >= on.keys()
+    machines.remove(on[victim])
+    ended = run.end()
+    assert ended.status == 4
+    assert f"machine {on[victim]} " in ended.error
+    assert f"which runs {victim}, is lost" in ended.error
+    counts = resume_to_the_end(run.run_dir, "--launch.place={}")
+    assert counts["peak_memory_bytes"].keys() == on.keys()
+
+
+@pytest.mark.exhaustive
+def test_a_rank_on_another_machine_that_is_stopped_is_named(machines: Machines, tmp_path: Path) -> None:
+    on = {"training": "machine-1", "training-rank-1": "machine-2", "generation": "machine-0"}
+    run = Running(tmp_path / "r", **SPREAD, trainer__ranks=2, launch__place=json.dumps(on), launch__watchdog_s=20)
+    os.kill(run.pids["training-rank-1"], signal.SIGSTOP)
+    ended = run.end()
+    assert ended.status == 4
+    assert f"rank 1 of the trainer (pid {run.pids['training-rank-1']}) sent nothing for 10 s" in ended.error
+    resume_to_the_end(run.run_dir, "--launch.watchdog_s=120")
+
+
+@pytest.mark.exhaustive
 def test_a_machine_that_is_removed_during_a_broadcast(machines: Machines, tmp_path: Path) -> None:
     """The sender waits for a receiver that is stopped; then the receiver's machine is gone."""
     run = Running(tmp_path / "r", **TWO_ACTORS)
@@ -319,7 +364,7 @@ def stands_still(run_dir: Path) -> bool:
     return version_of(run_dir) == before
 
 
-@LONG
+@pytest.mark.exhaustive
 def test_a_machine_that_is_removed_during_a_checkpoint(machines: Machines, tmp_path: Path) -> None:
     """The trainer is stopped while a checkpoint is half written, and never goes on."""
     settings = SPREAD | {"launch__place": json.dumps({"training": "machine-1"}), "trainer__checkpoint_every": 1}
@@ -346,7 +391,7 @@ def unfinished(run_dir: Path) -> list[Path]:
     return [path for path in (run_dir / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", path.name)]
 
 
-@LONG
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_agent_that_is_killed_or_frozen(signal_number: int, machines: Machines, tmp_path: Path) -> None:
     """Nothing but the agent is wrong with its machine, and its processes go on for a while. They end with the run."""
@@ -361,7 +406,7 @@ def test_an_agent_that_is_killed_or_frozen(signal_number: int, machines: Machine
     resume_to_the_end(run.run_dir)
 
 
-@LONG
+@pytest.mark.exhaustive
 def test_a_killed_launcher_takes_everything_with_it(machines: Machines, tmp_path: Path) -> None:
     """And another launcher may go on at once: it waits for the agents of the first."""
     run = Running(tmp_path / "r", **APART)
@@ -370,7 +415,7 @@ def test_a_killed_launcher_takes_everything_with_it(machines: Machines, tmp_path
     resume_to_the_end(run.run_dir)
 
 
-@LONG
+@pytest.mark.exhaustive
 def test_a_frozen_launcher_is_given_up_by_its_agents(machines: Machines, tmp_path: Path) -> None:
     run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=20)
     run.process.send_signal(signal.SIGSTOP)
@@ -382,7 +427,7 @@ def test_a_frozen_launcher_is_given_up_by_its_agents(machines: Machines, tmp_pat
     resume_to_the_end(run.run_dir)
 
 
-@LONG
+@pytest.mark.exhaustive
 def test_a_killed_redis_of_the_run_ends_it(machines: Machines, tmp_path: Path) -> None:
     run = Running(tmp_path / "r", **APART)
     (configuration,) = (run.run_dir / "streams").glob("*/redis.conf")
@@ -396,7 +441,7 @@ def test_a_killed_redis_of_the_run_ends_it(machines: Machines, tmp_path: Path) -
     resume_to_the_end(run.run_dir)
 
 
-@LONG
+@pytest.mark.exhaustive
 def test_a_redis_that_is_killed_and_comes_back_with_its_data_changes_nothing(machines: Machines, tmp_path: Path) -> None:
     address, folder = machines.address.partition(":")[0], tmp_path / "redis"
     with ExitStack() as stack:
@@ -428,7 +473,7 @@ def children(pid: int) -> list[int]:
     ]
 
 
-@LONG
+@pytest.mark.exhaustive
 def test_what_can_not_run_is_refused_in_one_line(machines: Machines, tmp_path: Path) -> None:
     for name, settings, message in (
         ("gpu", {"trainer__device": "cuda"}, "no machine has 1 free GPUs for training: .* need 1 GPUs in all"),

@@ -20,7 +20,8 @@ PROCESSES = {
         "cli.train launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights.shared.sender "
         "weights.broadcast config.help launch.dry_run launch.tryout launch.resume launch.hosts.agent launch.hosts.ray "
-        "launch.stages.broadcast launch.stages.generation launch.stages.training models.hub report experiments torch",
+        "launch.placement launch.stages.broadcast launch.stages.generation launch.stages.training models.hub "
+        "redis_connection status.mirror report experiments torch",
     ),
     "launcher, before a run": (
         "environments.static_check environments.tasks.gcd",
@@ -33,7 +34,8 @@ PROCESSES = {
     ),
     "generation": (
         "launch.hosts.worker launch.stages.generation weights.shared.receiver engine",
-        "checkpoint environments.chat environments.static_check models.lora models.packed preprocess serving trainer "
+        "actor.admission_redis checkpoint environments.chat environments.static_check models.lora models.packed preprocess "
+        "redis_connection serving status.mirror trainer "
         "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
         f"launch.stages.preprocessing {LAUNCHER}",
     ),

@@ -28,10 +28,8 @@ def check_before_the_start(config: RunConfig) -> Judgement:
 
 def check_without_running(config: RunConfig) -> Judgement:
     """Check the devices, the model and its memory, and the environment's code statically. Raises UserError."""
-    if config.launch.kind == "ray":  # the devices and the memory are those of other machines
-        check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
-        return Judgement("memory: not predicted, as the run uses several machines")
-    _check_devices(config)
+    if config.launch.kind != "ray":  # there the devices are those of other machines
+        _check_devices(config)
     memory = check_memory(config)
     check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
     return memory

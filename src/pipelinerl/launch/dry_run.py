@@ -18,7 +18,6 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.checks import check_without_running
 from pipelinerl.launch.memory import check_memory
-from pipelinerl.launch.placement import placement_lines
 
 SHOWN_CHARACTERS = 80
 OUTPUT_LINES = 5
@@ -70,7 +69,7 @@ def dry_run(config: RunConfig) -> list[str]:
     check_without_running(config)
     placement = _placement(config)
     report = try_environment(config)
-    return [*(placement or check_memory(config, report.longest_prompt).report()), *_report_lines(report, config)]
+    return [*placement, *check_memory(config, report.longest_prompt).report(), *_report_lines(report, config)]
 
 
 def _placement(config: RunConfig) -> list[str]:
@@ -78,6 +77,7 @@ def _placement(config: RunConfig) -> list[str]:
     if config.launch.kind != "ray":
         return []
     from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - needs the extra `ray`
+    from pipelinerl.launch.placement import placement_lines  # noqa: PLC0415 - only for several machines
 
     with connected(config.launch) as cluster:
         return placement_lines(placement_of(config, cluster), cluster.machines)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, server_roles
-from pipelinerl.launch.share import PREPROCESSING_THREADS, plan_threads, trainer_goes_first
+from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
+from pipelinerl.launch.share import PREPROCESSING_THREADS, Share, shares_of
 
 
 class Machine(NamedTuple):
@@ -46,18 +46,13 @@ class Place(NamedTuple):
     gpus: tuple[int, ...] = ()
 
 
-class Share(NamedTuple):
-    """The CPU threads of a process, and whether it yields to the trainer, which computes on the same cores."""
-
-    threads: int
-    yields: bool
-
-
 def roles_of(config: RunConfig) -> list[Role]:
     """The processes of a run and what they need. A GPU is never shared: each process on a GPU has one of its own."""
     engine, trainer = config.engine, config.trainer
     on_gpu = {"engine": int(engine.device.startswith("cuda")), "trainer": int(trainer.device.startswith("cuda"))}
     roles = [Role(TRAINING, on_gpu["trainer"], trainer.threads)]
+    for name in rank_roles(config):  # on GPUs they are together, as they exchange most; on CPUs they need each machine's
+        roles.append(Role(name, on_gpu["trainer"], trainer.threads, beside=roles[-1].name if on_gpu["trainer"] else None))
     if config.launch.preprocessor == "process":
         reference = on_gpu["trainer"] if trainer.kl_coefficient else 0
         roles.append(Role(PREPROCESSING, reference, PREPROCESSING_THREADS, beside=TRAINING))
@@ -96,28 +91,15 @@ def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str,
     return [places[role.name] for role in roles]
 
 
-def shares_of(
+def shares_on(
     config: RunConfig, schedule: Schedule, places: Sequence[Place], machines: Sequence[Machine]
 ) -> dict[str, Share]:
-    """The CPUs of each process: threads as the run file sets them, or as `plan_threads` divides its machine."""
-    computing = {*server_roles(config)} or ({*generation_roles(config)} if config.engine.kind == "local" else set())
+    """The share that each process has of the CPUs of its machine."""
     shares: dict[str, Share] = {}
     for machine in machines:
         here = [place.role for place in places if place.machine == machine.name]
-        engines, trains = sum(role in computing for role in here), any(map(is_trainer, here))
-        planned = plan_threads(config, schedule, machine.cpus, engines=engines, trains=trains)
-        behind = trains and trainer_goes_first(config, schedule, machine.cpus, engines)
-        for role in here:
-            if role in computing:
-                shares[role] = Share(planned.generation, behind)
-            else:
-                shares[role] = Share(planned.training if is_trainer(role) else PREPROCESSING_THREADS, False)
+        shares |= shares_of(config, schedule, here, machine.cpus)
     return shares
-
-
-def is_trainer(role: str) -> bool:
-    """Whether this is the training process, or one of its ranks."""
-    return role == TRAINING or role.startswith(f"{TRAINING}-")
 
 
 def placement_lines(places: Sequence[Place], machines: Sequence[Machine]) -> list[str]:

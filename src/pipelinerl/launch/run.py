@@ -21,7 +21,6 @@ from pipelinerl.files import write_atomically
 from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
-from pipelinerl.launch.placement import placement_lines
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock, create_run_directory, join_rollouts, open_run_directory
 from pipelinerl.launch.session import Session, StartPlan, write_session
@@ -155,11 +154,12 @@ def _run_stages(session: Session, lock: RunLock, cluster: Cluster | None, broker
         return run_embedded(session, view)
     if cluster is not None:
         from pipelinerl.launch.hosts.ray import RayHost, placement_of  # noqa: PLC0415 - needs the extra `ray`
+        from pipelinerl.launch.placement import placement_lines  # noqa: PLC0415 - only for several machines
 
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):
             view.say(line)
-        return run_processes(session, view, RayHost(session, cluster, places), broker)
+        return run_processes(session, view, RayHost(session, cluster, places, view.say), broker)
     return run_processes(session, view, LocalHost(session, lock.fd), broker)
 
 

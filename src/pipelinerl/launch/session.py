@@ -76,7 +76,9 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     threads           CPU threads that it may use
     yields            it has a lower priority, since the trainer computes on the same cores
     machine, address  of a run on several machines: the machine's name, and where other machines reach it
-    weights_from      where the sender of a weight broadcast listens, if it does not share the launcher's socket
+    weights_from      where the sender of a weight broadcast listens, if its socket is not inherited
+    ranks_at          the same for rank 0 of a sharded trainer
+    scratch           see `RunDirectory`
     """
 
     threads: int = 1
@@ -84,6 +86,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     machine: str = ""
     address: str = "127.0.0.1"
     weights_from: tuple[str, int] | None = None
+    ranks_at: tuple[str, int] | None = None
     scratch: str | None = None
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Schedule
+from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles
 
 if TYPE_CHECKING:
     from pipelinerl.launch.session import Here
@@ -26,6 +28,13 @@ class Threads(NamedTuple):
 
     generation: int
     training: int
+
+
+class Share(NamedTuple):
+    """The CPU threads of a process, and whether it yields to the trainer, which computes on the same cores."""
+
+    threads: int
+    yields: bool
 
 
 def usable_cores() -> int:
@@ -46,12 +55,11 @@ def engines_here(config: RunConfig) -> int:
 
 
 def plan_threads(
-    config: RunConfig, schedule: Schedule, cores: int, *, engines: int | None = None, trains: bool = True
+    config: RunConfig, schedule: Schedule, cores: int, *, engines: int | None = None, ranks: int | None = None
 ) -> Threads:
     """Threads of each process: as the run file sets them, or by default shares of the cores of its machine.
 
-    `engines`: how many processes on this machine generate tokens (None: all of the run), `trains`: whether the trainer is
-    here, too.
+    `engines`: how many processes on this machine generate tokens, `ranks`: how many train (None: all of the run).
 
     If generation and training alternate (by the schedule, or in the embedded launcher), each phase gets all cores, which
     several generating processes share. Otherwise a single generating process gets half the cores; with several, each gets
@@ -59,20 +67,28 @@ def plan_threads(
     idle.
     """
     engines = engines_here(config) if engines is None else engines
-    if not trains or not side_by_side(config, schedule):
+    ranks = config.trainer.ranks if ranks is None else ranks
+    if not ranks or not side_by_side(config, schedule):
         generation, training = cores // max(1, engines), cores
     elif engines == 1:
         generation, training = cores // 2, cores - cores // 2
     else:
         generation, training = 1, cores - engines
-    return Threads(
-        config.engine.threads or max(1, generation), config.trainer.threads or max(1, training // config.trainer.ranks)
-    )
+    return Threads(config.engine.threads or max(1, generation), config.trainer.threads or max(1, training // max(1, ranks)))
 
 
-def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int:
-    """Threads of a generation process: 1 if it only talks to engine servers, as it computes nothing."""
-    return plan_threads(config, schedule, cores).generation if config.engine.kind == "local" else 1
+def shares_of(config: RunConfig, schedule: Schedule, roles: Sequence[str], cores: int) -> dict[str, Share]:
+    """The shares of processes that are on one machine with `cores` cores.
+
+    A generation process that only talks to engine servers gets one thread, as it computes nothing.
+    """
+    computing = {*(generation_roles if config.engine.kind == "local" else server_roles)(config)}
+    training = {TRAINING, *rank_roles(config)}
+    engines, ranks = len(computing.intersection(roles)), len(training.intersection(roles))
+    threads = plan_threads(config, schedule, cores, engines=engines, ranks=ranks)
+    behind = ranks > 0 and trainer_goes_first(config, schedule, cores, engines)
+    shares = {role: Share(threads.training if role in training else PREPROCESSING_THREADS, False) for role in roles}
+    return shares | {role: Share(threads.generation, behind) for role in roles if role in computing}
 
 
 def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int, engines: int | None = None) -> bool:

@@ -24,7 +24,7 @@ from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session, write_session
-from pipelinerl.launch.share import Threads, generation_threads, plan_threads, trainer_goes_first
+from pipelinerl.launch.share import Threads, plan_threads, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast, weights
 from pipelinerl.launch.stages.engines import make_engine
 from pipelinerl.launch.stages.servers import _api_key, _refuse_newer
@@ -77,7 +77,11 @@ def test_roles_and_stages() -> None:
 def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Threads, generation: int) -> None:
     schedule = make_schedule(config)
     assert plan_threads(config, schedule, cores) == expected
-    assert generation_threads(config, schedule, cores) == generation
+    servers, workers = server_roles(config), worker_roles(config)
+    shares = shares_of(config, schedule, [*servers, *workers], cores)
+    assert shares[workers[0]].threads == generation
+    assert shares["training"].threads == expected.training
+    assert all(shares[server].threads == expected.generation for server in servers)
 
 
 @pytest.mark.parametrize(

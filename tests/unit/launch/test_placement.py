@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
-from pipelinerl.launch.placement import Machine, Place, Role, Share, place, placement_lines, roles_of, shares_of
+from pipelinerl.launch.placement import Machine, Place, Role, place, placement_lines, roles_of, shares_on
+from pipelinerl.launch.share import Share
 from pipelinerl.schedule import make_schedule
 
 RAY = ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"]
@@ -66,6 +67,17 @@ def test_on_cpus_engines_keep_off_the_trainers_machine_while_others_have_room() 
     assert on == {"training": "m0", "generation-0": "m1", "generation-1": "m2"}
 
 
+def test_ranks_on_gpus_are_beside_each_other_while_there_is_room() -> None:
+    def machines_of_ranks(machines: list[Machine], *flags: str) -> str:
+        roles = roles_of(load_config(None, [*RAY, "--trainer.ranks=4", *flags]))
+        on = {found.role: found.machine for found in place(roles, machines, {})}
+        return " ".join(on[role.name] for role in roles if role.name.startswith("training"))
+
+    assert machines_of_ranks(cluster(4, 4), "--trainer.device=cuda") == "m0 m0 m0 m0"
+    assert machines_of_ranks(cluster(3, 2), "--trainer.device=cuda") == "m0 m0 m0 m1"
+    assert machines_of_ranks(cluster(0, 0, 0)) == "m0 m1 m2 m0", "without GPUs they are spread"
+
+
 def test_a_pinned_process_gets_its_machine_before_the_others_are_placed() -> None:
     roles = [Role("training", 2), Role("server-0", 1), Role("server-1", 1)]
     places = place(roles, cluster(2, 2), {"server-0": "10.0.0.0"})
@@ -104,11 +116,15 @@ def test_the_processes_of_a_run_and_what_they_need() -> None:
 def test_cpus_are_shares_of_the_machine_that_a_process_is_on() -> None:
     config = load_config(None, [*RAY, "--engine.processes=3"])
     places = [Place("training", "m0"), *(Place(f"generation-{i}", name) for i, name in enumerate(("m0", "m1", "m1")))]
-    shares = shares_of(config, make_schedule(config), places, cluster(0, 0))
+    shares = shares_on(config, make_schedule(config), places, cluster(0, 0))
     assert shares == {role: Share(4, False) for role in ("training", "generation-0", "generation-1", "generation-2")}
-    small = shares_of(config, make_schedule(config), places, cluster(0, 0, cpus=1))
+    sharded = load_config(None, [*RAY, "--trainer.ranks=3"])
+    two = [Place("training", "m0"), Place("training-rank-1", "m0"), Place("training-rank-2", "m1"), places[-1]]
+    ranks = shares_on(sharded, make_schedule(sharded), [*two[:3], Place("generation", "m1")], cluster(0, 0))
+    assert [ranks[role].threads for role in ("training", "training-rank-1", "training-rank-2")] == [4, 4, 4]
+    small = shares_on(config, make_schedule(config), places, cluster(0, 0, cpus=1))
     assert [share.yields for share in small.values()] == [False, True, False, False], "only where the trainer is"
-    alone = shares_of(config, make_schedule(config), [Place("training", "m0")], cluster(0))
+    alone = shares_on(config, make_schedule(config), [Place("training", "m0")], cluster(0))
     assert alone == {"training": Share(8, False)}
 
 

@@ -30,6 +30,7 @@ from pipelinerl.channel import listen
 from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import PipelineRLError, StreamError
 from pipelinerl.launch.hosts.host import Channels, LocalWorker
+from pipelinerl.launch.memory import Memory, this_machine
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session
 from pipelinerl.launch.stages.streams import redis_of
@@ -46,9 +47,16 @@ LAST_WORDS_S = 2.0
 """Time in which the launcher can still hear why an agent ends."""
 
 
+class Greeting(msgspec.Struct, frozen=True):
+    """The part of a `Setup` that every version of this package can read."""
+
+    version: str
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent needs to begin.
 
+    version         of this package, on the launcher's machine
     nonce           name and contents of the file in the run directory
     machine         its own name
     stages          the stages that run on its machine
@@ -57,6 +65,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     working_folder  relative paths in the run file are relative to it
     """
 
+    version: str
     run_dir: str
     nonce: tuple[str, str]
     machine: str
@@ -68,12 +77,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to start. `gpus`: positions in the agent's own GPUs. `sends_weights`: it gets the socket of `listen`."""
+    """A process to start. `gpus`: positions in the agent's own GPUs. `listens`: it gets the sockets of `listen`."""
 
     role: str
     here: Here
     gpus: tuple[int, ...] = ()
-    sends_weights: bool = False
+    listens: bool = False
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +110,7 @@ class Agent:
 
     def __init__(self) -> None:
         self._workers: dict[str, LocalWorker] = {}
-        self._listening = -1
+        self._channels = Channels()
         self._problem: str | None = None
         self._mirroring = threading.Lock()
         self._closing = threading.Event()
@@ -110,11 +119,14 @@ class Agent:
     def clock(self) -> float:
         return time.monotonic()
 
-    def version(self) -> str:
-        return __version__
+    def memory(self, device: str) -> Memory | None:
+        """The memory of `cpu`, or of one of the agent's GPUs (`cuda:POSITION`)."""
+        return this_machine(device)
 
     def open(self, setup: bytes) -> str:
         """Begin. Returns what is wrong on this machine, or "" if nothing is."""
+        if (theirs := msgspec.json.decode(setup, type=Greeting).version) != __version__:
+            return f"it has pipelinerl {__version__}, and the launcher {theirs}: install the same version on all machines"
         self._setup = msgspec.json.decode(setup, type=Setup)
         root, (name, contents) = Path(self._setup.run_dir), self._setup.nonce
         try:
@@ -142,24 +154,22 @@ class Agent:
         threading.Thread(target=self._keep, name="mirror", daemon=True).start()
         return ""
 
-    def listen(self, address: str) -> tuple[str, int]:
-        """Open the socket of a weight broadcast at this address of the machine. Returns its address and port."""
-        listener = listen(address)
-        host, port = listener.getsockname()[:2]
-        self._listening = listener.detach()
-        return host, port
+    def listen(self, address: str) -> list[int]:
+        """Open the sockets of `Channels`, at this address of the machine. Returns their ports."""
+        listeners = [listen(address) for _ in Channels._fields]
+        ports = [listener.getsockname()[1] for listener in listeners]
+        self._channels = Channels(*(listener.detach() for listener in listeners))
+        return ports
 
     def start(self, order: bytes) -> int:
         """Start a process; returns its id."""
         wanted = msgspec.json.decode(order, type=Order)
         here = msgspec.structs.replace(wanted.here, machine=self._setup.machine, scratch=str(self._scratch))
-        weights_fd = self._listening if wanted.sends_weights else -1
+        channels = self._channels if wanted.listens else Channels()
         fds = [worker.parent_fd for worker in self._workers.values()]
         visible = ",".join(self.gpus[position] for position in wanted.gpus)
         environment = {"CUDA_VISIBLE_DEVICES": visible} if wanted.gpus or self.gpus else {}
-        worker = LocalWorker(
-            self._session, wanted.role, here, channels=Channels(weights_fd), fds=fds, environment=environment
-        )
+        worker = LocalWorker(self._session, wanted.role, here, channels=channels, fds=fds, environment=environment)
         self._workers[wanted.role] = worker
         return worker.pid
 

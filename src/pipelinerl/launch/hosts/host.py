@@ -20,10 +20,9 @@ from pipelinerl import errors
 from pipelinerl.child import ChildProcess
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.placement import Machine, Place, shares_of
 from pipelinerl.launch.roles import server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
-from pipelinerl.launch.share import thread_environment, usable_cores
+from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
 from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
 from pipelinerl.status.board import MmapBoard
 
@@ -174,9 +173,8 @@ class LocalHost:
         self._session, self._lock_fd = session, lock_fd
         self._workers: list[LocalWorker] = []
         self._stack = ExitStack()
-        machine = Machine("", "127.0.0.1", usable_cores())
-        places = [Place(role, machine.name) for role in (*server_roles(session.config), *worker_roles(session.config))]
-        self._shares = shares_of(session.config, session.schedule, places, [machine])
+        roles = [*server_roles(session.config), *worker_roles(session.config)]
+        self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
 
     def start(self, role: str) -> LocalWorker:
         share = self._shares[role]

@@ -26,6 +26,7 @@ from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import (
     MissingDependencyError,
     PipelineRLError,
+    RankLostError,
     RunDirectoryError,
     StageDiedError,
     StreamError,
@@ -34,10 +35,12 @@ from pipelinerl.errors import (
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.hosts.agent import BEAT_EVERY_S, LAUNCHER, Agent, Ended, Look, Order, Setup
-from pipelinerl.launch.placement import Machine, Place, Share, is_trainer, place, roles_of, shares_of
-from pipelinerl.launch.roles import stages_of
+from pipelinerl.launch.memory import Memory, check_memory, judge_machine
+from pipelinerl.launch.placement import Machine, Place, place, roles_of, shares_on
+from pipelinerl.launch.roles import TRAINING, rank_roles, stages_of
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
 from pipelinerl.launch.session import Here, Session
+from pipelinerl.launch.share import Share
 from pipelinerl.launch.stages.streams import redis_of
 from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.status.mirror import Heartbeats, RedisBoard
@@ -242,12 +245,18 @@ class _LastBoard(RedisBoard):
 class RayHost:
     """The machines of a cluster. Each that has a process of the run gets an agent."""
 
-    def __init__(self, session: Session, cluster: Cluster, places: Sequence[Place]) -> None:
-        self._session, self._cluster = session, cluster
+    def __init__(
+        self,
+        session: Session,
+        cluster: Cluster,
+        places: Sequence[Place],
+        say: Callable[[str], object],
+    ) -> None:
+        """`say` shows a line to the user."""
+        self._session, self._cluster, self._say = session, cluster, say
         self._places = {place.role: place for place in places}
-        self._shares: dict[str, Share] = shares_of(session.config, session.schedule, places, cluster.machines)
+        self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
         self._seats: dict[str, Seat] = {}
-        self._weights_from: tuple[str, int] | None = None
         self._stack = ExitStack()
         url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
         # Two connections: the thread of heartbeats must not wait for anything else, nor the launcher for long.
@@ -271,9 +280,9 @@ class RayHost:
                 if roles := [place.role for place in self._places.values() if place.machine == machine.name]:
                     self._seats[machine.name] = Seat(machine, self._make_agent(machine), roles)
             self._open_agents()
-            trainer = next(place.machine for place in self._places.values() if is_trainer(place.role))
-            seat = self._seats[trainer]
-            self._weights_from = tuple(seat.call("listen", seat.machine.address))
+            trainer = self._seats[self._places[TRAINING].machine]
+            self._trainer_at = trainer.machine.address
+            self._ports = trainer.call("listen", self._trainer_at)
         except BaseException:
             self._stack.close()
             raise
@@ -285,13 +294,15 @@ class RayHost:
     def start(self, role: str) -> RemoteWorker:
         found, share = self._places[role], self._shares[role]
         seat = self._seats[found.machine]
+        weights_port, ranks_port = self._ports
         here = Here(
             threads=share.threads,
             yields=share.yields,
             address=seat.machine.address,
-            weights_from=self._weights_from,
+            weights_from=(self._trainer_at, weights_port),
+            ranks_at=(self._trainer_at, ranks_port),
         )
-        order = Order(role=role, here=here, gpus=found.gpus, sends_weights=is_trainer(role))
+        order = Order(role=role, here=here, gpus=found.gpus, listens=role == TRAINING)
         pid = seat.call("start", msgspec.json.encode(order))
         return RemoteWorker(role, pid, self._session.run.log(role), seat, self._look)
 
@@ -299,7 +310,9 @@ class RayHost:
         self._look()
         for seat in self._seats.values():
             if seat.lost is not None:
-                return StageDiedError(f"{seat.name}, which runs {', '.join(seat.roles)}, is lost: {seat.lost}")
+                ranks = {TRAINING, *rank_roles(self._session.config)}
+                kind = RankLostError if len(ranks) > 1 and ranks.intersection(seat.roles) else StageDiedError
+                return kind(f"{seat.name}, which runs {', '.join(seat.roles)}, is lost: {seat.lost}")
         return self._board.problem
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
@@ -344,6 +357,7 @@ class RayHost:
             opening = {}
             for name, seat in self._seats.items():
                 setup = Setup(
+                    version=__version__,
                     run_dir=str(run.root),
                     nonce=nonce,
                     machine=name,
@@ -353,14 +367,25 @@ class RayHost:
                     lost_s=session.config.launch.lost_s,
                     working_folder=os.getcwd(),
                 )
-                if (version := seat.call("version")) != __version__:
-                    raise UserError(f"{seat.name} has pipelinerl {version}, and this one {__version__}: install the same")
                 opening[name] = msgspec.json.encode(setup)
             for name, setup_json in opening.items():
                 if problem := self._seats[name].call("open", setup_json):
                     raise UserError(f"{self._seats[name].name}: {problem}")
+                self._judge_memory(self._seats[name])
         finally:
             (run.root / nonce[0]).unlink(missing_ok=True)
+
+    def _judge_memory(self, seat: Seat) -> None:
+        """Show what the processes of a machine may need. Raises UserError if that can't fit."""
+        config, gpus = self._session.config, {role: self._places[role].gpus for role in seat.roles}
+        if (prediction := check_memory(config).prediction) is None:
+            return
+        try:
+            judged = judge_machine(config, prediction, gpus, lambda device: cast(Memory | None, seat.call("memory", device)))
+        except UserError as error:
+            raise UserError(f"{seat.name}: {error}") from error
+        for line in judged.lines:
+            self._say(f"{seat.machine.name}: {line}")
 
     def _clock_ahead_s(self, seat: Seat, bound_s: float) -> float:
         """The machine's clock minus this one's, from the fastest of some calls. The first waits for the agent's start."""

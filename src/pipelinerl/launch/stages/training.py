@@ -64,9 +64,10 @@ def run_rank(session: Session, role: str, ranks_fd: int) -> None:
 
     config, rank = session.config, 1 + rank_roles(session.config).index(role)
     torch.set_num_threads(session.here.threads)
-    with socket.socket(fileno=os.dup(ranks_fd)) as listening:
-        address = listening.getsockname()[:2]
-    with ranks.follow(address, session.plan.ranks_key, config.trainer, rank, **_bounds(session, role)) as team:
+    if (address := session.here.ranks_at) is None:
+        with socket.socket(fileno=os.dup(ranks_fd)) as listening:
+            address = listening.getsockname()[:2]
+    with ranks.follow(address, session.plan.ranks_key, config.trainer, rank, **_options(session, role)) as team:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         policy = load_policy(session, team)
         learner = policy.sharded_learner(config)
@@ -82,13 +83,13 @@ def _lead(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
     starting(board, [TRAINER], "waits for the other ranks to start")
     with (
         socket.socket(fileno=os.dup(ranks_fd)) as listener,
-        ranks.lead(listener, session.plan.ranks_key, session.config.trainer, **_bounds(session, TRAINING)) as team,
+        ranks.lead(listener, session.plan.ranks_key, session.config.trainer, **_options(session, TRAINING)) as team,
     ):
         yield team
 
 
-def _bounds(session: Session, role: str) -> dict[str, Any]:
-    """How long a rank waits for others, and how it ends if it can't return from a collective operation."""
+def _options(session: Session, role: str) -> dict[str, Any]:
+    """How long a rank waits for others, how it ends if a collective operation does not return, and if it sees one GPU."""
 
     def end(why: str) -> None:
         faulthandler.dump_traceback()
@@ -97,7 +98,12 @@ def _bounds(session: Session, role: str) -> dict[str, Any]:
 
     launch = session.config.launch
     # Before the watchdog, which can't say which rank it is.
-    return {"bound_s": launch.startup_timeout_s, "stall_s": min(STALL_S, launch.watchdog_s / 2), "end": end}
+    return {
+        "bound_s": launch.startup_timeout_s,
+        "stall_s": min(STALL_S, launch.watchdog_s / 2),
+        "end": end,
+        "one_gpu": launch.kind == "ray",
+    }
 
 
 def _train(session: Session, board: Board, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
