@@ -176,11 +176,6 @@ def _ranks(config: RunConfig) -> Iterator[str]:
             f"trainer.ranks: launch.kind embedded can't start {ranks} training processes; set it to 1, or launch.kind to "
             "processes"
         )
-    if config.model.lora is not None and trainer.kl_coefficient > 0 and config.launch.preprocessor == "with_trainer":
-        yield (
-            "launch.preprocessor: with several trainer.ranks and model.lora, the reference model of a KL penalty needs a "
-            "process of its own; set it to process"
-        )
 
 
 def _processes(config: RunConfig) -> Iterator[str]:

@@ -104,7 +104,9 @@ def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = N
         training += reference
     processes.append(_process(TRAINING, training))
     for rank, role in enumerate(rank_roles(config), start=1):
-        processes.append(_process(role, _trainer(config, shape, longest_prompt, rank)))
+        parts = _trainer(config, shape, longest_prompt, rank)
+        with_trainer = config.launch.preprocessor == "with_trainer"
+        processes.append(_process(role, [*parts, *(_reference(config, shape, rank) if with_trainer else [])]))
     if between := _between(config, shape):
         processes.append(Process(BETWEEN, (_fixed(BETWEEN, between),)))
     return Prediction(tuple(processes))
@@ -232,12 +234,17 @@ def _float32_head(config: RunConfig, shape: ModelShape, device: str) -> list[Par
     return [_fixed("head in float32", 4 * shape.vocabulary * shape.hidden, device)]
 
 
-def _reference(config: RunConfig, shape: ModelShape) -> list[Part]:
-    """The frozen reference model of a KL penalty. With adapters it is free: the base model with adapters switched off."""
+def _reference(config: RunConfig, shape: ModelShape, rank: int = 0) -> list[Part]:
+    """The frozen reference model of a KL penalty, or the rows of it that a rank has.
+
+    In a trainer with adapters it is free: the base model with adapters switched off.
+    """
     apart = config.launch.preprocessor == "process"
     if config.trainer.kl_coefficient == 0 or (config.model.lora is not None and not apart):
         return []
-    return [_fixed("reference model", _weight_bytes(config, shape), _memory_of(config.trainer.device))]
+    holders = 1 if apart else config.trainer.ranks
+    device = _memory_of(_device_of(config, rank))
+    return [_fixed("reference model", -(-_weight_bytes(config, shape) // holders), device)]
 
 
 def _server(config: RunConfig, shape: ModelShape) -> list[Part]:

@@ -30,23 +30,29 @@ def run_preprocessing(session: Session) -> None:
         stage.run(lambda: stop() or goal_reached(board.read(TRAINER)))
 
 
-def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
+def preparing(
+    config: RunConfig,
+    reader: StreamReader[Group],
+    lora: LoraModel | None = None,
+    reference: ReferenceScorer | None = None,
+) -> PreparingReader:
     """A reader that prepares the groups of `reader` as they are read.
 
-    The reference model of a KL penalty is the base model under the adapters of `lora`; without adapters it is loaded.
+    The reference model of a KL penalty is `reference`, or else the base model under the adapters of `lora`; without both it
+    is loaded.
     """
-    return PreparingReader(reader, Preprocessor(config.preprocess, _reference(config, lora)))
+    return PreparingReader(reader, Preprocessor(config.preprocess, reference or _reference(config, lora)))
 
 
-def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Prepared]:
+def prepared_groups(session: Session, lora: LoraModel | None, reference: ReferenceScorer | None) -> StreamReader[Prepared]:
     """The trainer's reader: the prepared stream, or `preparing` if groups are prepared in this process.
 
-    `lora` are the adapters of the trainer's model, if it has any.
+    `lora` are the adapters of the trainer's model, if it has any; `reference` is a sharded trainer's reference model.
     """
     store = session.streams()
     if session.config.launch.preprocessor == "process":
         return prepared_reader(store)
-    return preparing(session.config, group_reader(store), lora)
+    return preparing(session.config, group_reader(store), lora, reference)
 
 
 def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | None:

@@ -38,6 +38,7 @@ from pipelinerl.types import TRAINER, Prepared
 if TYPE_CHECKING:
     from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
     from pipelinerl.trainer.sharding.ranks import Team
+    from pipelinerl.trainer.sharding.reference import ShardedReference
 
 STALL_S = 30.0
 """A rank of the trainer that sends no heartbeat for this long is lost."""
@@ -72,7 +73,7 @@ def run_rank(session: Session, role: str, ranks_fd: int) -> None:
         learner = policy.sharded_learner(config)
         if policy.checkpoint is not None:
             learner.load_optimizer(policy.checkpoint)
-        learner.follow()
+        learner.follow(policy.reference)
 
 
 @contextmanager
@@ -107,7 +108,7 @@ def _options(session: Session, role: str) -> dict[str, Any]:
 
 def _train(session: Session, board: Board, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
     with (
-        closing(prepared_groups(session, policy.lora)) as reader,
+        closing(prepared_groups(session, policy.lora, policy.reference)) as reader,
         closing(make_sender(session, weights_fd, stopping.is_set)) as sender,
         open_logs(session) as logs,
     ):
@@ -136,7 +137,8 @@ def open_logs(session: Session) -> Iterator[TrainingLogs]:
 class Policy:
     """The model to train and the checkpoint it was loaded from, if any. With `model.lora`, it has the adapters of `lora`.
 
-    `sharded` and `team`: with several `trainer.ranks`.
+    `sharded`, `team` and `reference` (of a KL penalty whose log-probabilities are computed here): with several
+    `trainer.ranks`.
     """
 
     model: Any
@@ -145,6 +147,7 @@ class Policy:
     checkpoint: Checkpoint | None
     sharded: ShardedPolicy | None = None
     team: Team | None = None
+    reference: ShardedReference | None = None
 
     def learner(self, config: RunConfig) -> Learner:
         if self.sharded is not None:
@@ -188,13 +191,24 @@ def load_policy(session: Session, team: Team | None = None) -> Policy:
             seed=config.seed,
             adapter=checkpoint.path if checkpoint and with_adapters else None,
         )
-        return Policy(sharded.model, sharded.lora, load_tokenizer(merged), checkpoint, sharded, team)
+        reference = _sharded_reference(config, sharded, team)
+        return Policy(sharded.model, sharded.lora, load_tokenizer(merged), checkpoint, sharded, team, reference)
     if config.model.lora is None:
         return Policy(load_model(merged, config.trainer.device), None, load_tokenizer(merged), checkpoint)
     lora = LoraModel(load_model(config.model, config.trainer.device), config.model.lora, seed=config.seed)
     if checkpoint:
         lora.load_adapter(checkpoint.path)
     return Policy(lora.model, lora, load_tokenizer(merged), checkpoint)
+
+
+def _sharded_reference(config: RunConfig, policy: ShardedPolicy, team: Team) -> ShardedReference | None:
+    """The reference model, if there is a KL penalty and no process of its own that computes it."""
+    if config.trainer.kl_coefficient == 0 or config.launch.preprocessor == "process":
+        return None
+    from pipelinerl.trainer.sharding.reference import ShardedReference  # noqa: PLC0415 - as above
+
+    temperature = config.actor.temperature
+    return ShardedReference(policy, config.model, config.trainer, team, temperature=temperature, pack=pack)
 
 
 def build_trainer(

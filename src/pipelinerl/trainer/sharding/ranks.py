@@ -90,6 +90,18 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     segments: tuple[Segment, ...]
 
 
+class Score(msgspec.Struct, frozen=True, tag="score"):
+    """Compute log-probabilities under the reference model. `Unscored` follows for each of `rows`; send back a tensor."""
+
+    rows: int
+
+
+class Unscored(msgspec.Struct, frozen=True, tag="unscored"):
+    """A rank's segments in one row; none for an empty place."""
+
+    segments: tuple[Segment, ...]
+
+
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
     """Gather all weights on rank 0."""
 
@@ -112,7 +124,8 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     error: str = ""
 
 
-Message = Hello | Form | Beat | Differentiate | Place | Update | Forward | Gather | SaveOptimizer | Saved | Close
+Order = Differentiate | Update | Forward | Score | Gather | SaveOptimizer | Close
+Message = Order | Hello | Form | Beat | Place | Unscored | Saved
 Line = Channel[Any]
 
 
@@ -394,6 +407,7 @@ def _group(config: TrainerConfig, store: Any, rank: int, peers: Peers, host: str
     if not distributed.is_available() or not distributed.is_backend_available(backend):
         raise UserError(f"trainer.backend: this PyTorch ({torch.__version__}) has no {backend}")
     if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise the mesh chooses another GPU
         torch.cuda.set_device(device)
     with _at_interface_of(host):
         distributed.init_process_group(
