@@ -407,9 +407,10 @@ def test_an_agent_that_is_killed_or_frozen(signal_number: int, machines: Machine
 
 
 @pytest.mark.exhaustive
-def test_a_killed_launcher_takes_everything_with_it(machines: Machines, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [APART, TWO_ACTORS])
+def test_a_killed_launcher_takes_everything_with_it(settings: dict[str, Any], machines: Machines, tmp_path: Path) -> None:
     """And another launcher may go on at once: it waits for the agents of the first."""
-    run = Running(tmp_path / "r", **APART)
+    run = Running(tmp_path / "r", **settings)
     run.process.kill()
     assert run.end().status == -signal.SIGKILL
     resume_to_the_end(run.run_dir)
@@ -490,5 +491,8 @@ def test_what_can_not_run_is_refused_in_one_line(machines: Machines, tmp_path: P
         second = command("train", "--resume", str(tmp_path / "r"))
         assert second.status == 2
         assert "in use by another run on this cluster" in second.error
+    version = version_of(run.run_dir)
+    until(lambda: version_of(run.run_dir) > version, run.process)
     run.process.send_signal(signal.SIGINT)
     assert run.end().status == 130
+    assert_conserved(summary(run.run_dir))

@@ -50,6 +50,8 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
             closing(create_run_directory(config) if resume is None else open_run_directory(resume, config))
         )
         run = lock.run
+        if cluster is not None:
+            _wait_until_unused(run)
         join_rollouts(run.rollouts)
         restart_notice = None if resume is None else _prepare_resume(config, run)
         with _running_broker(config, run, cluster.address if cluster is not None else None) as broker:
@@ -134,6 +136,13 @@ def _cluster(config: RunConfig) -> AbstractContextManager[Cluster | None]:
     from pipelinerl.launch.hosts.ray import connected  # noqa: PLC0415 - needs the extra `ray`
 
     return connected(config.launch)
+
+
+def _wait_until_unused(run: RunDirectory) -> None:
+    """Before anything of the run is changed: a launcher on another machine may be running it."""
+    from pipelinerl.launch.hosts.ray import wait_until_unused  # noqa: PLC0415 - as above
+
+    wait_until_unused(run.root)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:

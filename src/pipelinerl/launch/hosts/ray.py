@@ -118,6 +118,23 @@ def connected(config: LaunchConfig) -> Iterator[Cluster]:
         ray.shutdown()
 
 
+def wait_until_unused(root: Path) -> None:
+    """Wait until no agent of another launcher has this run directory: Ray needs seconds to end those of one that was killed.
+
+    Raises RunDirectoryError if they do not end, because that launcher still runs. The lock of a run directory excludes only
+    launchers on the same machine.
+    """
+    deadline_s = time.monotonic() + ORPHAN_PATIENCE_S
+    while any(name.startswith(f"{root}:") for name in ray.util.list_named_actors()):
+        if time.monotonic() > deadline_s:
+            raise _in_use(root)
+        time.sleep(0.5)
+
+
+def _in_use(root: Path) -> RunDirectoryError:
+    return RunDirectoryError(f"{root} is in use by another run on this cluster; wait for it or choose another --run_dir")
+
+
 def placement_of(config: RunConfig, cluster: Cluster) -> list[Place]:
     """Where the run's processes go. Raises UserError if that is impossible."""
     return place(roles_of(config), cluster.machines, config.launch.place)
@@ -321,25 +338,15 @@ class RayHost:
         return lost
 
     def _make_agent(self, machine: Machine) -> Any:
-        """An actor of this run on the machine. Its name excludes a second run in the same directory.
-
-        After a launcher that was killed, Ray needs some seconds to end its actors.
-        """
+        """An actor of this run on the machine. Its name excludes a second run in the same directory."""
         gpus = sum(len(place.gpus) for place in self._places.values() if place.machine == machine.name)
         where = NodeAffinitySchedulingStrategy(self._cluster.ids[machine.name], soft=False)
         name = f"{self._session.run.root}:{machine.name}"
         options = {"name": name, "num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": where}
-        deadline_s = time.monotonic() + ORPHAN_PATIENCE_S
-        while True:
-            try:
-                return cast(Any, ray.remote(RayAgent)).options(**options).remote()
-            except ValueError as error:
-                if time.monotonic() > deadline_s:
-                    raise RunDirectoryError(
-                        f"{self._session.run.root} is in use by another run on this cluster; wait for it or choose another "
-                        "--run_dir"
-                    ) from error
-                time.sleep(0.5)
+        try:
+            return cast(Any, ray.remote(RayAgent)).options(**options).remote()
+        except ValueError as error:
+            raise _in_use(self._session.run.root) from error
 
     def _open_agents(self) -> None:
         """Have all agents begin. Raises UserError for what is wrong on a machine."""
