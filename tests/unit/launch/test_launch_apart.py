@@ -19,7 +19,7 @@ from pipelinerl.config.schema import (
     TrainerConfig,
     WeightsConfig,
 )
-from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError, StalledError, UserError
+from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_directory import RunDirectory
@@ -215,10 +215,10 @@ class Ended:
     """A process that is not running any more, for the reason given (None: it ended well)."""
 
     running = False
-    role, machine, pid = "server-0", "", 7
+    machine, pid = "", 7
 
-    def __init__(self, why: PipelineRLError | str | None) -> None:
-        self.why = why
+    def __init__(self, why: PipelineRLError | str | None, role: str = "server-0") -> None:
+        self.why, self.role = why, role
 
     def failure(self) -> Any:
         return self.why
@@ -238,3 +238,15 @@ def test_the_first_cause_is_told() -> None:
     assert str(Processes(here, None, [worker], [Ended(None)]).failure()) == left  # type: ignore[list-item]
     assert str(Processes(here, None, [Ended(None), worker]).failure()) == "the worker lost its server"  # type: ignore[list-item]
     assert Processes(here, None, [Ended(None)]).failure() is None  # type: ignore[list-item]
+
+
+def test_the_cause_of_a_lost_rank_is_told() -> None:
+    """Rank 0 ends because of another rank, and then engines; or rank 0 because of an engine, and then the other ranks."""
+    here: Any = Ended(None)
+    engine = Ended(StageDiedError("the engine's sender is gone"), "generation")
+    noticed, killed = Ended(RankLostError("rank 1 is gone"), "training"), Ended(StageDiedError("killed"), "training-rank-1")
+    assert str(Processes(here, None, [engine, noticed]).failure()) == "rank 1 is gone"  # type: ignore[list-item]
+    assert str(Processes(here, None, [engine, noticed, killed]).failure()) == "killed"  # type: ignore[list-item]
+    lost = Ended(StageDiedError("the engine is gone"), "training")
+    follower = Ended(RankLostError("rank 0 ended"), "training-rank-1")
+    assert str(Processes(here, None, [engine, lost, follower]).failure()) == str(engine.why)  # type: ignore[list-item]

@@ -40,7 +40,7 @@ LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
 """Time for a clean stop: a decode step, an optimizer step and a checkpoint."""
 CAUSE_PATIENCE_S = 1.0
-"""Time for a rank of the trainer to end, after another one noticed that it is lost."""
+"""Time for a rank of the trainer to end, after another one, or an engine, noticed that it is lost."""
 SERVER_PATIENCE_S = 20.0
 """Time for an engine server to stop. It is idle by then."""
 
@@ -65,9 +65,11 @@ class Processes:
         for server in self.servers:
             if not server.running:
                 return server.failure() or premature_exit(server)
-        failures = [failure for worker in self.workers if (failure := worker.failure()) is not None]
+        failures = {worker.role: failure for worker in self.workers if (failure := worker.failure()) is not None}
+        if isinstance(failures.get(TRAINING), RankLostError):  # it ended because of another rank, and may have ended engines
+            failures = {role: failure for role, failure in failures.items() if role.startswith(TRAINING)}
         # The loss of a rank is noticed by the others: what the lost one died of comes first.
-        return min(failures, key=lambda failure: isinstance(failure, RankLostError), default=None)
+        return min(failures.values(), key=lambda failure: isinstance(failure, RankLostError), default=None)
 
 
 def premature_exit(worker: Worker) -> PipelineRLError:
@@ -131,7 +133,7 @@ def _watch(
     while True:
         ended = [worker for worker in workers if not worker.running]
         if failure := processes.failure():
-            if isinstance(failure, RankLostError):
+            if followers:
                 time.sleep(CAUSE_PATIENCE_S)
                 failure = processes.failure() or failure
             return processes.broker_failure() or processes.host.cause(failure)
