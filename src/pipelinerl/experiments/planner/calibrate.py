@@ -183,15 +183,7 @@ def describe_machine(device: str, threads: int) -> Machine:
         accelerators=torch.cuda.device_count() if gpu else max(1, usable_cores() // threads),
         torch=str(torch.__version__),
         load_average=load_average(),
-        niceness=not _autogroups(),
     )
-
-
-def _autogroups() -> bool:
-    try:
-        return Path("/proc/sys/kernel/sched_autogroup_enabled").read_text(encoding="ascii").strip() == "1"
-    except OSError:
-        return False
 
 
 def _lengths(groups: list[Group]) -> list[int]:

@@ -17,8 +17,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Where and when the measurements were made, and `load_average` (1 minute, at the start).
 
     `accelerators` is N: the number of GPUs if engines run on GPUs, else how many processes with the run's number of threads
-    fit on the cores. `niceness`: whether a process's niceness counts against the other processes of a run. It does not where
-    Linux schedules sessions as groups (autogroup), since each of them is a session.
+    fit on the cores.
     """
 
     date: str
@@ -27,7 +26,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     accelerators: int
     torch: str
     load_average: float | None = None
-    niceness: bool = True
 
     @property
     def busy(self) -> bool:

@@ -308,7 +308,7 @@ def shared_costs(config: RunConfig, calibration: Calibration, costs: Costs, work
         generation_s=tokens * costs.decode_step_s[slots] / slots + costs.prompt_s / K + costs.rollout_s,
         training_s=costs.train_step_s / B + costs.train_token_s * used + costs.prepare_s,
         in_turn=not side_by_side(config, schedule),
-        trainer_first=calibration.machine.niceness and trainer_goes_first(config, schedule, cores),
+        trainer_first=trainer_goes_first(config, schedule, cores),
     )
     slower, trainer = 1 / speeds.generation, 1 / speeds.training
     return replace(
