@@ -202,9 +202,10 @@ def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str)
     share = -(-shape.parameters // ranks)
     if lora is None:
         trained, rows = share, 4 * share
-        # Of the units that are summed: as computed, joined in float32 to be sent, and the rows that come back.
+        # As computed, and at most at once: joined in float32 to be sent, and the rows that come back.
         summed = ends + layer
-        parts = [_fixed("gradients of gathered weights", (item + 4) * summed + 4 * summed // ranks, device)]
+        most = (item + 4) * summed + 4 * summed // ranks
+        parts = [Part("gradients of gathered weights", item * summed, most, device)]
     else:
         trained, rows = sum(lora.rank * (n + m) for n, m in _adapted(shape, lora.target_modules)), item * share
         parts = [
@@ -214,7 +215,7 @@ def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str)
     parts += [
         _fixed("weights", rows, device),
         _fixed("gathered weights", item * gathered, device),
-        _fixed("buffers of gathering", item * arriving, device),  # they arrive joined, and are then copied
+        Part("buffers of gathering", 0, item * arriving, device),  # they arrive joined, and are then copied
         _fixed("gradients", 4 * trained, device),
         _fixed("Adam's moments", 8 * trained, device),
     ]
