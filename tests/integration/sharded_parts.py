@@ -311,6 +311,7 @@ def _fork(*jobs: Callable[[], None]) -> None:
         if not (child := os.fork()):
             status = 1
             try:
+                torch.set_num_threads(1)  # replaces the forked thread pool, before several threads need it
                 job()
                 status = 0
             except BaseException:  # noqa: BLE001 - this process must not return
@@ -329,9 +330,8 @@ def _ranks(root: Path, size: int, savers: Sequence[str]) -> list[Callable[[], No
 
 
 def main(root: Path) -> None:
-    torch.set_num_threads(1)
     names = list(SCENARIOS)
-    write_models(root)
+    _fork(partial(write_models, root))
     _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
     _fork(*_ranks(root, 3, ["alone"]))
     _fork(*_ranks(root, 2, ["alone", "by3"]))
