@@ -5,7 +5,7 @@ stream ──groups──▶ SampleQueue ──B rollouts──▶ Learner.step 
                         └── drop stale rollouts ◀──┘ ESS too low
 
 consumes      groups from the rollout stream, only as many as the schedule needs for the next step
-produces      weights for the engines, a StepRecord and a TrainedRecord per step, checkpoints
+produces      weights for the engines, a StepRecord and a TrainedRecord per step, a PublishedRecord per update, checkpoints
 waits for     rollouts, while the schedule does not allow a step with those in the queue
 unblocked by  the actor, when it writes groups to the stream
 """
@@ -193,6 +193,7 @@ class Trainer:
         Raises PolicyMismatchError if the batch was on-policy, since waiting for other data would not help.
         """
         self._ess_guard_trips += 1
+        self._status.refused(samples)
         self._queue.drop(samples, "ess_guard")
         self._queue.require(self._version, "ess_guard")
         # Published at once, so that the actor can start new groups.
@@ -212,7 +213,9 @@ class Trainer:
     def _publish(self) -> None:
         self._probe.expect(self._version)
         with self._status.publishing():
-            self._sender.send(self._version, self._learner.weights())
+            checksum = self._sender.send(self._version, self._learner.weights())
+        if checksum:  # otherwise the run is ending
+            self._status.published(self._version, checksum, self._sender.digests)
         self._published_version = self._version
 
     # ---- checkpoints and the end of the run

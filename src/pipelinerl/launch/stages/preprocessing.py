@@ -31,11 +31,13 @@ def run_preprocessing(session: Session) -> None:
 
 
 def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
-    """A reader that prepares the groups of `reader` as they are read.
+    """A reader that prepares the groups of `reader` as they are read."""
+    return PreparingReader(reader, make_preprocessor(config, lora))
 
-    The reference model of a KL penalty is the base model under the adapters of `lora`; without adapters it is loaded.
-    """
-    return PreparingReader(reader, Preprocessor(config.preprocess, _reference(config, lora)))
+
+def make_preprocessor(config: RunConfig, lora: LoraModel | None = None) -> Preprocessor:
+    """The reference model of a KL penalty is the base model under the adapters of `lora`; without adapters it is loaded."""
+    return Preprocessor(config.preprocess, _reference(config, lora))
 
 
 def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Prepared]:

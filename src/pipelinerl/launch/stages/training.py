@@ -24,6 +24,7 @@ from pipelinerl.launch.interrupts import stop_on_sigterm
 from pipelinerl.launch.roles import TRAINING, plan_threads, rank_roles, usable_cores
 from pipelinerl.launch.session import Session, write_error
 from pipelinerl.launch.stages.preprocessing import prepared_groups
+from pipelinerl.launch.stages.recording import record_session
 from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.models.loading import load_model, load_tokenizer
@@ -117,13 +118,15 @@ class TrainingLogs:
 
     metrics: Sink
     trained: JsonLines
+    published: JsonLines
 
 
 @contextmanager
 def open_logs(session: Session) -> Iterator[TrainingLogs]:
-    metrics = make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard)
-    with closing(metrics), JsonLines(session.run.rollouts / TRAINED_FILE) as trained:
-        yield TrainingLogs(metrics, trained)
+    run = session.run
+    metrics = make_sink(run.root, tensorboard=session.config.metrics.tensorboard)
+    with closing(metrics), JsonLines(run.rollouts / TRAINED_FILE) as trained, JsonLines(run.published) as published:
+        yield TrainingLogs(metrics, trained, published)
 
 
 @dataclass(frozen=True)
@@ -200,10 +203,11 @@ def build_trainer(
     sender: WeightSender,
     logs: TrainingLogs,
 ) -> Trainer:
-    """Make the trainer of `policy`, with the state of its checkpoint. Nothing is sent or trained yet."""
+    """Make the trainer of `policy`, with the state of its checkpoint, and record the session. Nothing is trained yet."""
     config = session.config
     learner = policy.learner(config)
     state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
+    record_session(session)
     queue = SampleQueue(
         reader,
         by_index=session.schedule.trains_in_rounds(),
@@ -221,6 +225,7 @@ def build_trainer(
             board=board,
             sink=logs.metrics,
             trained_log=logs.trained,
+            published_log=logs.published,
             engines=[stages.engine for stages in generation],
             actors=[stages.actor for stages in generation],
             started_s=session.records_from_s,
