@@ -53,7 +53,7 @@ def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
     stopping = threading.Event()
     board = MmapBoard(session.run.control)
     with ExitStack() as stack:
-        team = stack.enter_context(_lead(session, board, ranks_fd)) if session.config.trainer.ranks > 1 else None
+        team = stack.enter_context(lead_ranks(session, board, ranks_fd)) if session.config.trainer.ranks > 1 else None
         starting(board, [TRAINER], "loads the model")
         _train(session, board, load_policy(session, team), weights_fd, stopping)
 
@@ -76,7 +76,8 @@ def run_rank(session: Session, role: str, ranks_fd: int) -> None:
 
 
 @contextmanager
-def _lead(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
+def lead_ranks(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
+    """Be rank 0 of a sharded trainer while inside; the others connect to the socket `ranks_fd`."""
     from pipelinerl.trainer import ranks  # noqa: PLC0415 - as above
 
     starting(board, [TRAINER], "waits for the other ranks to start")
