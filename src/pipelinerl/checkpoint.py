@@ -200,6 +200,16 @@ def save_weights(directory: Path, *, version: int, model: Any, tokenizer: Any) -
     return directory / _name(version)
 
 
+def keep_latest(directory: Path, version: int, count: int, *, spared_every: int) -> None:
+    """Delete copies of weights, except the last `count` up to `version`, and versions that `spared_every` divides (0: none).
+
+    Raises CheckpointError if that fails.
+    """
+    found = {number: path for number, path in _by_version(directory).items() if not spared_every or number % spared_every}
+    latest = [number for number in found if number <= version][-count:]
+    _delete([path for number, path in found.items() if number not in latest])
+
+
 @contextmanager
 def _new_folder(directory: Path, version: int) -> Iterator[Path]:
     """A hidden folder that is renamed to its final name on success, and deleted on failure. Raises CheckpointError."""

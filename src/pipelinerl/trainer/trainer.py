@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.checkpoint import WEIGHTS_FOLDER, Checkpoint, rng_state, save_checkpoint, save_weights
+from pipelinerl.checkpoint import WEIGHTS_FOLDER, Checkpoint, keep_latest, rng_state, save_checkpoint, save_weights
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.interfaces import Schedule, Verdict, WeightSender
@@ -225,6 +225,8 @@ class Trainer:
         copy, checkpoint = (
             every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
         )
+        kept = self._config.keep_versions if self._published_version == self._version else None
+        copy = copy or kept is not None
         if self._checkpoints is None or not (copy or checkpoint):
             return
         with self._status.saving():
@@ -232,6 +234,8 @@ class Trainer:
                 self._status.report("working", f"writing the weights of version {self._version}", now=True)
                 folder = self._checkpoints.directory.parent / WEIGHTS_FOLDER
                 save_weights(folder, version=self._version, model=self._learner, tokenizer=self._checkpoints.tokenizer)
+                if isinstance(kept, int):
+                    keep_latest(folder, self._version, kept, spared_every=self._config.weights_every)
             if checkpoint:
                 self.checkpoint()
 

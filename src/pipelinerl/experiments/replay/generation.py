@@ -30,7 +30,7 @@ from pipelinerl.checkpoint import load_checkpoint, saved_versions
 from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.rows import Ints
-from pipelinerl.errors import RunInterruptedError, UserError
+from pipelinerl.errors import ReplayDifferenceError, RunInterruptedError, UserError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, first_names, named_weights
@@ -46,10 +46,14 @@ otherwise.
 
 
 class Weights:
-    """The weights of versions of a run: those that the run kept, and those that were saved here. Cached one at a time."""
+    """The weights of versions of a run: those that the run kept, and those that were saved here. Cached one at a time.
 
-    def __init__(self, run_dir: Path, model: ModelConfig, folder: Path) -> None:
+    `published` has the checksums of the run's weights, by version.
+    """
+
+    def __init__(self, run_dir: Path, model: ModelConfig, folder: Path, published: Mapping[int, str]) -> None:
         self._model = model
+        self._published = published
         self._folder = folder
         self._kept = saved_versions(run_dir)
         self._aliases: dict[int, dict[str, str]] = {}
@@ -68,7 +72,7 @@ class Weights:
         save_file(owned, self._file(version))
 
     def __call__(self, version: int) -> Mapping[str, Tensor]:
-        """Raises CheckpointError for damaged files."""
+        """Raises CheckpointError for damaged files, ReplayDifferenceError for kept weights that the run did not publish."""
         if self._latest is None or self._latest[0] != version:
             self._latest = (version, self._load(version))
         return self._latest[1]
@@ -80,11 +84,14 @@ class Weights:
         if version in self._aliases:
             owned = load_file(self._file(version))
             return {name: owned[first] for name, first in self._aliases[version].items()}
-        path = self._kept.get(version)
-        if path is None:
-            return named_weights(load_model(self._model))
-        load_checkpoint(path)  # verifies every file
-        return named_weights(load_model(self._model.model_copy(update={"path": str(path)})))
+        path, model = self._kept.get(version), self._model
+        if path is not None:
+            load_checkpoint(path)  # verifies every file
+            model = model.model_copy(update={"path": str(path)})
+        tensors = named_weights(load_model(model))
+        if (published := self._published.get(version)) is not None and checksum(tensors) != published:
+            raise ReplayDifferenceError(f"the weights in {model.path} are not those that the run published as version {version}")
+        return tensors
 
     def _file(self, version: int) -> Path:
         return self._folder / f"{version}.safetensors"

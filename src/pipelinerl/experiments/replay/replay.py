@@ -167,7 +167,7 @@ class _Replay:
     differences: list[str] = field(default_factory=list)
     compared: list[StepComparison] = field(default_factory=list)
     needed: set[int] = field(default_factory=set)
-    published_count: int = 0
+    checked: set[int] = field(default_factory=set)
     first_step: str | None = None
     said_s: float = 0.0
 
@@ -176,7 +176,8 @@ class _Replay:
         warnings = self._warnings()
         for warning in warnings:
             self.say(f"warning: {warning}")
-        self.weights = Weights(self.request.run_dir, self.config.model, self.folder.root / "versions")
+        checksums = {version: record.checksum for version, record in self.run.published.items()}
+        self.weights = Weights(self.request.run_dir, self.config.model, self.folder.root / "versions", checksums)
         groups = self._choose() if self.request.verify else []
         if self.steps:
             training = TrainingReplay(
@@ -196,12 +197,16 @@ class _Replay:
             else:
                 if self.first_step is not None:
                     self.differences.append(self.first_step)
-        generation, tolerance = self._verify(groups)
+        generation, tolerance = None, None
+        try:
+            generation, tolerance = self._verify(groups)
+        except ReplayDifferenceError as error:
+            self.differences.append(str(error))
         result = ReplayResult(
             run=str(self.request.run_dir),
             counterfactual=self._settings() if not exact else {},
             steps=self.steps,
-            published=self.published_count,
+            published=len(self.checked),
             time_s=time.monotonic() - began_s,
             differences=tuple(self.differences),
             warnings=tuple(warnings),
@@ -254,7 +259,7 @@ class _Replay:
             odd = [name for name in {**recorded.digests, **found} if recorded.digests.get(name) != found.get(name)]
             what = f"first in parameter {odd[0]} ({len(odd)} of {len(found)} differ)" if odd else "in a type or a shape"
             raise ReplayDifferenceError(f"{where} of version {version} differ from those of the run, {what}")
-        self.published_count += 1
+        self.checked.add(version)
 
     def stepped(self, record: StepRecord) -> None:
         recorded = self.run.metrics.get(record.version)

@@ -96,7 +96,7 @@ class TrainingReplay:
         session = self._session(segment, checkpoint)
         config, board = session.config, MemoryBoard()
         with ExitStack() as stack:
-            stack.enter_context(_threads(config.trainer.threads or segment.record.threads))
+            stack.enter_context(_threads(config.trainer.threads or 1))
             team = stack.enter_context(_ranks(session, board)) if config.trainer.ranks > 1 else None
             policy = load_policy(session, team)
             logs = stack.enter_context(self._logs())
@@ -130,11 +130,17 @@ class TrainingReplay:
 
     def _session(self, segment: Segment, checkpoint: Path | None) -> Session:
         """The segment's session, in the replay's folder. Only what changes no result is different."""
-        config, trainer = self.change(segment.config), {"checkpoint_every": 0, "weights_every": 0, "keep_checkpoints": 1}
-        if config.trainer.threads is None:
-            trainer["threads"] = segment.record.threads
-        guard = {} if self.exact else {"ess_threshold": 0.0}
-        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={**trainer, **guard})})
+        config = self.change(segment.config)
+        changes: dict[str, Any] = {
+            "checkpoint_every": 0,
+            "weights_every": 0,
+            "keep_versions": None,
+            "keep_checkpoints": 1,
+            "threads": config.trainer.threads or segment.record.threads,
+        }
+        if not self.exact:
+            changes["ess_threshold"] = 0.0
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
         plan = StartPlan(checkpoint=None if checkpoint is None else str(checkpoint), version=segment.start)
         schedule = cast("Schedule", _OneBatch(make_schedule(config), config.trainer.batch_size))
         session = Session(config, self.folder, plan, schedule, time.monotonic())
