@@ -11,8 +11,8 @@ from pipelinerl.errors import ReplayDifferenceError
 
 _REPLAY = (
     "Without settings, training is repeated and the checksum of every published version is compared with the run's; exit "
-    "status 1 if one differs. With settings of the training side (--trainer.loss ppo --correction.token tv), the same batches "
-    "are trained on with them, and gradient norms, ESS and clipped shares are compared with the run's."
+    "status 1 if one differs. With other settings of the training side (--trainer.loss ppo --correction.token tv), the same "
+    "batches are trained on with them, and gradient norms, ESS and clipped shares are compared with the run's."
 )
 
 
@@ -35,19 +35,17 @@ def add_to(commands: Commands) -> None:
     flag = commands.add("export", text, run=run_export).add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     flag("out", type=Path, metavar="OUT.tar", help="the new file")
-    flag("--no-weights", action="store_true", help="leave out checkpoints and copies of weights; a replay computes them again")
+    flag(
+        "--no-weights", action="store_true", help="leave out checkpoints and copies of weights; a replay computes them again"
+    )
     flag("--no-model", action="store_true", help="leave out the folder of the initial model")
 
 
 def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises ReplayDifferenceError, after printing the results, if the run was not repeated."""
     config_of_run(options.run_dir)
-    from pipelinerl.experiments.replay.replay import (  # noqa: PLC0415 (loads torch)
-        Request,
-        difference_text,
-        replay,
-        result_text,
-    )
+    from pipelinerl.experiments.replay.replay import Request, replay  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.replay.results import difference_text, result_text  # noqa: PLC0415
     from pipelinerl.launch.interrupts import counted_interrupts  # noqa: PLC0415 - as above
 
     request = Request(

@@ -142,9 +142,9 @@ class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
 class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step. `version` is that of the weights after it, and `samples` are in the order of the batch.
 
-    `refused` are the batches that the ESS guard rejected since the previous record. `dropped_lengths` are the sampled tokens of each rollout that the trainer dropped since the previous record, by reason;
-    `dropped_ids` are the ids of these rollouts. A resumed run repeats the steps after its checkpoint: if several lines have
-    the same version, the last one counts.
+    `refused` are the batches that the ESS guard rejected since the previous record. `dropped_lengths` are the sampled tokens
+    of each rollout that the trainer dropped since then, by reason; `dropped_ids` are the ids of these rollouts. A resumed
+    run repeats the steps after its checkpoint: if several lines have the same version, the last one counts.
     """
 
     version: int

@@ -142,9 +142,7 @@ class TrainerStatus:
         lengths, ids = queue.dropped_lengths(), queue.dropped_ids()
         if output.trained_log is not None:
             output.trained_log.write(
-                trained_record(
-                    samples, version=version - 1, refused=self._refused, dropped_lengths=lengths, dropped_ids=ids
-                )
+                trained_record(samples, version=version - 1, refused=self._refused, dropped_lengths=lengths, dropped_ids=ids)
             )
         self._refused = []
 

@@ -16,6 +16,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +91,9 @@ class Weights:
             model = model.model_copy(update={"path": str(path)})
         tensors = named_weights(load_model(model))
         if (published := self._published.get(version)) is not None and checksum(tensors) != published:
-            raise ReplayDifferenceError(f"the weights in {model.path} are not those that the run published as version {version}")
+            raise ReplayDifferenceError(
+                f"the weights in {model.path} are not those that the run published as version {version}"
+            )
         return tensors
 
     def _file(self, version: int) -> Path:
@@ -105,7 +108,7 @@ def versions_of(group: Group, kv: str) -> set[int]:
 
 def choose_groups(indices: Sequence[int], count: int, seed: int) -> list[int]:
     """`count` of the indices, or all if there are fewer; ascending."""
-    return sorted(random.Random(seed).sample(indices, min(count, len(indices))))  # noqa: S311 - not for security
+    return sorted(random.Random(seed).sample(indices, min(count, len(indices))))
 
 
 # ---- timelines
@@ -195,7 +198,7 @@ class Timeline:
             first, end = used.get(span.version, (begin + span.start, begin + span.end))
             used[span.version] = (min(first, begin + span.start), max(end, begin + span.end))
         intervals = [used[version] for version in sorted(used)]
-        if any(earlier[1] > later[0] for earlier, later in zip(intervals, intervals[1:], strict=False)):
+        if any(earlier[1] > later[0] for earlier, later in pairwise(intervals)):
             return False
         self.used = used
         self.members.append((begin, recorded))
@@ -256,21 +259,21 @@ class Gap(NamedTuple):
     def __str__(self) -> str:
         turn = f", turn {self.turn}" if self.turn else ""
         return (
-            f"group {self.group}, rollout {self.rollout}{turn}, token {self.token} (version {self.version}): its log-prob is "
-            f"{self.recorded:.6f} in the record and {self.logprob:.6f} in the replay"
+            f"group {self.group}, rollout {self.rollout}{turn}, token {self.token} (version {self.version}): its log-prob "
+            f"is {self.recorded:.6f} in the record and {self.logprob:.6f} in the replay"
         )
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`switches`: weight updates within completions. `drawn`: tokens that the replay drew again. `gaps`: one per completion,
-    largest first.
+    """`switches`: weight updates within completions. `drawn`: tokens that the replay drew again; None if another package's
+    engine drew them. `gaps`: one per completion, largest first.
     """
 
     groups: int
     completions: int
     tokens: int
     switches: int
-    drawn: int
+    drawn: int | None
     timelines: int
     gaps: tuple[Gap, ...]
 
@@ -301,7 +304,7 @@ def repeat_groups(
         completions=len(completions),
         tokens=sum(len(one.completion.token_ids) for one in completions),
         switches=sum(len(one.completion.weight_versions) - 1 for one in completions),
-        drawn=sum(engine.drawn.values()),
+        drawn=None if config.engine.kind == "vllm" else sum(engine.drawn.values()),
         timelines=len(timelines),
         gaps=tuple(sorted(gaps, reverse=True)),
     )
@@ -344,9 +347,7 @@ class _Repeater:
     def _submit(self, recorded: Recorded) -> None:
         tokens = recorded.completion.token_ids
         self._engine.tokens[recorded.id] = tokens
-        sampling = SamplingParams(
-            max_tokens=len(tokens), temperature=self._config.actor.temperature, seed=recorded.seed
-        )
+        sampling = SamplingParams(max_tokens=len(tokens), temperature=self._config.actor.temperature, seed=recorded.seed)
         # Streamed, so that the engine counts tokens one by one.
         request = GenerationRequest(id=recorded.id, prompt_ids=recorded.prompt_ids, sampling=sampling, stream=True)
         self._engine.submit(request)

@@ -17,14 +17,14 @@ from typing import TypeVar
 import msgspec
 from pydantic import ValidationError
 
+from pipelinerl.config.load import with_own_model
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import RolloutError, RunDirectoryError, UserError
+from pipelinerl.errors import RolloutError, RunDirectoryError
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import FORMAT, SessionRecord
 from pipelinerl.metrics.records import StepRecord, read_lines, read_records
 from pipelinerl.trainer.records import TRAINED_FILE, PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, Prepared, TrainingSample
-
 
 _RecordT = TypeVar("_RecordT", TrainedRecord, PublishedRecord)
 
@@ -69,16 +69,18 @@ class RecordedRun:
     def steps(self) -> int:
         return self.segments[-1].end
 
-    def trained_groups(self, steps: int) -> list[int]:
-        """Indices of the groups with a rollout that the first `steps` steps trained on, ascending."""
-        batches = (batch for segment in self.segments for batch in segment.batches if batch.version <= steps)
+    def trained_groups(self) -> list[int]:
+        """Indices of the groups with a rollout that was trained on, ascending."""
+        batches = (batch for segment in self.segments for batch in segment.batches)
         return sorted({sample.group_index for batch in batches for sample in batch.samples})
 
     def _lines(self, path: Path, kind: type[_RecordT], repeats: Callable[[_RecordT, _RecordT], bool]) -> list[_RecordT]:
         try:
             return read_lines(path, kind, repeats)
         except FileNotFoundError as error:
-            raise RunDirectoryError(f"{self.run.root} has no {path.name}: it took no step, or parts of it are missing") from error
+            raise RunDirectoryError(
+                f"{self.run.root} has no {path.name}: it took no step, or parts of it are missing"
+            ) from error
 
 
 def _repeats(old: _RecordT, new: _RecordT) -> bool:
@@ -106,19 +108,17 @@ def _read_sessions(run: RunDirectory) -> list[SessionRecord]:
     return sessions
 
 
-def _segments(
-    run: RunDirectory, sessions: Sequence[SessionRecord], trained: Sequence[TrainedRecord]
-) -> Iterator[Segment]:
+def _segments(run: RunDirectory, sessions: Sequence[SessionRecord], trained: Sequence[TrainedRecord]) -> Iterator[Segment]:
     ends = [min(later.version for later in sessions[number:]) for number in range(1, len(sessions))]
     for record, end in zip(sessions, [*ends, len(trained)], strict=True):
         if end <= record.version and trained:
             continue
-        config = config_of(run, record)
+        config = _config_of(run, record)
         batches = [batch for step in trained[record.version : end] for batch in _batches(step)]
         for batch in batches:
             if len(batch.samples) != config.trainer.batch_size:
                 raise RunDirectoryError(
-                    f"{run.rollouts / TRAINED_FILE}: the batch of step {batch.version} has {len(batch.samples)} rollouts, not "
+                    f"{run.rollouts / TRAINED_FILE}: a batch of step {batch.version} has {len(batch.samples)} rollouts, not "
                     f"{config.trainer.batch_size} (trainer.batch_size)"
                 )
         yield Segment(record=record, config=config, start=record.version, end=end, batches=batches)
@@ -130,18 +130,15 @@ def _batches(step: TrainedRecord) -> Iterator[Batch]:
     yield Batch(version=step.version, samples=step.samples)
 
 
-def config_of(run: RunDirectory, record: SessionRecord) -> RunConfig:
-    """The configuration of a session. The path of a model in the run directory, from an export, is made absolute."""
+def _config_of(run: RunDirectory, record: SessionRecord) -> RunConfig:
+    """The configuration of a session. Raises RunDirectoryError if it is none."""
     try:
         config = RunConfig.model_validate(record.config)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise RunDirectoryError(f"{run.sessions}: {place}: {first['msg']}: made by another version of pipelinerl") from error
-    inside = run.root / config.model.path
-    if config.model.path != "demo" and inside.is_dir():
-        return config.model_copy(update={"model": config.model.model_copy(update={"path": str(inside.absolute())})})
-    return config
+    return with_own_model(config, run.root)
 
 
 # ---- rollouts
@@ -163,7 +160,7 @@ class Groups:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._places: dict[int, list[int]] = {}
         decoder = msgspec.json.Decoder(_GroupKey)
         try:
@@ -183,34 +180,38 @@ class Groups:
     def read(self, index: int) -> list[Group]:
         """The groups of this index, the latest first. Raises RunDirectoryError if a line is not a group."""
         found = []
-        with open(self._path, "rb") as file:
+        with open(self.path, "rb") as file:
             for place in reversed(self._places.get(index, [])):
                 file.seek(place)
                 try:
                     found.append(msgspec.json.decode(file.readline(), type=Group))
                 except msgspec.DecodeError as error:
-                    raise RunDirectoryError(f"damaged records: {self._path}, group {index}: {error}") from error
+                    raise RunDirectoryError(f"damaged records: {self.path}, group {index}: {error}") from error
         return found
 
 
 class RecordedSamples:
     """The samples of recorded batches, prepared again from the recorded groups.
 
-    `prepare` is the preprocessor's. With `found`, a sample that is not what the run trained on is reported, with the rollout
-    and what differs. Without it, advantages may differ.
+    `prepare` is the preprocessor's. `changed` is called for a sample that is not what the run trained on: with the rollout's
+    id, the version and what differs. None: advantages may differ.
     """
 
     def __init__(
-        self, run: RecordedRun, segment: Segment, prepare: Callable[[Group], Prepared], found: Callable[[str], None] | None
+        self,
+        run: RecordedRun,
+        segment: Segment,
+        prepare: Callable[[Group], Prepared],
+        changed: Callable[[str, int, str], None] | None,
     ) -> None:
         self._groups = run.groups
         self._prepare = prepare
-        self._found = found
+        self._changed = changed
         self._prepared: dict[int, list[dict[str, TrainingSample]]] = {}
         self._left = Counter(sample.group_index for batch in segment.batches for sample in batch.samples)
 
     def of(self, batch: Batch) -> list[TrainingSample]:
-        """Raises RunDirectoryError for a rollout that is not recorded, UserError for one that is now dropped."""
+        """Raises RunDirectoryError for a rollout that is not recorded."""
         return [self._sample(recorded, batch) for recorded in batch.samples]
 
     def _sample(self, recorded: TrainedSample, batch: Batch) -> TrainingSample:
@@ -223,20 +224,19 @@ class RecordedSamples:
             del self._prepared[index]
         if not choices:
             raise RunDirectoryError(
-                f"step {batch.version} trained on rollout {recorded.id}, which the records do not have, or which is dropped "
-                "with these settings"
+                f"step {batch.version} trained on rollout {recorded.id}, which is not in {self._groups.path}"
             )
         versions = [(sample, TrainedSample.of(sample, batch.version - 1)) for sample in choices]
         sample, again = next((pair for pair in versions if _same(pair[1], recorded)), versions[0])
-        if self._found is not None and (changed := _differences(again, recorded)):
-            self._found(f"rollout {recorded.id} of step {batch.version} has other {' and '.join(changed)} than were trained on")
+        if self._changed is not None and (odd := _differences(again, recorded)):
+            self._changed(recorded.id, batch.version, " and ".join(odd))
         return sample
 
     def _samples(self, group: Group, batch: Batch) -> dict[str, TrainingSample]:
         try:
             return {sample.id: sample for sample in self._prepare(group).samples}
         except RolloutError as error:
-            raise UserError(f"step {batch.version} can't be repeated: its record is invalid: {error}") from error
+            raise RunDirectoryError(f"step {batch.version} can't be repeated: {self._groups.path}: {error}") from error
 
 
 def _same(again: TrainedSample, recorded: TrainedSample) -> bool:
@@ -244,5 +244,5 @@ def _same(again: TrainedSample, recorded: TrainedSample) -> bool:
 
 
 def _differences(again: TrainedSample, recorded: TrainedSample) -> list[str]:
-    parts = {"tokens or versions": "tokens_digest", "log-probs": "logprobs_digest", "advantage": "advantage"}
+    parts = {"tokens or versions": "tokens_digest", "log-probs": "logprobs_digest", "advantages": "advantage"}
     return [name for name, field in parts.items() if getattr(again, field) != getattr(recorded, field)]

@@ -1,4 +1,4 @@
-"""`pipelinerl replay`: repeats a run, compares it with its records, and reports what differs.
+"""`pipelinerl replay`: repeats a run, compares it with its records, and collects what differs.
 
 exact             the weights of every published version have the recorded checksum
 counterfactual    other settings of the loss, the correction, the advantages or the optimizer, on the same batches
@@ -6,27 +6,24 @@ counterfactual    other settings of the loss, the correction, the advantages or 
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from pipelinerl.config.checks import mistakes
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import with_flags
-from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import ReplayDifferenceError, RunDirectoryError, UserError
+from pipelinerl.config.schema import EngineConfig, RunConfig
+from pipelinerl.errors import PolicyMismatchError, ReplayDifferenceError, RunDirectoryError, TrainingDivergedError, UserError
 from pipelinerl.experiments.evaluate.evaluate import LEVEL, RESAMPLES, EvaluationPlan, evaluate
 from pipelinerl.experiments.evaluate.models import find_targets
-from pipelinerl.experiments.evaluate.results import EvaluationSettings, EvaluationSummary
+from pipelinerl.experiments.evaluate.results import EvaluationSettings
 from pipelinerl.experiments.replay.generation import (
     TOLERANCE,
     GenerationResult,
@@ -36,15 +33,16 @@ from pipelinerl.experiments.replay.generation import (
     versions_of,
 )
 from pipelinerl.experiments.replay.records import Batch, RecordedRun
+from pipelinerl.experiments.replay.results import HeldOut, ReplayResult, StepComparison, changed_text
 from pipelinerl.experiments.replay.training import TrainingReplay
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import this_machine
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.report import count, new_table, number, rendered, write_json, writing_to
+from pipelinerl.report import count, write_file, write_json, writing_to
 from pipelinerl.types import Group
 
 DEVICE_KEYS = ("trainer.device", "trainer.threads", "engine.device", "engine.threads")
-"""Settings with which a replay is still a repetition of the run, though not always to the bit."""
+"""Settings with which a replay still repeats the run, though not always to the bit."""
 COUNTERFACTUAL_KEYS = (
     *("trainer.loss", "trainer.clip_low", "trainer.clip_high", "trainer.dual_clip", "trainer.loss_normalization"),
     *("trainer.kl_coefficient", "trainer.learning_rate", "trainer.ess_lr", "trainer.lr_schedule", "trainer.warmup_steps"),
@@ -56,6 +54,7 @@ COUNTERFACTUAL_KEYS = (
 """Settings that a counterfactual may change: those of the training side that leave the batches as they are."""
 _COMPARED = ("loss", "grad_norm", "ess")
 """The metrics of a step that must be the run's to the bit."""
+SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,81 +71,49 @@ class Request:
     out: Path | None = None
 
     @property
-    def counterfactual(self) -> bool:
+    def exact(self) -> bool:
         given = {setting.partition("=")[0].removeprefix("--") for setting in self.settings if setting.startswith("--")}
-        return not given <= {*DEVICE_KEYS}
+        return given <= set(DEVICE_KEYS)
 
     def change(self, config: RunConfig) -> RunConfig:
-        """The configuration with the request's settings. Raises ConfigError."""
+        """The configuration with the request's settings. Raises ConfigError or UserError."""
         changed = with_flags(config, self.settings, (*COUNTERFACTUAL_KEYS, *DEVICE_KEYS))
-        if changed != config:
-            for mistake in mistakes(changed):
-                raise UserError(f"--{mistake}")
+        if changed == config:
+            return config
+        for mistake in mistakes(changed):
+            raise UserError(f"--{mistake}")
+        if (changed.preprocess.zero_advantage == "drop") != (config.preprocess.zero_advantage == "drop"):
+            raise UserError("--preprocess.zero_advantage: with or without `drop`, batches have other rollouts")
         return changed
-
-
-class StepComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics of the step to `version` in the run and in the replay."""
-
-    version: int
-    run: dict[str, float | None]
-    replay: dict[str, float | None]
-
-
-class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean held-out reward of some weights, with its 95% interval; `minus_first` is paired with the first of the list."""
-
-    name: str
-    reward: float
-    low: float
-    high: float
-    minus_first: float | None = None
-
-
-class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The results, as written to `replay.json`. `published` counts the versions whose checksums were compared.
-
-    `differences` are in the order in which they were found; `warnings` name what may cause one.
-    """
-
-    run: str
-    counterfactual: dict[str, Any]
-    steps: int
-    published: int
-    time_s: float
-    differences: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    compared: tuple[StepComparison, ...] = ()
-    generation: GenerationResult | None = None
-    tolerance: float | None = None
-    held_out: tuple[HeldOut, ...] = ()
 
 
 def replay(request: Request, stop: Callable[[], bool], say: Callable[[str], None]) -> ReplayResult:
     """Replay a run. `say` is called with lines on the progress.
 
-    Raises UserError for a request or records that make no sense, RunInterruptedError once `stop` returns True, and errors of
-    training. Differences are in the result, not raised.
+    Raises UserError for a request or records that make no sense, RunInterruptedError once `stop` returns True, and, in a
+    counterfactual, errors of training. Differences are in the result, not raised.
     """
     run = RecordedRun(request.run_dir)
-    steps = run.steps if request.steps is None else request.steps
-    if not 0 <= steps <= run.steps:
-        raise UserError(f"--steps {steps}: {request.run_dir} took {run.steps}")
     if run.steps == 0:
         raise RunDirectoryError(f"{request.run_dir} took no step, so there is nothing to replay")
-    if request.counterfactual and request.verify:
-        raise UserError("--verify repeats the run's own generation; leave out the settings that change its training")
+    steps = run.steps if request.steps is None else request.steps
+    if steps > run.steps:
+        raise UserError(f"--steps {steps}: {request.run_dir} took {run.steps}")
+    if not request.exact and (request.verify or not steps):
+        raise UserError("with other settings the replay trains: --steps 0 and --verify do not apply")
+    if request.held_out and not steps:
+        raise UserError("--held-out measures what the replay trains: give --steps 1 or more")
     configs = [request.change(segment.config) for segment in run.segments]  # all mistakes before the work
     with ExitStack() as stack:
         folder = _folder(request.out, stack)
-        return _Replay(request, run, steps, folder, configs[-1], stop, say).run_all()
+        return _Replay(request, run, steps, folder, configs[-1], stop, say).result()
 
 
 def _folder(out: Path | None, stack: ExitStack) -> RunDirectory:
     if out is None:
         out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-replay-")))
-    elif out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} is not empty; choose another folder")
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} exists; choose a new folder")
     folder = RunDirectory(out.absolute())
     with writing_to(out):
         folder.make_folders()
@@ -155,7 +122,7 @@ def _folder(out: Path | None, stack: ExitStack) -> RunDirectory:
 
 @dataclass
 class _Replay:
-    """One replay: observes training (see `training.Observer`), and collects the results."""
+    """One replay. It observes training (see `training.Observer`)."""
 
     request: Request
     run: RecordedRun
@@ -164,275 +131,222 @@ class _Replay:
     config: RunConfig
     stop: Callable[[], bool]
     say: Callable[[str], None]
-    differences: list[str] = field(default_factory=list)
-    compared: list[StepComparison] = field(default_factory=list)
-    needed: set[int] = field(default_factory=set)
+    first_step: str = ""
+    changes: dict[tuple[int, str], list[str]] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
-    first_step: str | None = None
-    said_s: float = 0.0
+    unrecorded: set[int] = field(default_factory=set)
+    metrics: list[StepComparison] = field(default_factory=list)
+    needed: set[int] = field(default_factory=set)
+    said_s: float = field(default_factory=time.monotonic)
 
-    def run_all(self) -> ReplayResult:
-        began_s, exact = time.monotonic(), not self.request.counterfactual
-        warnings = self._warnings()
-        for warning in warnings:
-            self.say(f"warning: {warning}")
+    def __post_init__(self) -> None:
         checksums = {version: record.checksum for version, record in self.run.published.items()}
         self.weights = Weights(self.request.run_dir, self.config.model, self.folder.root / "versions", checksums)
+
+    def result(self) -> ReplayResult:
+        began_s = time.monotonic()
+        warnings = list(dict.fromkeys(self._warnings())) if self.request.exact else []
+        for warning in warnings:
+            self.say(f"warning: {warning}")
         groups = self._choose() if self.request.verify else []
-        if self.steps:
-            training = TrainingReplay(
-                run=self.run,
-                steps=self.steps,
-                folder=self.folder,
-                observer=self,
-                stop=self.stop,
-                change=self.request.change,
-                exact=exact,
-                keep_last=bool(self.request.held_out or self.request.out),
-            )
+        differences = self._train() if self.steps else []
+        differences += [changed_text(rollouts, version, what) for (version, what), rollouts in self.changes.items()]
+        generation = None
+        tolerance = self.request.tolerance or TOLERANCE[self.config.model.dtype]
+        if groups and not differences:
             try:
-                training()
+                generation = self._generate(groups)
             except ReplayDifferenceError as error:
-                self.differences.append(str(error))
+                differences.append(str(error))
             else:
-                if self.first_step is not None:
-                    self.differences.append(self.first_step)
-        generation, tolerance = None, None
-        try:
-            generation, tolerance = self._verify(groups)
-        except ReplayDifferenceError as error:
-            self.differences.append(str(error))
+                beyond = [gap for gap in generation.gaps if not gap.difference <= tolerance]
+                differences += [f"{gap} (tolerance {tolerance:g})" for gap in beyond]
         result = ReplayResult(
             run=str(self.request.run_dir),
-            counterfactual=self._settings() if not exact else {},
+            exact=self.request.exact,
+            settings=self._settings(),
             steps=self.steps,
-            published=len(self.checked),
+            compared=len(self.checked),
+            unrecorded=tuple(sorted(self.unrecorded - self.checked)),
             time_s=time.monotonic() - began_s,
-            differences=tuple(self.differences),
+            differences=tuple(differences),
             warnings=tuple(warnings),
-            compared=tuple(self.compared),
+            metrics=tuple(self.metrics),
             generation=generation,
-            tolerance=tolerance,
-            held_out=tuple(self._held_out()) if self.request.held_out and not self.differences else (),
+            tolerance=tolerance if generation else None,
+            held_out=tuple(self._held_out()) if self.request.held_out and not differences else (),
         )
         if self.request.out is not None:
-            with writing_to(self.request.out):
-                self.folder.config.write_text(config_to_yaml(self.config), encoding="utf-8")
+            write_file(self.folder.config, config_to_yaml(self.config).encode())
             write_json(self.request.out / "replay.json", result)
         return result
 
-    def _warnings(self) -> list[str]:
+    def _warnings(self) -> Iterator[str]:
         """What is other here than where the run trained, so that bits may differ."""
-        here, found = this_machine(), []
+        here = this_machine()
         for segment in self.run.segments:
-            there = segment.record.machine
+            there, threads, device = segment.record.machine, segment.record.threads, segment.config.trainer.device
             if there.instructions != here.instructions:
-                found.append(f"the run computed with {there.instructions} instructions, this machine does with {here.instructions}")
+                yield f"the run computed with {there.instructions} instructions, this machine does with {here.instructions}"
             for package in sorted(there.packages.keys() | here.packages.keys()):
-                before, now = there.packages.get(package), here.packages.get(package)
+                before, now = there.packages.get(package, "none"), here.packages.get(package, "none")
                 if before != now:
-                    found.append(f"the run had {package} {before or '-'}, here is {now or '-'}")
-            if segment.record.threads > 1:
-                found.append(f"the run trained with {segment.record.threads} threads; one thread always repeats the same bits")
-            if segment.config.trainer.device != "cpu":
-                found.append(f"the run trained on {segment.config.trainer.device}, where operations may add in any order")
-        return list(dict.fromkeys(found))
+                    yield f"the run had {package} {before}, this machine has {now}"
+            if device != "cpu":
+                yield f"the run trained on {device}, where the order of sums may vary"
+            elif threads > 1:
+                yield f"the run trained with {threads} threads; only one thread promises the same bits"
 
     def _settings(self) -> dict[str, Any]:
+        """The changed settings."""
         before, after = self.run.segments[-1].config.model_dump(mode="json"), self.config.model_dump(mode="json")
-        keys = (key.split(".") for key in COUNTERFACTUAL_KEYS)
-        return {f"{a}.{b}": after[a][b] for a, b in keys if after[a][b] != before[a][b]}
+        keys = [key.split(".") for key in COUNTERFACTUAL_KEYS]
+        return {
+            f"{section}.{key}": after[section][key] for section, key in keys if after[section][key] != before[section][key]
+        }
 
     # ---- training
+
+    def _train(self) -> list[str]:
+        """Repeat training. Returns the first difference."""
+        training = TrainingReplay(
+            run=self.run,
+            steps=self.steps,
+            folder=self.folder,
+            observer=self,
+            stop=self.stop,
+            change=self.request.change,
+            exact=self.request.exact,
+            keep_last=bool(self.request.held_out or self.request.out),
+        )
+        try:
+            training()
+        except ReplayDifferenceError as error:
+            return [str(error)]
+        except (PolicyMismatchError, TrainingDivergedError) as error:
+            if not self.request.exact:
+                raise
+            return [f"training ended, which the run's did not: {error}"]
+        return [self.first_step] if self.first_step else []
 
     def published(self, version: int, tensors: Mapping[str, Tensor], checksum: str, digests: Mapping[str, str]) -> None:
         if version in self.needed:
             self.weights.save(version, tensors)
-        if self.request.counterfactual:
-            return
         recorded = self.run.published.get(version)
-        if recorded is None:
-            raise RunDirectoryError(f"{self.run.run.published} lacks version {version}, which the run published")
+        if not self.request.exact or recorded is None:
+            self.unrecorded |= {version} if self.request.exact else set()
+            return
         if recorded.checksum != checksum:
-            where = f"{self.first_step}; the weights" if self.first_step else "the weights"
             found = {name: digest[:16] for name, digest in digests.items()}
             odd = [name for name in {**recorded.digests, **found} if recorded.digests.get(name) != found.get(name)]
-            what = f"first in parameter {odd[0]} ({len(odd)} of {len(found)} differ)" if odd else "in a type or a shape"
-            raise ReplayDifferenceError(f"{where} of version {version} differ from those of the run, {what}")
+            first = f"{self.first_step}; " if self.first_step else ""
+            what = (
+                f"first in parameter {odd[0]} ({len(odd)} of {len(found)} differ)" if odd else "though no parameter differs"
+            )
+            raise ReplayDifferenceError(
+                f"{first}the weights of version {version} have checksum {checksum}, the run's {recorded.checksum}, {what}"
+            )
         self.checked.add(version)
 
     def stepped(self, record: StepRecord) -> None:
         recorded = self.run.metrics.get(record.version)
         if recorded is None:
             raise RunDirectoryError(f"{self.run.run.metrics} lacks step {record.version}")
-        if self.request.counterfactual:
-            self.compared.append(StepComparison(version=record.version, run=_shown(recorded), replay=_shown(record)))
-        elif self.first_step is None:
-            odd = [name for name in _COMPARED if getattr(recorded, name) != getattr(record, name)]
-            if odd:
-                first = odd[0]
-                self.first_step = (
-                    f"step {record.version} differs: {first} is {getattr(record, first)}, and was {getattr(recorded, first)}"
-                )
+        if not self.request.exact:
+            self.metrics.append(StepComparison.of(recorded, record))
+        elif not self.first_step:
+            odd = next((name for name in _COMPARED if getattr(recorded, name) != getattr(record, name)), None)
+            if odd is not None:
+                now, before = getattr(record, odd), getattr(recorded, odd)
+                self.first_step = f"step {record.version} has {odd} {now}, the run's had {before}"
         if time.monotonic() - self.said_s > SAY_EVERY_S:
             self.said_s = time.monotonic()
             self.say(f"step {record.version} of {self.steps}")
 
     def refused(self, batch: Batch, refused: bool) -> None:
-        if refused != batch.refused and not self.request.counterfactual:
+        if refused != batch.refused and self.request.exact:
             did = {True: "rejected", False: "accepted"}
             raise ReplayDifferenceError(
-                f"step {batch.version} differs: the ESS guard {did[refused]} a batch that it {did[batch.refused]} in the run"
+                f"the ESS guard {did[refused]} a batch of step {batch.version}, which the run's {did[batch.refused]}"
             )
 
-    def changed(self, what: str) -> None:
-        self.differences.append(what)
+    def changed(self, rollout: str, version: int, what: str) -> None:
+        self.changes.setdefault((version, what), []).append(rollout)
 
     # ---- generation
 
     def _choose(self) -> list[Group]:
-        """Groups to repeat whose weights the run kept, or the replay of training will compute."""
-        kv = self.config.engine.kv_on_update
-        published = {version for version in self.run.published if version <= self.steps and self.steps}
-        available = self.weights.kept | published
+        """Groups to repeat: trained on, and with weights that the run kept or that this replay will compute."""
+        kv, since = self.config.engine.kv_on_update, self._generated_since()
+        available = self.weights.kept | {version for version in self.run.published if self.steps and version <= self.steps}
         found: dict[int, Group] = {}
-        for index in self.run.trained_groups(self.run.steps):
+        for index in self.run.trained_groups():
             group = self.run.groups.read(index)[0]
-            if versions_of(group, kv) <= available:
+            versions = versions_of(group, kv)
+            if versions <= available and min(versions, default=-1) >= since:
                 found[index] = group
         if not found:
             raise UserError(
-                "--verify: no group has weights of all its versions; replay the training too (without --steps 0), or keep "
-                "versions in the next run with trainer.keep_versions"
+                "--verify: no group has weights for all its tokens; replay more steps, or keep weights during the run with "
+                "trainer.keep_versions"
             )
         groups = [found[index] for index in choose_groups(sorted(found), self.request.verify, self.request.seed)]
         self.needed = {version for group in groups for version in versions_of(group, kv)} - self.weights.kept
         return groups
 
-    def _verify(self, groups: Sequence[Group]) -> tuple[GenerationResult | None, float | None]:
-        if not groups or self.differences:
-            return None, None
-        tolerance = self.request.tolerance or TOLERANCE[self.config.model.dtype]
+    def _generated_since(self) -> int:
+        """The version from which on all sessions generated like the last one."""
+        since = 0
+        for before, after in zip(self.run.segments, self.run.segments[1:], strict=False):
+            if _generation(before.config) != _generation(after.config):
+                since = after.start + 1  # a group of version `start` may be from before
+        return since
+
+    def _generate(self, groups: Sequence[Group]) -> GenerationResult:
         self.say(f"repeating {count(len(groups), 'group')}")
-        result = repeat_groups(groups, self.config, self.weights, stop=self.stop)
-        beyond = [gap for gap in result.gaps if not gap.difference <= tolerance]
-        for gap in beyond:
-            self.differences.append(f"{gap} (tolerance {tolerance:g})")
-        return result, tolerance
+        return repeat_groups(groups, self.config, self.weights, stop=self.stop)
 
     # ---- held-out reward
 
-    def _held_out(self) -> list[HeldOut]:
-        """The reward of the replay's last weights, and of the run's own weights of that version, if it kept them."""
+    def _held_out(self) -> Iterator[HeldOut]:
+        """Of the initial model, the run's own weights of this version, if it kept them, and the replay's last weights."""
         config, version = self.config, self.steps
-        own = [f"{self.request.run_dir}@{version}"] if version in self.weights.kept else []
-        (self.folder.config).write_text(config_to_yaml(config), encoding="utf-8")
-        targets = find_targets([f"{self.request.run_dir}@0", *own, f"{self.folder.root}@{version}"])
-        names = ["the initial model", *["the run"] * len(own), "the replay"]
-        model = config.model.model_copy(update={"path": config.model.path})
-        targets = [target._replace(model=model) if target.version == 0 else target for target in targets]
-        summary = evaluate(
-            EvaluationPlan(
-                targets=targets,
-                settings=EvaluationSettings(
-                    environment=config.environment.kind,
-                    environment_args=config.environment.args,
-                    environment_seed=config.seed,
-                    problems=self.request.held_out,
-                    training_problems=False,
-                    attempts=1,
-                    temperature=config.evaluation.temperature,
-                    top_p=config.actor.top_p,
-                    top_k=config.actor.top_k,
-                    max_tokens=config.actor.max_tokens,
-                    pass_at=1.0,
-                    seed=self.request.seed,
-                    resamples=RESAMPLES,
-                    level=LEVEL,
-                ),
-                engine=config.engine.model_copy(update={"kind": "local", "urls": (), "servers": 1, "processes": 1}),
-                api_key=None,
-                rollout_timeout_s=config.actor.rollout_timeout_s,
-                code_timeout_s=config.actor.code_timeout_s,
-                out=self.folder.root / "held_out",
-                overwrite=True,
+        write_file(self.folder.config, config_to_yaml(config).encode())
+        own = {"the run": f"{self.request.run_dir}@{version}"} if version in self.weights.kept else {}
+        named = {"the initial model": f"{self.request.run_dir}@0", **own, "the replay": f"{self.folder.root}@{version}"}
+        used = ("slots", "max_length", "prefill_tokens", "device", "threads")
+        plan = EvaluationPlan(
+            targets=find_targets(list(named.values())),
+            settings=EvaluationSettings(
+                environment=config.environment.kind,
+                environment_args=config.environment.args,
+                environment_seed=config.seed,
+                problems=self.request.held_out,
+                training_problems=False,
+                attempts=1,
+                temperature=config.evaluation.temperature,
+                top_p=config.actor.top_p,
+                top_k=config.actor.top_k,
+                max_tokens=config.actor.max_tokens,
+                pass_at=1.0,
+                seed=self.request.seed,
+                resamples=RESAMPLES,
+                level=LEVEL,
             ),
-            self.stop,
-            self.say,
+            engine=EngineConfig(**{name: getattr(config.engine, name) for name in used}),
+            api_key=None,
+            rollout_timeout_s=config.actor.rollout_timeout_s,
+            code_timeout_s=config.actor.code_timeout_s,
+            out=self.folder.root / "held_out",
+            overwrite=True,
         )
-        return _rewards(names, summary)
+        for name, model in zip(named, evaluate(plan, self.stop, self.say).models, strict=False):
+            if model.estimates is not None:
+                reward, minus = model.estimates.reward, model.minus_first
+                difference = minus.reward.mean if minus else None
+                yield HeldOut(name=name, reward=reward.mean, low=reward.low, high=reward.high, minus_first=difference)
 
 
-SAY_EVERY_S = 10.0
-
-
-def _shown(record: StepRecord) -> dict[str, float | None]:
-    names = ("grad_norm", "ess", "kl_behaviour_policy", "masked_fraction", "truncated_fraction", "loss", "learning_rate")
-    return {name: getattr(record, name) for name in names}
-
-
-def _rewards(names: Sequence[str], summary: EvaluationSummary) -> list[HeldOut]:
-    found = []
-    for name, model in zip(names, summary.models, strict=False):
-        if model.estimates is not None:
-            reward = model.estimates.reward
-            minus = model.minus_first.reward.mean if model.minus_first else None
-            found.append(HeldOut(name=name, reward=reward.mean, low=reward.low, high=reward.high, minus_first=minus))
-    return found
-
-
-# ---- what the command prints
-
-
-ROWS = 10
-
-
-def result_text(result: ReplayResult) -> str:
-    parts = [_compared_table(result)] if result.compared else []
-    if not result.counterfactual and result.steps and not result.differences:
-        parts.append(
-            f"{count(result.steps, 'step')} of {result.run} repeated in {result.time_s:.0f} s: all "
-            f"{result.published} published versions have the checksums of the run\n"
-        )
-    if (made := result.generation) is not None and result.tolerance is not None:
-        largest = max((gap.difference for gap in made.gaps), default=0.0)
-        parts.append(
-            f"{count(made.groups, 'group')} repeated with {count(made.completions, 'completion')}, "
-            f"{count(made.tokens, 'token')} and {count(made.switches, 'weight update')} within completions: log-probs differ "
-            f"by at most {largest:.2g} (tolerance {result.tolerance:g}); {made.drawn} of {made.tokens} tokens were drawn again\n"
-        )
-    if result.held_out:
-        table = new_table("held-out reward", "weights", "mean", "95% interval", "minus the first")
-        for one in result.held_out:
-            table.add_row(one.name, f"{one.reward:.3f}", f"{one.low:.3f} to {one.high:.3f}", number(one.minus_first, "+.3f"))
-        parts.append(rendered(table))
-    return "".join(parts)
-
-
-def difference_text(result: ReplayResult) -> str:
-    """One line that names the first differences."""
-    shown = "; ".join(result.differences[:3])
-    more = f"; and {len(result.differences) - 3} more" if len(result.differences) > 3 else ""
-    return f"{result.run} is not repeated: {shown}{more}"
-
-
-def _compared_table(result: ReplayResult) -> str:
-    changes = ", ".join(f"{key} {value}" for key, value in result.counterfactual.items()) or "no setting changed"
-    names = {"grad_norm": "gradient norm", "ess": "ESS", "masked_fraction": "masked", "truncated_fraction": "truncated"}
-    columns = [f"{title}: {side}" for title in names.values() for side in ("run", "replay")]
-    table = new_table(f"{result.run}, trained with {changes}", "step", *columns)
-    every = max(1, math.ceil(len(result.compared) / ROWS))
-    for one in result.compared[every - 1 :: every]:
-        table.add_row(str(one.version), *(number(side[name], ".3g") for name in names for side in (one.run, one.replay)))
-    means = [_mean(one_side) for name in names for one_side in _sides(result.compared, name)]
-    table.add_row("mean", *(number(mean, ".3g") for mean in means))
-    return rendered(table)
-
-
-def _sides(compared: Sequence[StepComparison], name: str) -> tuple[list[float | None], list[float | None]]:
-    return [one.run[name] for one in compared], [one.replay[name] for one in compared]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
+def _generation(config: RunConfig) -> tuple[object, ...]:
+    """The settings that completions depend on, besides weights."""
+    return config.seed, config.model, config.engine.kv_on_update, config.actor.temperature

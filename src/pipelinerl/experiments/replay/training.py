@@ -62,8 +62,8 @@ class Observer(Protocol):
     def refused(self, batch: Batch, refused: bool) -> None:
         """What the ESS guard did with a batch."""
 
-    def changed(self, what: str) -> None:
-        """A record is not what the run trained on."""
+    def changed(self, rollout: str, version: int, what: str) -> None:
+        """`what` of this rollout, as recorded, is not what the step to `version` trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class TrainingReplay:
     """A replay of the first `steps` steps of `run`.
 
     `change` changes a session's configuration. `exact`: the results should be those of the run. Otherwise the ESS guard is
-    off, batches that it rejected are left out, and advantages may differ. `keep_last`: write a checkpoint of the last version.
+    off, batches that it rejected are left out, and advantages may differ. `keep_last`: write a checkpoint at the end.
     """
 
     run: RecordedRun

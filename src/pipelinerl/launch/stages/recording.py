@@ -26,7 +26,7 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bits of a result may depend on besides the records. `instructions`: the vector instructions that torch uses."""
+    """What bits may depend on besides the records. `instructions`: the vector instructions that torch uses."""
 
     processor: str
     instructions: str
@@ -79,7 +79,8 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
 def _clean(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: REMOVED if isinstance(item, str) and _SECRET_NAME.search(key) else _clean(item) for key, item in value.items()
+            key: REMOVED if isinstance(item, str) and _SECRET_NAME.search(key) else _clean(item)
+            for key, item in value.items()
         }
     if isinstance(value, list):
         return [_clean(item) for item in value]
