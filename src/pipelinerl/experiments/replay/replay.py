@@ -240,12 +240,8 @@ class _Replay:
             found = {name: digest[:16] for name, digest in digests.items()}
             odd = [name for name in {**recorded.digests, **found} if recorded.digests.get(name) != found.get(name)]
             first = f"{self.first_step}; " if self.first_step else ""
-            what = (
-                f"first in parameter {odd[0]} ({len(odd)} of {len(found)} differ)" if odd else "though no parameter differs"
-            )
-            raise ReplayDifferenceError(
-                f"{first}the weights of version {version} have checksum {checksum}, the run's {recorded.checksum}, {what}"
-            )
+            what = f"first in parameter {odd[0]} ({len(odd)} of {len(found)} differ)" if odd else "but in no parameter"
+            raise ReplayDifferenceError(f"{first}the weights of version {version} differ from the run's, {what}")
         self.checked.add(version)
 
     def stepped(self, record: StepRecord) -> None:
