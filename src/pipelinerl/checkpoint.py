@@ -205,9 +205,10 @@ def keep_latest(directory: Path, version: int, count: int, *, spared_every: int)
 
     Raises CheckpointError if that fails.
     """
-    found = {number: path for number, path in _by_version(directory).items() if not spared_every or number % spared_every}
-    latest = [number for number in found if number <= version][-count:]
-    _delete([path for number, path in found.items() if number not in latest])
+    found = _by_version(directory)
+    kept = {number for number in found if spared_every and number % spared_every == 0}
+    kept.update([number for number in found if number <= version][-count:])
+    _delete([path for number, path in found.items() if number not in kept])
 
 
 @contextmanager

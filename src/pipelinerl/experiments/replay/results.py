@@ -83,7 +83,7 @@ def result_text(result: ReplayResult) -> str:
     if result.unrecorded:
         parts.append(f"not compared, because the run recorded no checksum: {', '.join(map(str, result.unrecorded))}\n")
     if (made := result.generation) is not None and result.tolerance is not None and not result.differences:
-        drawn = f"; {made.drawn} of the tokens were drawn again" if made.drawn is not None else ""
+        drawn = f"; its random numbers draw {made.drawn} of these tokens again" if made.drawn is not None else ""
         largest = max((gap.difference for gap in made.gaps), default=0.0)
         parts.append(
             f"{count(made.groups, 'group')} repeated with {count(made.completions, 'completion')}, "
