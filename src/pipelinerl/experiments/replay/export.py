@@ -1,6 +1,7 @@
 """`pipelinerl export`: what a run recorded, in one tar file that can be replayed, browsed and evaluated anywhere.
 
     NAME/config.yaml, sessions.jsonl        without secrets, and with paths in the export
+    NAME/summary.json                       without paths
     NAME/metrics.jsonl, rollouts/, ...      as they are
     NAME/checkpoints/, weights/             without `--no-weights`
     NAME/model/                             the initial model, if it is a folder on this machine, without `--no-model`
@@ -30,8 +31,9 @@ from pipelinerl.launch.stages.recording import without_secrets
 from pipelinerl.metrics.records import read_lines
 from pipelinerl.models.folder import DEMO
 from pipelinerl.report import writing_to
+from pipelinerl.report.series import read_summary
 
-RECORDS = ("metrics.jsonl", "evaluations.jsonl", "published.jsonl", "summary.json", "curves.png", "report.html")
+RECORDS = ("metrics.jsonl", "evaluations.jsonl", "published.jsonl", "curves.png")
 MODEL = "model"
 
 
@@ -85,6 +87,8 @@ class _Export:
         self._add_bytes("config.yaml", yaml_text.dump(portable(without_secrets(config))).encode())
         if run.sessions.exists():
             self._add_bytes("sessions.jsonl", _portable_sessions(run.sessions, portable))
+        if (summary := read_summary(run.root)) is not None:
+            self._add_bytes(run.summary.name, msgspec.json.encode({key: _named(value) for key, value in summary.items()}))
         for name in (*RECORDS, *(path.name for path in sorted(run.root.glob("timeline-*.jsonl")))):
             if (run.root / name).exists():
                 self._add_file(name, run.root / name)
@@ -149,10 +153,13 @@ def _portable_sessions(path: Path, portable: Callable[[dict[str, Any]], dict[str
 
 def _portable(config: dict[str, Any], *, carried: bool) -> dict[str, Any]:
     """A configuration whose paths mean something elsewhere: the model's folder is in the export, code is only named."""
-    kind, colon, name = config["environment"]["kind"].rpartition(":")
-    changed = {**config, "run_dir": None}
+    environment = config["environment"]
+    changed = {**config, "run_dir": None, "environment": {**environment, "kind": _named(environment["kind"])}}
     if carried:
         changed["model"] = {**config["model"], "path": MODEL}
-    if colon and "/" in kind:
-        changed["environment"] = {**config["environment"], "kind": f"{Path(kind).name}:{name}"}
     return changed
+
+
+def _named(value: Any) -> Any:
+    """The last part of an absolute path; any other value unchanged."""
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value

@@ -277,10 +277,10 @@ class _Replay:
         available = self.weights.kept | {version for version in self.run.published if self.steps and version <= self.steps}
         found: dict[int, Group] = {}
         for index in self.run.trained_groups():
-            group = self.run.groups.read(index)[0]
-            versions = versions_of(group, kv)
-            if versions <= available and min(versions, default=-1) >= since:
-                found[index] = group
+            for group in self.run.groups.read(index)[:1]:
+                versions = versions_of(group, kv)
+                if versions <= available and min(versions, default=-1) >= since:
+                    found[index] = group
         if not found:
             raise UserError(
                 "--verify: no group has weights for all its tokens; replay more steps, or keep weights during the run with "
