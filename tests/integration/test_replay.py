@@ -78,20 +78,19 @@ def test_a_run_in_processes_is_repeated(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "versions"),
+    ("start", "settings", "versions"),
     [
-        ({"schedule__kind": "conventional", "schedule__steps_per_round": 3, "trainer__steps": 5}, 3),
-        ({"schedule__kind": "async", "schedule__steps_per_round": 2, "trainer__steps": 4}, 3),
-        ({"launch__preprocessor": "process", "launch__kind": "processes", **KL}, 5),
-        ({"weights__kind": "collective", "weights__encoding": "delta", "launch__kind": "processes"}, 5),
-        ({"trainer__ranks": 2, "launch__kind": "processes"}, 5),
-        ({"engine__kind": "http", "engine__servers": 2, "launch__kind": "processes"}, 5),
+        (run, {"schedule__kind": "conventional", "schedule__steps_per_round": 3, "trainer__steps": 5}, 3),
+        (run, {"schedule__kind": "async", "schedule__steps_per_round": 2}, 3),
+        (run_processes, {"launch__preprocessor": "process", **KL}, 5),
+        (run_processes, {"weights__kind": "collective", "weights__encoding": "delta"}, 5),
+        (run_processes, {"trainer__ranks": 2}, 5),
+        (run_processes, {"engine__kind": "http", "engine__servers": 2}, 5),
     ],
     ids=["conventional, in the middle of a round", "async", "preprocessor apart", "deltas", "ranks", "servers"],
 )
-def test_every_kind_of_run_is_repeated(settings: dict[str, Any], versions: int, tmp_path: Path) -> None:
-    settings = {"trainer__steps": 4, **settings}
-    (run_processes if "launch__kind" in settings else run)(tmp_path / "r", **settings)
+def test_every_kind_of_run_is_repeated(start: Any, settings: dict[str, Any], versions: int, tmp_path: Path) -> None:
+    start(tmp_path / "r", **{"trainer__steps": 4, **settings})
     assert_repeated(tmp_path / "r", versions)
 
 
