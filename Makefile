@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install demo test test-all test-fast test-wild test-vllm check format clean
+.PHONY: install install-ray demo test test-all test-fast test-wild test-ray test-vllm check format clean
 
 install: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tensorboard,gguf]'
 	touch $@
+
+# Without it the tests of runs over several machines are skipped.
+install-ray: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
 
 # Most tests compute on one core; each worker takes about 1 GB.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
@@ -36,6 +40,10 @@ test-fast: install
 # Property tests with other examples than the fixed ones, and more of them.
 test-wild: install
 	$(PYTEST) -m "not slow" --hypothesis-profile=wild tests/unit
+
+# All runs over a Ray cluster (its machines are this one), with machines that are lost: some fifteen minutes.
+test-ray: install-ray
+	$(BIN)/python -m pytest --exhaustive tests/integration/test_ray.py
 
 # The real vLLM, for CPU, in an environment of its own: 3.5 GB and some minutes the first time.
 test-vllm: install $(VLLM)/.installed

@@ -29,7 +29,8 @@ from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl import load_config, train
 from pipelinerl.errors import TrainingDivergedError
-from pipelinerl.metrics.records import StepRecord, read_records
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
 
 STEPS, WINDOW = 66, 11
 SLOTS = {1: "64", 4: "256", 16: "1024"}

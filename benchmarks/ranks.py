@@ -27,8 +27,9 @@ from benchmarks.trainer import LOSS_TOLERANCE, make_samples
 from pipelinerl.config.schema import ModelConfig, TrainerConfig
 from pipelinerl.models.loading import load_model
 from pipelinerl.preprocess.packing import pack
-from pipelinerl.trainer import Learner, ranks
-from pipelinerl.trainer.sharded import ShardedLearner, ShardedPolicy
+from pipelinerl.trainer import Learner
+from pipelinerl.trainer.sharding import ranks
+from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 
 KEY = "of the benchmark"
 BOUNDS: dict[str, Any] = {"bound_s": 600.0, "stall_s": 120.0}

@@ -30,7 +30,7 @@ from benchmarks.common import Record
 from benchmarks.engine import table_of
 from benchmarks.systems import SYSTEMS, Job, System, make_jobs, requests, timed
 from benchmarks.vllm_switch import running_vllm
-from pipelinerl.models.loading import resolve_path
+from pipelinerl.models.folder import resolve_path
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.server_client import PipelineServer
 from pipelinerl.serving.vllm.adapter import VllmServer

@@ -28,7 +28,8 @@ import msgspec
 
 from benchmarks import common
 from benchmarks.common import Record
-from pipelinerl.stream.files import FileStreamReader, FileStreamWriter
+from pipelinerl.stream.file_reader import FileStreamReader
+from pipelinerl.stream.files import FileStreamWriter
 from pipelinerl.stream.memory import memory_stream
 from pipelinerl.stream.redis import RedisStreamReader, RedisStreamWriter, rewind_stream
 from pipelinerl.stream.redis_server import start_server

@@ -32,7 +32,7 @@ from transformers import DynamicCache
 from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl.child import ChildProcess
-from pipelinerl.models.loading import resolve_path
+from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.ports import free_port
 from pipelinerl.serving.client.weights_file import write_safetensors

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 HUNG_PATIENCE_S = 5.0
 """Time to end for a process that may be stuck in user code and has nothing to save."""
@@ -161,7 +161,20 @@ class ChildProcess:
         self.stop()
 
 
-ChildT = TypeVar("ChildT", bound=ChildProcess)
+class Stoppable(Protocol):
+    """What `stop_all` needs of a process, which may be on another machine. See `ChildProcess`."""
+
+    @property
+    def running(self) -> bool: ...
+
+    def ask_to_stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> bool: ...
+
+
+ChildT = TypeVar("ChildT", bound=Stoppable)
 
 
 def stop_all(

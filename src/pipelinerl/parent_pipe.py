@@ -1,8 +1,11 @@
-"""The child's end of a parent-death pipe (`child` has the parent's). Every process that is started imports this."""
+"""How a started process learns that it should end: the child's end of a parent-death pipe (`child` has the parent's), and
+SIGTERM.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -29,3 +32,9 @@ def when_closed(pipe_fd: int, stop: Callable[[], None], patience_s: float) -> No
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def stop_on_sigterm(stopping: threading.Event) -> Callable[[], bool]:
+    """From now on SIGTERM asks for a clean stop. Before, it ends the process, which has nothing to save yet."""
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    return stopping.is_set

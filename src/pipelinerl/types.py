@@ -339,7 +339,7 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one stage: what it does or waits for, and since when (seconds of `time.monotonic`).
 
     `waits_for` names the stages that can end the wait; `actor` stands for all of `actor-0`, `actor-1`, ...
-    `detail` describes the same for human readers.
+    `detail` describes the same for human readers. `machine` is set in runs on several machines.
     """
 
     stage: str
@@ -350,6 +350,7 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     written_s: float
     waits_for: tuple[str, ...] = ()
     progress: Progress | None = None
+    machine: str = ""
 
 
 def trainer_progress(status: StageStatus | None) -> TrainerProgress | None:

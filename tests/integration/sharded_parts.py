@@ -1,6 +1,9 @@
-"""What the tests of the sharded trainer share: scenarios, and a process that runs all of them as one rank.
+"""What the tests of the sharded trainer share: scenarios, and a process that computes all of them with 0 to 3 ranks.
 
-python -m tests.integration.sharded_parts FOLDER RANK SIZE PORT CHECKPOINT...
+python -m tests.integration.sharded_parts FOLDER
+
+Importing torch and transformers takes longer than a scenario. So one process imports them, and forks all others. It never
+computes itself: a process in which autograd has run can't be forked.
 """
 
 from __future__ import annotations
@@ -9,12 +12,16 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import peft  # noqa: F401 - before processes are forked
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,12 +31,16 @@ from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum
 from pipelinerl.preprocess.packing import pack
-from pipelinerl.trainer import Learner, StepResult
+from pipelinerl.trainer import FrozenModelScorer, Learner, StepResult
+from pipelinerl.trainer.sharding import ranks
+from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+from pipelinerl.trainer.sharding.reference import ShardedReference
 from pipelinerl.types import Segment, TrainingSample
 
 KEY = "key of a test"
 STEPS = 3
 SAVED_AT = 2
+RESUMED = ["default", "untied", "lora", "bfloat16"]
 VOCABULARY = 517
 
 
@@ -44,6 +55,9 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 LORA = {"lora": LoraConfig(rank=3)}
+KL = {"kl_coefficient": 0.1}
+APART = {"micro_batch_tokens": 1}
+"""One sample in a place: in bfloat16, results depend on the packing."""
 SCENARIOS = {
     "default": Scenario(),
     "untied": Scenario(untied=True),
@@ -52,29 +66,42 @@ SCENARIOS = {
     "gspo": Scenario({"loss": "gspo"}),
     "cispo": Scenario({"loss": "cispo"}),
     "decoupled": Scenario({"loss": "decoupled"}),
-    "kl": Scenario({"kl_coefficient": 0.1}),
+    "kl": Scenario(KL),
+    "kl_untied": Scenario(KL | {"loss": "ppo"}, untied=True),
+    "kl_lora": Scenario(KL | {"loss": "gspo"}, model=LORA),
+    "kl_bfloat16": Scenario(
+        KL | APART | {"loss": "decoupled"},
+        model={"dtype": "bfloat16", "head_dtype": "float32"},
+        untied=True,
+        samples=7,
+    ),
+    "kl_lora_bfloat16": Scenario(KL | APART | {"loss": "cispo"}, model=LORA | {"dtype": "bfloat16"}, samples=7),
     "token_mask": Scenario(correction={"token": "mask"}),
     "token_band": Scenario(correction={"token": "band"}),
     "token_tv": Scenario(correction={"token": "tv", "token_low": 1e-4, "token_high": 1e-4}),
-    "sequence_truncate": Scenario(correction={"token": "none", "sequence": "truncate"}),
+    "sequence_truncate": Scenario(correction={"token": "none", "sequence": "truncate", "sequence_high": 1.5}),
     "sequence_geo_mask": Scenario(correction={"sequence": "geo_mask"}),
     "drift": Scenario(correction={"drift": 1e-2}),
     "sequences": Scenario({"loss_normalization": "sequences", "ess_lr": "sqrt", "weight_decay": 0.1}),
     "checkpointing": Scenario({"gradient_checkpointing": True}, untied=True),
     "lora": Scenario(model=LORA),
     "lora_untied": Scenario({"gradient_checkpointing": True}, model=LORA, untied=True),
-    "bfloat16": Scenario({"micro_batch_tokens": 1}, model={"dtype": "bfloat16", "head_dtype": "float32"}),
-    "lora_bfloat16": Scenario({"micro_batch_tokens": 1}, model=LORA | {"dtype": "bfloat16"}),
+    "bfloat16": Scenario(APART, model={"dtype": "bfloat16", "head_dtype": "float32"}, samples=7),
+    "lora_bfloat16": Scenario(APART, model=LORA | {"dtype": "bfloat16"}, samples=7),
     "one_sample": Scenario(samples=1),
     "no_gradient": Scenario(samples=0),
     "refused": Scenario({"ess_threshold": 0.99}),
 }
 
 
+ALONE_AS_A_RANK = [name for name in SCENARIOS if not name.startswith(("token_", "sequence_")) and "po" not in name]
+"""What one rank computes: the plan and the number of ranks make no difference to a loss or a correction there."""
+
+
 def write_models(root: Path) -> None:
-    """Two tiny models with sizes that no number of ranks divides."""
-    for name, tied in (("tied", True), ("untied", False)):
-        torch.manual_seed(1)
+    """Tiny models with sizes that no number of ranks divides. `reference`: for KL penalties."""
+    for seed, name in ((1, "tied"), (1, "untied"), (2, "reference")):
+        torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=66,
@@ -83,21 +110,33 @@ def write_models(root: Path) -> None:
             num_attention_heads=3,
             num_key_value_heads=1,
             max_position_embeddings=256,
-            tie_word_embeddings=tied,
+            tie_word_embeddings=name != "untied",
         )
         model: Any = LlamaForCausalLM(config)
         model.save_pretrained(root / name)
 
 
 def configs(root: Path, scenario: Scenario) -> tuple[TrainerConfig, ModelConfig, CorrectionConfig]:
-    base = {"steps": STEPS, "learning_rate": 3e-5, "micro_batch_tokens": 60, "max_grad_norm": 0.05}
+    base = {"steps": STEPS, "learning_rate": 3e-5, "micro_batch_tokens": 100, "max_grad_norm": 0.05}
     trainer = TrainerConfig(**(base | scenario.trainer))
     model = ModelConfig(path=str(root / ("untied" if scenario.untied else "tied")), **scenario.model)
     return trainer, model, CorrectionConfig(**scenario.correction)
 
 
-def batch(scenario: Scenario, version: int) -> list[TrainingSample]:
+def of_reference(root: Path, config: ModelConfig) -> ModelConfig:
+    return config.model_copy(update={"path": str(root / "reference")})
+
+
+def batch(scenario: Scenario, version: int, reference: FrozenModelScorer | None) -> list[TrainingSample]:
     """The samples of the step from `version`: of one or two turns, with lags, some without a gradient, unlike in length."""
+    samples = _batch(scenario, version)
+    if reference is None:
+        return samples
+    scores = iter(reference.score([segment for sample in samples for segment in sample.segments]))
+    return [replace(s, reference_logprobs=tuple(lp for _ in s.segments for lp in next(scores))) for s in samples]
+
+
+def _batch(scenario: Scenario, version: int) -> list[TrainingSample]:
     draw = random.Random(100 + version)
     found = []
     for number in range(max(1, scenario.samples)):
@@ -118,18 +157,19 @@ def batch(scenario: Scenario, version: int) -> list[TrainingSample]:
             versions=tuple(draw.randrange(version + 1) for _ in range(sampled)),
             advantage=advantage,
             reward=0.0,
-            reference_logprobs=tuple(-6.2 + draw.uniform(-1, 1) for _ in range(sampled)),
         )
         found.append(sample)
     return found
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a scenario led to: a record for each step, and the checksum of all weights at the end."""
+    """What a scenario led to: a record for each step, and the checksum of all weights and some logits at the end."""
 
     steps: list[dict[str, Any]]
     checksum: str
     logits: list[float]
+    reference: list[float]
+    """Log-probabilities of the samples of the last step under the reference model."""
 
 
 class Tokenizer:
@@ -137,17 +177,25 @@ class Tokenizer:
         (folder / "tokenizer.json").write_text("{}")
 
 
-def train(learner: Learner, scenario: Scenario, folder: Path, checkpoint: Path | None = None) -> None:
+def train(
+    learner: Learner,
+    scenario: Scenario,
+    folder: Path,
+    checkpoint: Path | None = None,
+    reference: FrozenModelScorer | None = None,
+) -> None:
     """Take all steps, from a checkpoint if one is given. Writes the outcome, the weights and a checkpoint to `folder`."""
     results: list[StepResult] = []
     version = 0
     if checkpoint is not None:
         learner.load_optimizer(load_checkpoint(checkpoint))
         version = SAVED_AT
+    samples: list[TrainingSample] = []
     while version < STEPS:
-        results.append(learner.step(batch(scenario, version), version))
+        samples = batch(scenario, version, reference)
+        results.append(learner.step(samples, version))
         version += 1
-        if version == SAVED_AT:
+        if version == SAVED_AT and scenario in map(SCENARIOS.get, RESUMED):
             save_checkpoint(
                 folder / "checkpoints",
                 version=version,
@@ -172,7 +220,8 @@ def train(learner: Learner, scenario: Scenario, folder: Path, checkpoint: Path |
         for result in results
     ]
     steps = [{name: value for name, value in step.items() if value is not None} for step in steps]
-    outcome = Outcome(steps, checksum(learner.weights()), probe.float().flatten()[:50].tolist())
+    scores = [score for sample in samples for score in sample.reference_logprobs or ()]
+    outcome = Outcome(steps, checksum(learner.weights()), probe.float().flatten()[:50].tolist(), scores)
     (folder / "outcome.json").write_bytes(msgspec.json.encode(outcome))
 
 
@@ -188,13 +237,29 @@ def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = N
         model = lora.model
         if checkpoint is not None:
             lora.load_adapter(checkpoint)
+    reference = None
+    if trainer.kl_coefficient:
+        frozen, budget = lora.model if lora else load_model(of_reference(root, config)), trainer.micro_batch_tokens
+        reference = FrozenModelScorer(frozen, temperature=0.9, micro_batch_tokens=budget, pack=pack, lora=lora)
     learner = Learner(model, trainer, temperature=0.9, pack=pack, correction=correction, lora=lora)
-    train(learner, SCENARIOS[name], folder, checkpoint)
+    train(learner, SCENARIOS[name], folder, checkpoint, reference)
 
 
-def _as_rank(root: Path, rank: int, size: int, port: int, checkpoints: Sequence[str]) -> None:
-    from pipelinerl.trainer import ranks
-    from pipelinerl.trainer.sharded import ShardedLearner, ShardedPolicy
+def checkpoint_of(root: Path, who: str, name: str) -> Path:
+    return root / who / name / "checkpoints" / f"step_{SAVED_AT:08d}"
+
+
+def scenarios_of(ranks: int) -> list[str]:
+    return ALONE_AS_A_RANK if ranks == 1 else list(SCENARIOS)
+
+
+def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") -> None:
+    for name in names:
+        train_alone(root, name, root / who / name, checkpoint_of(root, saver, name) if saver else None)
+
+
+def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: Sequence[str]) -> None:
+    """All scenarios, and a continuation of what each of `savers` saved, as one rank of `size`."""
 
     def end(why: str) -> None:
         print(why, file=sys.stderr)
@@ -203,17 +268,13 @@ def _as_rank(root: Path, rank: int, size: int, port: int, checkpoints: Sequence[
     bounds: Any = {"bound_s": 120.0, "stall_s": 60.0, "end": end}
     any_config = TrainerConfig(ranks=size)
     if rank == 0:
-        listener = socket.socket(fileno=port)
         entered = ranks.lead(listener, KEY, any_config, **bounds)
     else:
-        entered = ranks.follow(("127.0.0.1", port), KEY, any_config, rank, **bounds)
-    jobs = [(name, root / f"by{size}" / name, None) for name in SCENARIOS]
-    for text in checkpoints:
-        folder = Path(text)  # .../byK/NAME/checkpoints/step_...
-        name, saver = folder.parent.parent.name, folder.parent.parent.parent.name
-        jobs.append((name, root / f"by{size}_from_{saver}" / name, folder))
+        entered = ranks.follow(listener.getsockname()[:2], KEY, any_config, rank, **bounds)
+    jobs: list[tuple[str, str, Path | None]] = [(name, f"by{size}", None) for name in scenarios_of(size)]
+    jobs += [(name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name)) for saver in savers for name in RESUMED]
     with entered as team:
-        for name, folder, checkpoint in jobs:
+        for name, who, checkpoint in jobs:
             trainer, config, correction = configs(root, SCENARIOS[name])
             whole = checkpoint if checkpoint is not None and config.lora is None else None
             policy = ShardedPolicy(
@@ -222,17 +283,55 @@ def _as_rank(root: Path, rank: int, size: int, port: int, checkpoints: Sequence[
                 team,
                 adapter=checkpoint if config.lora else None,
             )
+            reference = None
+            if trainer.kl_coefficient:
+                reference = ShardedReference(policy, of_reference(root, config), trainer, team, temperature=0.9, pack=pack)
             learner = ShardedLearner(policy, trainer, team, temperature=0.9, pack=pack, correction=correction)
             if rank == 0:
+                folder = root / who / name
                 folder.mkdir(parents=True)
-                train(learner, SCENARIOS[name], folder, checkpoint)
+                train(learner, SCENARIOS[name], folder, checkpoint, reference)
                 team.peers.send(ranks.Close())
             else:
                 if checkpoint is not None:
                     learner.load_optimizer(load_checkpoint(checkpoint))
-                learner.follow()
+                learner.follow(reference)
+
+
+def _fork(*jobs: Callable[[], None]) -> None:
+    """Do each job in a process of its own, all at the same time. Exits if one fails; the others end by their own bounds."""
+    children = []
+    for job in jobs:
+        if not (child := os.fork()):
+            status = 1
+            try:
+                job()
+                status = 0
+            except BaseException:  # noqa: BLE001 - this process must not return
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    if sum(os.waitpid(child, 0)[1] for child in children):
+        sys.exit(1)
+
+
+def _ranks(root: Path, size: int, savers: Sequence[str]) -> list[Callable[[], None]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    return [partial(_as_rank, root, rank, size, listener, savers) for rank in range(size)]
+
+
+def main(root: Path) -> None:
+    torch.set_num_threads(1)
+    names = list(SCENARIOS)
+    write_models(root)
+    _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
+    _fork(*_ranks(root, 3, ["alone"]))
+    _fork(*_ranks(root, 2, ["alone", "by3"]))
+    continued = [partial(_train_alone, root, f"alone_from_{who}", RESUMED, who) for who in ("by2", "by3")]
+    _fork(*_ranks(root, 1, ["by2"]), *continued)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _as_rank(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5:])  # type: ignore[misc]
+    main(Path(sys.argv[1]))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl import load_config, train
+from pipelinerl import train
 from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
 from pipelinerl.errors import ConfigError
 from pipelinerl.models.folder import resolve_path
@@ -25,7 +25,6 @@ from tests.integration.runs import (
     assert_conserved,
     assert_provenance,
     assert_trained_once,
-    flags,
     process_ids,
     resume,
     run,
@@ -42,7 +41,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TWO: dict[str, Any] = {"trainer__ranks": 2, "trainer__checkpoint_every": 1}
 HERE = TWO | {"launch__kind": "processes"}
 """Started by the test's own process."""
-KL = {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep", "model__lora": "{}"}
+DELTAS = {"weights__kind": "collective", "weights__encoding": "delta", "trainer__learning_rate": 1e-6}
+KL = {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep"}
 
 FAULTY = """
 import os, signal, sys
@@ -51,7 +51,7 @@ from pathlib import Path
 if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_argv:
     import torch.distributed.fsdp as fsdp
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from pipelinerl.trainer import sharded
+    from pipelinerl.trainer.sharding import learner
 
     def failing(owner, name, at_call):
         whole, calls = getattr(owner, name), 0
@@ -75,13 +75,14 @@ if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_ar
     elif phase == "gather":
         failing(fsdp.FSDPModule, "unshard", 2)
     else:
-        failing(sharded, "save_optimizer", 1)
+        failing(learner, "save_optimizer", 1)
 """
 
 
 def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tmp_path: Path) -> None:
+    """With deltas: a receipt has the checksum of all weights, so they were those that the trainer gathered."""
     run_dir = tmp_path / "r"
-    counts = run(run_dir, **HERE, trainer__steps=3)
+    counts = run(run_dir, **HERE, **KL, **DELTAS, trainer__steps=3)
     assert counts["status"] == "finished"
     assert set(counts["peak_memory_bytes"]) == {"generation", "training", "training-rank-1"}
     assert_conserved(counts)
@@ -93,13 +94,18 @@ def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tm
     assert_provenance(run_dir)
     assert [step.version for step in steps(run_dir)] == list(range(1, 8))
     assert all(step.grad_norm for step in steps(run_dir))
+    updates = [step.update for step in steps(run_dir)]
+    assert {update.encoding for update in updates if update is not None} == {"full", "delta"}
+    assert updates[-1] is not None
+    assert updates[-1].encoding == "delta"
 
 
 @pytest.mark.exhaustive
-def test_lora_with_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preprocessor", ["with_trainer", "process"])
+def test_lora_with_two_ranks(preprocessor: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    run(run_dir, **HERE, **KL, trainer__steps=2, launch__preprocessor="process")
-    counts = resume(run_dir, trainer__steps=4)
+    run(run_dir, **HERE, **KL, **DELTAS, model__lora="{}", trainer__steps=2, launch__preprocessor=preprocessor)
+    counts = resume(run_dir, trainer__ranks=3, trainer__steps=4)
     assert counts["optimizer_steps"] == 4
     assert_conserved(counts)
 
@@ -216,8 +222,3 @@ def test_a_model_that_can_not_be_loaded_is_reported_once(tmp_path: Path) -> None
 def test_the_embedded_launcher_refuses_ranks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"launch\.kind embedded can't start 2 training processes"):
         train(small_run(tmp_path / "r", trainer__ranks=2))
-
-
-def test_adapters_with_a_reference_model_need_a_preprocessor_of_their_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.preprocessor"):
-        load_config(None, flags(tmp_path / "r", **HERE, **KL))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,9 @@ from torch import Tensor
 
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.models.state import checksum
-from tests.integration import sharded_parts as parts
-from tests.integration.sharded_parts import SAVED_AT, SCENARIOS, STEPS, Outcome
+from tests.integration.sharded_parts import RESUMED, SAVED_AT, SCENARIOS, STEPS, Outcome, checkpoint_of, scenarios_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-RESUMED = ["default", "untied", "lora", "bfloat16"]
 
 
 class Results:
@@ -39,30 +35,7 @@ class Results:
         return load_file(self.root / who / name / "weights.safetensors")
 
     def checkpoint(self, who: str, name: str) -> Path:
-        return self.root / who / name / "checkpoints" / f"step_{SAVED_AT:08d}"
-
-    def run_ranks(self, size: int, resumed_from: Sequence[str]) -> None:
-        """All scenarios, and a resumption of some of them, on `size` real processes."""
-        checkpoints = [str(self.checkpoint(who, name)) for who in resumed_from for name in RESUMED]
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            addresses = [listener.fileno(), *[listener.getsockname()[1]] * (size - 1)]
-            processes = [
-                subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "tests.integration.sharded_parts"),
-                        *map(str, (self.root, rank, size, address)),
-                        *checkpoints,
-                    ],
-                    pass_fds=[listener.fileno()],
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
-                for rank, address in enumerate(addresses)
-            ]
-            try:
-                assert [process.wait(timeout=270) for process in processes] == [0] * size
-            finally:
-                for process in processes:
-                    process.kill()
+        return checkpoint_of(self.root, who, name)
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +48,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            compute(found)
+            command = [sys.executable, "-m", "tests.integration.sharded_parts", str(root)]
+            subprocess.run(command, check=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
             done.touch()
     return found
-
-
-def compute(results: Results) -> None:
-    torch.set_num_threads(1)
-    root = results.root
-    parts.write_models(root)
-    for name in SCENARIOS:
-        parts.train_alone(root, name, root / "alone" / name)
-    results.run_ranks(3, ["alone"])
-    results.run_ranks(2, ["alone", "by3"])
-    results.run_ranks(1, ["by2"])
-    for who in ("by2", "by3"):
-        for name in RESUMED:
-            parts.train_alone(root, name, root / f"alone_from_{who}" / name, results.checkpoint(who, name))
 
 
 def require_equal(results: Results, who: str, name: str, steps: slice = slice(None)) -> None:
@@ -103,6 +63,8 @@ def require_equal(results: Results, who: str, name: str, steps: slice = slice(No
     ours, theirs = results.outcome(who, name), results.outcome("alone", name)
     for step, expected in zip(ours.steps, theirs.steps[steps], strict=True):
         assert step == pytest.approx(expected, rel=2e-6, abs=1e-6)
+    assert ours.logits == pytest.approx(theirs.logits, abs=1e-5)
+    assert ours.reference == pytest.approx(theirs.reference, abs=1e-5)
     weights, expected_weights = results.weights(who, name), results.weights("alone", name)
     start = load_file(results.root / ("untied" if SCENARIOS[name].untied else "tied") / "model.safetensors")
     assert weights.keys() == expected_weights.keys()
@@ -127,8 +89,7 @@ def with_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights | ({"lm_head.weight": embedding} if torch.equal(head, embedding) else {})
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (1, 2, 3) for name in scenarios_of(ranks)])
 def test_ranks_equal_one_process(results: Results, ranks: int, name: str) -> None:
     require_equal(results, f"by{ranks}", name)
 

@@ -23,7 +23,8 @@ from pipelinerl.channel import listen
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.loading import load_model, resolve_path
+from pipelinerl.models.folder import resolve_path
+from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import ServerUnreachableError

@@ -12,15 +12,16 @@ from pipelinerl.cli.parser import Commands
 
 LAUNCHER = (
     "config.load config.keys config.checks config.yaml_text launch.run launch.run_lock launch.checks launch.memory "
-    "launch.summary launch.hosts.processes status.view report cli experiments"
+    "launch.summary launch.hosts.processes launch.hosts.host status.view report cli experiments"
 )
 
 PROCESSES = {
     "launcher": (
         "cli.train launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights.shared.sender "
-        "weights.broadcast config.help launch.dry_run launch.tryout launch.resume launch.stages.broadcast "
-        "launch.stages.generation launch.stages.training models.hub report experiments torch",
+        "weights.broadcast config.help launch.dry_run launch.tryout launch.resume launch.hosts.agent launch.hosts.ray "
+        "launch.placement launch.stages.broadcast launch.stages.generation launch.stages.training models.hub "
+        "redis_connection status.mirror report experiments torch",
     ),
     "launcher, before a run": (
         "environments.static_check environments.tasks.gcd",
@@ -33,7 +34,8 @@ PROCESSES = {
     ),
     "generation": (
         "launch.hosts.worker launch.stages.generation weights.shared.receiver engine",
-        "checkpoint environments.chat environments.static_check models.lora models.packed preprocess serving trainer "
+        "actor.admission_redis checkpoint environments.chat environments.static_check models.lora models.packed preprocess "
+        "redis_connection serving status.mirror trainer "
         "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
         f"launch.stages.preprocessing {LAUNCHER}",
     ),
@@ -48,7 +50,7 @@ PROCESSES = {
     "training": (
         "launch.hosts.worker launch.stages.training weights.shared.sender",
         f"actor engine environments serving weights.broadcast launch.stages.broadcast launch.stages.generation "
-        f"launch.stages.engines models.hub models.sharded trainer.ranks trainer.sharded trainer.plan {LAUNCHER}",
+        f"launch.stages.engines models.hub models.sharded trainer.sharding {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",

@@ -2,13 +2,15 @@
 
     claim ─▶ begin ─▶ read the record, read the trainer's counts ─▶ schedule.may_start ─▶ write the record ─▶ commit
 
-The record (`Outstanding`) is in a database that every generation process opens. The schedule therefore decides on exact
-counts: a round has the right number of rollouts, the lag bound counts the work of all engines, and no index is used twice.
-Repeating a denied claim costs one or two microseconds until something has changed.
+The record (`Outstanding`) is in a database that every generation process opens, or in Redis if they are on several machines
+(`admission_redis`). The schedule therefore decides on exact counts: a round has the right number of rollouts, the lag bound
+counts the work of all engines, and no index is used twice. Repeating a denied claim costs one or two microseconds until
+something has changed.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,45 +33,32 @@ class Admitted(NamedTuple):
     verdict: Verdict
 
 
+class Asked(NamedTuple):
+    """A claim: the asking engine's version, its rollouts in progress, and the attempts of the group."""
+
+    engine_version: int
+    own: int
+    rollouts: int
+
+
 class _Denial(NamedTuple):
     """A denial with the inputs it was based on. It stays valid while these do not change."""
 
     record: tuple[int, int]
     trainer: StageStatus | None
-    asked: tuple[int, int, int]
+    asked: Asked
     verdict: Verdict
 
 
-class Admission:
-    """One generation process's access to the shared record, which `make_record` creates once per session."""
+class Admission(ABC):
+    """One generation process's access to the shared record."""
 
-    def __init__(
-        self,
-        path: Path,
-        schedule: Schedule,
-        board: Board,
-        *,
-        taken: GroupLedger | None = None,
-        processes: int = 1,
-    ) -> None:
-        """`taken`: the groups that must not be started again. Raises OSError if `path` can't be opened."""
+    def __init__(self, schedule: Schedule, taken: GroupLedger | None, processes: int) -> None:
+        """`taken`: the groups that must not be started again."""
         self._schedule = schedule
-        self._board = board
         self._taken = taken or GroupLedger()
         self._processes = processes
-        self._database = Database(path, SCHEMA, temporary=True)
-        self._decoder = msgspec.json.Decoder(Outstanding)
-        self._encoder = msgspec.json.Encoder()
-        self._denial: _Denial | None = None
         self._opened = False
-
-    @classmethod
-    def alone(cls, path: Path, schedule: Schedule, board: Board) -> Admission:
-        """With a new record at `path`, already open: for a fresh run with a single actor."""
-        make_record(path)
-        admission = cls(path, schedule, board)
-        admission.open()
-        return admission
 
     @property
     def in_rounds(self) -> bool:
@@ -82,19 +71,113 @@ class Admission:
         self._opened = self._opened or self.read().opened
         return self._opened
 
+    @abstractmethod
     def open(self) -> None:
         """Allow groups to be started from now on."""
+
+    @abstractmethod
+    def claim(self, engine_version: int, own: int, rollouts: int) -> Admitted:
+        """Count a group of `rollouts` attempts as started, if the schedule allows it now.
+
+        `engine_version` is the version of the asking engine's weights, `own` the number of its rollouts in progress.
+        """
+
+    @abstractmethod
+    def hand_over(self, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
+        """Call `write`, which writes a group to the stream, and count it as handed over. False if `write` returns False.
+
+        The record and the stream have groups in the same order.
+        """
+
+    @abstractmethod
+    def stream_dropped(self, rollouts: int) -> None:
+        """Count rollouts that the stream replaced by newer ones. Call it within the `write` of `hand_over`."""
+
+    @abstractmethod
+    def may_take(self, version: int) -> Verdict:
+        """Whether an engine may apply the weights of `version` now. If so, it must: the record counts them as applied."""
+
+    @abstractmethod
+    def read(self) -> Outstanding:
+        """The current record."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def _decide(self, state: Outstanding, trainer: StageStatus | None, asked: Asked) -> Admitted:
+        """Whether and which group may be started. It is then counted in `state`, as is what the trainer has settled."""
+        progress = trainer_progress(trainer) or TrainerProgress(version=asked.engine_version)
+        state.settle(progress.trained + sum(progress.dropped.values()))
+        verdict = self._verdict(state, progress, asked)
+        if not verdict.allowed:
+            return Admitted(None, verdict)
+        index = next(self._taken.missing_from(state.next_index))
+        state.start(index, asked.engine_version, asked.rollouts)
+        return Admitted(index, verdict)
+
+    def _take(self, state: Outstanding, version: int) -> Verdict:
+        """Whether weights may be applied. They are then counted in `state`."""
+        verdict = self._schedule.may_take_weights(state.in_progress_before(version))
+        if verdict.allowed:
+            state.newest_version = max(version, state.newest_version)
+        return verdict
+
+    def _verdict(self, state: Outstanding, trainer: TrainerProgress, asked: Asked) -> Verdict:
+        if trainer.goal_reached:
+            return Verdict(False, "the end of the run: the trainer has reached its goal")
+        if not state.opened:
+            return Verdict(False, "the evaluation before training", (ACTOR,))
+        oldest = state.oldest_in_progress
+        seen = PipelineState(
+            engine_version=asked.engine_version,
+            trainer_version=trainer.version,
+            oldest_in_progress=asked.engine_version if oldest is None else oldest,
+            outstanding=state.rollouts,
+            latency=state.latency,
+            most_in_progress=state.most_in_progress,
+            newest_version=max(state.newest_version, asked.engine_version),
+            own=asked.own,
+            processes=self._processes,
+        )
+        return self._schedule.may_start(seen, asked.rollouts)
+
+
+class LocalAdmission(Admission):
+    """With the record in a database of this machine, which `make_record` creates once per session."""
+
+    def __init__(
+        self,
+        path: Path,
+        schedule: Schedule,
+        board: Board,
+        *,
+        taken: GroupLedger | None = None,
+        processes: int = 1,
+    ) -> None:
+        """Raises OSError if `path` can't be opened."""
+        super().__init__(schedule, taken, processes)
+        self._board = board
+        self._database = Database(path, SCHEMA, temporary=True)
+        self._decoder = msgspec.json.Decoder(Outstanding)
+        self._encoder = msgspec.json.Encoder()
+        self._denial: _Denial | None = None
+
+    @classmethod
+    def alone(cls, path: Path, schedule: Schedule, board: Board) -> LocalAdmission:
+        """With a new record at `path`, already open: for a fresh run with a single actor."""
+        make_record(path)
+        admission = cls(path, schedule, board)
+        admission.open()
+        return admission
+
+    def open(self) -> None:
         with self._locked():
             state = self.read()
             state.opened = True
             self._write(state)
 
     def claim(self, engine_version: int, own: int, rollouts: int) -> Admitted:
-        """Count a group of `rollouts` attempts as started, if the schedule allows it now.
-
-        `engine_version` is the version of the asking engine's weights, `own` the number of its rollouts in progress.
-        """
-        asked = (engine_version, own, rollouts)
+        asked = Asked(engine_version, own, rollouts)
         last, trainer = self._denial, self._board.read(TRAINER)
         if last and last.asked == asked and last.trainer is trainer and last.record == self._database.changes():
             return Admitted(None, last.verdict)
@@ -102,22 +185,14 @@ class Admission:
             state = self.read()
             # Read under the lock, so that the trainer's counts are not older than those in the record.
             trainer = self._board.read(TRAINER)
-            progress = trainer_progress(trainer) or TrainerProgress(version=engine_version)
-            state.settle(progress.trained + sum(progress.dropped.values()))
-            verdict = self._verdict(state, progress, asked)
-            if verdict.allowed:
-                index = next(self._taken.missing_from(state.next_index))
-                state.start(index, engine_version, rollouts)
+            admitted = self._decide(state, trainer, asked)
+            if admitted.group is not None:
                 self._write(state)
-                return Admitted(index, verdict)
-            self._denial = _Denial(self._database.changes(), trainer, asked, verdict)
-        return Admitted(None, verdict)
+            else:
+                self._denial = _Denial(self._database.changes(), trainer, asked, admitted.verdict)
+        return admitted
 
     def hand_over(self, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
-        """Call `write`, which writes a group to the stream, and count it as handed over. False if `write` returns False.
-
-        `write` is called under the lock, so that the record and the stream have groups in the same order.
-        """
         with self._locked():
             if not write():
                 return False
@@ -127,48 +202,25 @@ class Admission:
         return True
 
     def stream_dropped(self, rollouts: int) -> None:
-        """Count rollouts that the stream replaced by newer ones. Call it within the `write` of `hand_over` (lock held)."""
         state = self.read()
         state.drop(rollouts)
         self._write(state)
 
     def may_take(self, version: int) -> Verdict:
-        """Whether an engine may apply the weights of `version` now. If so, it must: the record counts them as applied."""
         with self._locked():
             state = self.read()
-            verdict = self._schedule.may_take_weights(state.in_progress_before(version))
-            if verdict.allowed and version > state.newest_version:
-                state.newest_version = version
+            newest = state.newest_version
+            verdict = self._take(state, version)
+            if state.newest_version > newest:
                 self._write(state)
         return verdict
 
     def read(self) -> Outstanding:
-        """The current record."""
         ((json,),) = self._database.rows("SELECT json FROM record")
         return self._decoder.decode(json)
 
     def close(self) -> None:
         self._database.close()
-
-    def _verdict(self, state: Outstanding, trainer: TrainerProgress, asked: tuple[int, int, int]) -> Verdict:
-        engine_version, own, rollouts = asked
-        if trainer.goal_reached:
-            return Verdict(False, "the end of the run: the trainer has reached its goal")
-        if not state.opened:
-            return Verdict(False, "the evaluation before training", (ACTOR,))
-        oldest = state.oldest_in_progress
-        seen = PipelineState(
-            engine_version=engine_version,
-            trainer_version=trainer.version,
-            oldest_in_progress=engine_version if oldest is None else oldest,
-            outstanding=state.rollouts,
-            latency=state.latency,
-            most_in_progress=state.most_in_progress,
-            newest_version=max(state.newest_version, engine_version),
-            own=own,
-            processes=self._processes,
-        )
-        return self._schedule.may_start(seen, rollouts)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from pipelinerl.actor.rollouts import Failure, RolloutContext, attempt
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError
 from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.metrics.records import EvaluatedProblem, When
+from pipelinerl.metrics.evaluations import EvaluatedProblem, When
 from pipelinerl.types import Problem, Rollout, spans_from_versions, versions_from_spans
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import Commands, api_key_from, at_least, say, write
+from pipelinerl.config.checks import engine_mistakes
 from pipelinerl.config.load import with_flags
 from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig
 from pipelinerl.environments.registry import find_class
@@ -84,7 +85,7 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
         config = with_flags(_without_servers(of_run, "--environment.kind" in given), settings, KEYS)
         find_class(config.environment.kind)
     engine, actor = config.engine, config.actor
-    for mistake in engine.mistakes():
+    for mistake in engine_mistakes(engine):
         raise UserError(f"--{mistake}")
     names = [key.partition(".")[2] for key in KEYS if key.startswith("model.") and f"--{key}" in given]
     changes = {name: getattr(config.model, name) for name in names}

@@ -1,27 +1,74 @@
-"""Checks for combinations of sections that are invalid or could never finish. Each error names the key and the fix.
+"""Checks for combinations of settings that are invalid or could never finish. Each error names the key and the fix.
 
-Combinations within a section are beside its fields (`Section.mistakes`).
+They are not validators of the schema: run directories stay readable when a rule is added, and changed copies are checked.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pipelinerl.config import correction
-from pipelinerl.config.schema import RunConfig, Section
+from pipelinerl.config.schema import EngineConfig, RunConfig
 
 
 def mistakes(config: RunConfig) -> Iterator[str]:
     """Every invalid combination of settings, as `key: what is wrong; how to fix it`."""
-    for section in (value for _, value in config if isinstance(value, Section)):
-        yield from section.mistakes()
-    for checks in (_schedule, _stream, _sampling, _trainer, correction.mistakes, _engines, _ranks, _processes):
+    yield from engine_mistakes(config.engine)
+    for checks in (_schedule, _stream, _weights, _sampling, _trainer, correction.mistakes, _engines, _ranks, _processes):
         yield from checks(config)
+    yield from _machines(config)
+
+
+def engine_mistakes(engine: EngineConfig) -> Iterator[str]:
+    """Those within the section `engine`."""
+    if engine.kind == "local":
+        named = {"urls": engine.urls, "api_key_env": engine.api_key_env, "servers": engine.servers > 1}
+        for name in (name for name, value in named.items() if value):
+            yield f"engine.{name}: the `local` engine has no servers; remove it, or set engine.kind to http or vllm"
+    elif engine.processes > 1:
+        yield (
+            f"engine.processes: one generation process drives all `{engine.kind}` servers, not {engine.processes}; set it "
+            "to 1, and engine.servers (or engine.urls) to have more engines"
+        )
+    if engine.kind != "vllm" and engine.python is not None:
+        yield f"engine.python: this is for vLLM, and engine.kind is {engine.kind}; remove it, or set engine.kind to vllm"
+    if engine.kind == "vllm" and not engine.urls and engine.python is None:
+        yield (
+            "engine.python: to start vLLM, give the interpreter that has it installed (/path/to/its/bin/python); or set "
+            "engine.urls to servers that run already"
+        )
+    if engine.kind == "vllm" and engine.kv_on_update == "recompute":
+        yield "engine.kv_on_update: vLLM servers always keep the KV cache at an update; set it to keep"
+    if engine.urls and engine.servers > 1:
+        yield (
+            f"engine.servers: with engine.urls the run can't start {engine.servers} servers of its own; set it to 1, or "
+            "engine.urls to []"
+        )
+    if engine.api_key_env is not None and not engine.urls:
+        yield "engine.api_key_env: servers that the run starts itself need no key; remove it, or set engine.urls"
+    if engine.weights_dir is not None and not engine.urls:
+        yield "engine.weights_dir: servers that the run starts itself use shared memory; remove it, or set engine.urls"
+    for url in engine.urls:
+        if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            yield f"engine.urls: {url!r} is not a server's address; write http://HOST:PORT"
+    if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
+        yield "engine.urls: a server is named twice; name each once"
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
     kind, max_lag, steps = config.schedule.kind, config.schedule.max_lag, config.schedule.steps_per_round
     samples, group = config.trainer.batch_size * steps, config.actor.group_size
+    if kind == "pipeline" and steps > 1:
+        yield (
+            f"schedule.steps_per_round: {steps} applies to rounds, and `pipeline` has none; remove it, or set schedule.kind "
+            "to conventional or async"
+        )
+    if kind != "pipeline" and max_lag is not None:
+        yield (
+            f"schedule.max_lag: only `pipeline` bounds lag this way; with `{kind}` set it to null and choose "
+            "schedule.steps_per_round"
+        )
     if kind != "pipeline" and samples % group:
         yield (
             f"trainer.batch_size: a round of `{kind}` is batch_size * steps_per_round = {samples} rollouts, which is not a "
@@ -43,7 +90,11 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 def _stream(config: RunConfig) -> Iterator[str]:
     kind, stream, needed = config.schedule.kind, config.stream, config.groups_needed
-    if stream.kind == "memory" and config.launch.kind == "processes":
+    if stream.url is not None and stream.kind != "redis":
+        yield f"stream.url: `{stream.kind}` streams need no server; remove it, or set stream.kind to redis"
+    if stream.url is not None and not stream.url.startswith(("redis://", "rediss://", "unix://")):
+        yield "stream.url: a Redis server is redis://HOST:PORT/DB, rediss://... (encrypted) or unix:///PATH"
+    if stream.kind == "memory" and config.launch.kind != "embedded":
         yield "stream.kind: a `memory` stream works within one process only; set it to files, or launch.kind to embedded"
     if stream.capacity is not None and stream.capacity < needed:
         unit = "a step" if kind == "pipeline" else "a round"
@@ -53,6 +104,14 @@ def _stream(config: RunConfig) -> Iterator[str]:
         )
     if stream.when_full == "drop_oldest" and kind != "pipeline":
         yield (f"stream.when_full: `drop_oldest` would drop groups that a round of `{kind}` needs; set it to block")
+
+
+def _weights(config: RunConfig) -> Iterator[str]:
+    if config.weights.encoding == "delta" and config.weights.kind == "shared":
+        yield (
+            "weights.encoding: `delta` sends fewer bytes, but `shared` weights are not sent: all are copied within this "
+            "machine; set weights.kind to collective, or weights.encoding to full"
+        )
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
@@ -105,15 +164,17 @@ def _ranks(config: RunConfig) -> Iterator[str]:
     trainer, ranks = config.trainer, config.trainer.ranks
     if ranks == 1:
         return
-    if config.launch.kind != "processes":
+    on_gpu = trainer.device.startswith("cuda")
+    if trainer.device == "mps":
+        yield f"trainer.ranks: an Apple GPU can't be shared by {ranks} ranks; set it to 1, or trainer.device to cpu"
+    if trainer.backend == "nccl" and not on_gpu:
+        yield "trainer.backend: nccl needs GPUs; set it to auto, or trainer.device to cuda"
+    if trainer.backend == "gloo" and on_gpu:
+        yield "trainer.backend: gloo trains on CPUs only; set it to auto, or trainer.device to cpu"
+    if config.launch.kind == "embedded":
         yield (
-            f"trainer.ranks: launch.kind {config.launch.kind} can't start {ranks} training processes; set it to 1, or "
-            "launch.kind to processes"
-        )
-    if config.model.lora is not None and trainer.kl_coefficient > 0 and config.launch.preprocessor == "with_trainer":
-        yield (
-            "launch.preprocessor: with several trainer.ranks and model.lora, the reference model of a KL penalty needs a "
-            "process of its own; set it to process"
+            f"trainer.ranks: launch.kind embedded can't start {ranks} training processes; set it to 1, or launch.kind to "
+            "processes"
         )
 
 
@@ -130,3 +191,30 @@ def _processes(config: RunConfig) -> Iterator[str]:
     for key, (value, fix) in wanted.items():
         if value not in (fix, "memory"):
             yield f"{key}: `{value}` needs several processes; set launch.kind to processes, or {key} to {fix}"
+
+
+def _machines(config: RunConfig) -> Iterator[str]:
+    """Settings that need processes on one machine, while `ray` has them on several, and the reverse."""
+    launch, url = config.launch, config.stream.url
+    if (config.engine.tls_certificate is None) != (config.engine.tls_key is None):
+        yield "engine.tls_key: engine.tls_certificate and engine.tls_key belong together; set both, or none"
+    if launch.kind != "ray":
+        if config.engine.tls_certificate is not None:
+            yield "engine.tls_certificate: servers are on this machine only; remove it, or set launch.kind to ray"
+        set_here = {"ray_address": launch.ray_address, "ray_without_token": launch.ray_without_token, "place": launch.place}
+        for key, value in set_here.items():
+            if value:
+                yield f"launch.{key}: `{launch.kind}` uses this machine only; remove it, or set launch.kind to ray"
+        return
+    if config.stream.kind != "redis":
+        yield f"stream.kind: `{config.stream.kind}` does not reach other machines; set it to redis"
+    if config.weights.kind != "collective":
+        yield f"weights.kind: `{config.weights.kind}` does not reach other machines; set it to collective"
+    for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
+        if ":" in device:
+            yield f"{key}: with launch.kind ray each process sees only its own GPU; write cuda instead of {device}"
+    if url is not None and (url.startswith("unix:") or not re.search(r"//[^/]*:[^/]+@|[?&]password=.", url)):
+        yield (
+            "stream.url: processes on several machines use this Redis, so it must be a network address with a password: "
+            "redis://:PASSWORD@HOST:PORT/DB, or rediss://... (encrypted)"
+        )

@@ -6,8 +6,6 @@ imports neither torch nor transformers, so that mistakes in a run file are repor
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, JsonValue, Strict
@@ -30,13 +28,6 @@ SequenceCorrection = Literal["none", "truncate", "geo_mask"]
 
 class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True):
     """Base of every section of the run file."""
-
-    def mistakes(self) -> Iterator[str]:
-        """Combinations of this section's keys that make no sense, as `key: what is wrong; how to fix it`.
-
-        Not validators: a run directory stays readable when a rule is added, and a changed copy is checked, too.
-        """
-        yield from ()
 
 
 class LoraConfig(Section, frozen=True):
@@ -91,18 +82,6 @@ class ScheduleConfig(Section, frozen=True):
     exceed it, so that none has to be dropped. null: no bound.
     """
 
-    def mistakes(self) -> Iterator[str]:
-        if self.kind == "pipeline" and self.steps_per_round > 1:
-            yield (
-                f"schedule.steps_per_round: {self.steps_per_round} applies to rounds, and `pipeline` has none; remove it, "
-                "or set schedule.kind to conventional or async"
-            )
-        if self.kind != "pipeline" and self.max_lag is not None:
-            yield (
-                f"schedule.max_lag: only `pipeline` bounds lag this way; with `{self.kind}` set it to null and choose "
-                "schedule.steps_per_round"
-            )
-
 
 class ActorConfig(Section, frozen=True):
     group_size: Count = 8
@@ -156,6 +135,10 @@ class EngineConfig(Section, frozen=True):
     """Directory through which the servers in `urls` get weights; its path must be the same here and there. null: shared
     memory, for servers on this machine.
     """
+    tls_certificate: str | None = None
+    """ray: PEM file of the machine's certificate, on every machine with a server; the servers then speak HTTPS."""
+    tls_key: str | None = None
+    """ray: PEM file of the key of `tls_certificate`."""
     python: str | None = None
     """vllm: to start servers, the interpreter that has vLLM installed, like `/opt/vllm/bin/python`."""
     slots: Count = 64
@@ -170,43 +153,6 @@ class EngineConfig(Section, frozen=True):
     """torch device of the engine, e.g. `cpu` or `cuda:0`."""
     threads: Count | None = None
     """CPU threads of an engine. null: half the cores, or 1 each for several processes or servers; `conventional`: all."""
-
-    def mistakes(self) -> Iterator[str]:
-        if self.kind == "local":
-            named = {"urls": self.urls, "api_key_env": self.api_key_env, "servers": self.servers > 1}
-            for name in (name for name, value in named.items() if value):
-                yield f"engine.{name}: the `local` engine has no servers; remove it, or set engine.kind to http or vllm"
-        elif self.processes > 1:
-            yield (
-                f"engine.processes: one generation process drives all `{self.kind}` servers, not {self.processes}; set it "
-                "to 1, and engine.servers (or engine.urls) to have more engines"
-            )
-        if self.kind != "vllm" and self.python is not None:
-            yield f"engine.python: this is for vLLM, and engine.kind is {self.kind}; remove it, or set engine.kind to vllm"
-        if self.kind == "vllm" and not self.urls and self.python is None:
-            yield (
-                "engine.python: to start vLLM, give the interpreter that has it installed (/path/to/its/bin/python); or set "
-                "engine.urls to servers that run already"
-            )
-        if self.kind == "vllm" and self.kv_on_update == "recompute":
-            yield "engine.kv_on_update: vLLM servers always keep the KV cache at an update; set it to keep"
-        yield from self._mistakes_of_servers()
-
-    def _mistakes_of_servers(self) -> Iterator[str]:
-        if self.urls and self.servers > 1:
-            yield (
-                f"engine.servers: with engine.urls the run can't start {self.servers} servers of its own; set it to 1, or "
-                "engine.urls to []"
-            )
-        if self.api_key_env is not None and not self.urls:
-            yield "engine.api_key_env: servers that the run starts itself need no key; remove it, or set engine.urls"
-        if self.weights_dir is not None and not self.urls:
-            yield "engine.weights_dir: servers that the run starts itself use shared memory; remove it, or set engine.urls"
-        for url in self.urls:
-            if not re.fullmatch(r"https?://[^/\s]+/?", url):
-                yield f"engine.urls: {url!r} is not a server's address; write http://HOST:PORT"
-        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-            yield "engine.urls: a server is named twice; name each once"
 
 
 class StreamConfig(Section, frozen=True):
@@ -225,12 +171,6 @@ class StreamConfig(Section, frozen=True):
     when_full: Literal["block", "drop_oldest"] = "block"
     """If the stream is full: make the actor wait, or drop the oldest group for the new one (counted)."""
 
-    def mistakes(self) -> Iterator[str]:
-        if self.url is not None and self.kind != "redis":
-            yield f"stream.url: `{self.kind}` streams need no server; remove it, or set stream.kind to redis"
-        if self.url is not None and not self.url.startswith(("redis://", "rediss://", "unix://")):
-            yield "stream.url: a Redis server is redis://HOST:PORT/DB, rediss://... (encrypted) or unix:///PATH"
-
 
 class WeightsConfig(Section, frozen=True):
     kind: Literal["shared", "collective"] = "shared"
@@ -245,13 +185,6 @@ class WeightsConfig(Section, frozen=True):
     full_every: Count = 100
     """delta: every k-th update sends all weights. So do the first one, also after a resume, and one that an engine asks for.
     """
-
-    def mistakes(self) -> Iterator[str]:
-        if self.encoding == "delta" and self.kind == "shared":
-            yield (
-                "weights.encoding: `delta` sends fewer bytes, but `shared` weights are not sent: all are copied within this "
-                "machine; set weights.kind to collective, or weights.encoding to full"
-            )
 
 
 class PreprocessConfig(Section, frozen=True):
@@ -375,15 +308,6 @@ class TrainerConfig(Section, frozen=True):
     false: faster, but needs memory for all weights.
     """
 
-    def mistakes(self) -> Iterator[str]:
-        on_gpu = self.device.startswith("cuda")
-        if self.ranks > 1 and self.device == "mps":
-            yield f"trainer.ranks: an Apple GPU can't be shared by {self.ranks} ranks; set it to 1, or trainer.device to cpu"
-        if self.ranks > 1 and self.backend == "nccl" and not on_gpu:
-            yield "trainer.backend: nccl needs GPUs; set it to auto, or trainer.device to cuda"
-        if self.ranks > 1 and self.backend == "gloo" and on_gpu:
-            yield "trainer.backend: gloo trains on CPUs only; set it to auto, or trainer.device to cpu"
-
 
 class EvaluationConfig(Section, frozen=True):
     problems: Natural = 0
@@ -408,9 +332,19 @@ class MetricsConfig(Section, frozen=True):
 
 
 class LaunchConfig(Section, frozen=True):
-    kind: Literal["processes", "embedded"] = "processes"
+    kind: Literal["processes", "embedded", "ray"] = "processes"
     """`processes`: generation and training in separate processes. `embedded`: all in one process, deterministic, for
-    debugging, teaching and tests.
+    debugging, teaching and tests. `ray`: separate processes on the machines of a Ray cluster (extra `ray`).
+    """
+    ray_address: str | None = None
+    """ray: the cluster, like `10.0.0.5:6379`. null: the environment variable RAY_ADDRESS, or the cluster of this machine."""
+    ray_without_token: bool = False
+    """ray: accept a cluster of several machines without token authentication, where whoever reaches a port can run code."""
+    lost_s: Positive = 30.0
+    """ray: a machine that has not been heard for so long is lost, and so is a launcher; what it runs ends."""
+    place: dict[str, str] = {}
+    """ray: machines (name or address) for some processes, like `{training: 10.0.0.5, server-0: 10.0.0.6}`. The others are
+    placed where there is room.
     """
     preprocessor: Literal["with_trainer", "process"] = "with_trainer"
     """Where rollouts are prepared, and scored by the reference model of a KL penalty: in the trainer's process, or in a

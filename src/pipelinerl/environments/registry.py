@@ -39,7 +39,6 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
     Raises EnvironmentSetupError if the class does not exist, can't be built, or is not an environment.
     """
     found = find_class(kind)
-    _check_methods(kind, found)
     check_arguments(kind, constructor_of(found), args)
     try:
         environment = cast("Environment", found(tokenizer, seed, **args))
@@ -88,7 +87,7 @@ def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
 
 
 def find_class(kind: str) -> type:
-    """The class that `kind` names, without checking its methods. Raises EnvironmentSetupError if there is none."""
+    """The class that `kind` names. Raises EnvironmentSetupError if there is none, or it is not an environment."""
     if kind in BUILT_IN:
         module_name, _, class_name = BUILT_IN[kind].partition(":")
         return cast("type", getattr(importlib.import_module(module_name), class_name))
@@ -104,7 +103,7 @@ def find_class(kind: str) -> type:
         )
     from pipelinerl.environments.user.code import find_user_class  # noqa: PLC0415 - a built-in environment does not need it
 
-    return find_user_class(module_name, class_name, f" (environment.kind {kind})")
+    return find_user_class(module_name, class_name, kind)
 
 
 def options_of(found: type) -> type[Options] | None:
@@ -117,20 +116,3 @@ def options_of(found: type) -> type[Options] | None:
 def constructor_of(found: type) -> inspect.Signature:
     options = options_of(found)
     return inspect.signature(found) if options is None else options.signature()
-
-
-def _check_methods(kind: str, found: type) -> None:
-    for name, wanted in (
-        ("problem", "(self, index)"),
-        ("held_out", "(self, count)"),
-        ("rollout", "(self, problem, client)"),
-    ):
-        if not callable(getattr(found, name, None)):
-            raise EnvironmentSetupError(
-                f"environment {kind} has no method `{name}{wanted}`; see `Environment` in interfaces.py"
-            )
-    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(found, "rollout"))):  # noqa: B009 - `type` has no such attribute
-        raise EnvironmentSetupError(f"`rollout` of environment {kind} must be `async def`, and return a Rollout")
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
-    if missing:
-        raise EnvironmentSetupError(f"environment {kind} must define {', '.join(f'`{name}`' for name in missing)}")

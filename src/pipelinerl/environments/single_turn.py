@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from msgspec import Meta
-
-from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import Message, chat_messages, check_chat, encode_prompt, text_decoder
-from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
@@ -97,45 +92,3 @@ class SingleTurn(JudgedTurn):
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         return Judgement(self.reward(problem, turn.text))
-
-
-# ---- tasks that are questions with answers
-
-HELD_OUT_IN = 10
-FormatReward: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
-"""The reward of a wrong answer in the right format: less than that of a right answer, 1."""
-
-
-class QuestionOptions(Options, kw_only=True):
-    """How a question becomes a prompt. Subclasses set the defaults of `system` and `text`."""
-
-    chat: bool | None = None
-    """Whether the question is the user's message in the model's chat template. null: if the model has one."""
-    system: str = ""
-    """The system message of a chat; "" for none."""
-    text: str = "{question}"
-    """The prompt if it is not a chat, with the question in place of `{question}`."""
-    max_tokens: AtLeastOne | None = None
-    """Longest completion, if `actor.max_tokens` is too long for this task."""
-
-    def __post_init__(self) -> None:
-        if "{question}" not in self.text:
-            raise EnvironmentSetupError("environment.args.text must have {question} in it, where the question goes")
-
-
-class QuestionPrompt:
-    """Formats a question as `options` say. Raises EnvironmentSetupError if `chat` is true without a chat template."""
-
-    def __init__(self, tokenizer: Tokenizer, options: QuestionOptions) -> None:
-        self._chat = check_chat(tokenizer, options.chat)
-        self._options = options
-
-    def __call__(self, question: str) -> str | Sequence[Message]:
-        if not self._chat:
-            return self._options.text.replace("{question}", question)
-        return chat_messages(self._options.system, question)
-
-
-def is_held_out(question: str) -> bool:
-    """One question in ten, by a hash: independent of the order of a file, of the seed and of the difficulty."""
-    return zlib.crc32(question.encode()) % HELD_OUT_IN == 0

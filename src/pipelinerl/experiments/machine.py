@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
-from pipelinerl.launch.roles import usable_cores
+from pipelinerl.launch.share import usable_cores
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,3 +68,10 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """The clock for measurements on `device`. On a CPU it counts the seconds that the calling thread computes, so that
+    programs that share its core do not count. The threads of an operation all compute equally long.
+    """
+    return time.thread_time if device == "cpu" else time.perf_counter

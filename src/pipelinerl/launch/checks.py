@@ -8,7 +8,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch.memory import Judgement, check_memory
-from pipelinerl.launch.roles import engines_here
+from pipelinerl.launch.share import engines_here
 
 
 def check_before_the_start(config: RunConfig) -> Judgement:
@@ -28,7 +28,8 @@ def check_before_the_start(config: RunConfig) -> Judgement:
 
 def check_without_running(config: RunConfig) -> Judgement:
     """Check the devices, the model and its memory, and the environment's code statically. Raises UserError."""
-    _check_devices(config)
+    if config.launch.kind != "ray":  # there the devices are those of other machines
+        _check_devices(config)
     memory = check_memory(config)
     check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
     return memory

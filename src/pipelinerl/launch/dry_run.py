@@ -67,8 +67,20 @@ def dry_run(config: RunConfig) -> list[str]:
     Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
     """
     check_without_running(config)
+    placement = _placement(config)
     report = try_environment(config)
-    return [*check_memory(config, report.longest_prompt).report(), *_report_lines(report, config)]
+    return [*placement, *check_memory(config, report.longest_prompt).report(), *_report_lines(report, config)]
+
+
+def _placement(config: RunConfig) -> list[str]:
+    """Where the processes of a run on several machines would be started."""
+    if config.launch.kind != "ray":
+        return []
+    from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - needs the extra `ray`
+    from pipelinerl.launch.placement import placement_lines  # noqa: PLC0415 - only for several machines
+
+    with connected(config.launch) as cluster:
+        return placement_lines(placement_of(config, cluster), cluster.machines)
 
 
 def try_environment(config: RunConfig) -> TryoutReport:

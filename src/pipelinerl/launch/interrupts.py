@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -44,9 +43,3 @@ def counted_interrupts(*, raising: bool = False) -> Iterator[Interrupts]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def stop_on_sigterm(stopping: threading.Event) -> Callable[[], bool]:
-    """From now on SIGTERM asks for a clean stop. Before, it ends the process, which has nothing to save yet."""
-    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    return stopping.is_set

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -104,7 +104,9 @@ def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = N
         training += reference
     processes.append(_process(TRAINING, training))
     for rank, role in enumerate(rank_roles(config), start=1):
-        processes.append(_process(role, _trainer(config, shape, longest_prompt, rank)))
+        parts = _trainer(config, shape, longest_prompt, rank)
+        with_trainer = config.launch.preprocessor == "with_trainer"
+        processes.append(_process(role, [*parts, *(_reference(config, shape, rank) if with_trainer else [])]))
     if between := _between(config, shape):
         processes.append(Process(BETWEEN, (_fixed(BETWEEN, between),)))
     return Prediction(tuple(processes))
@@ -232,12 +234,17 @@ def _float32_head(config: RunConfig, shape: ModelShape, device: str) -> list[Par
     return [_fixed("head in float32", 4 * shape.vocabulary * shape.hidden, device)]
 
 
-def _reference(config: RunConfig, shape: ModelShape) -> list[Part]:
-    """The frozen reference model of a KL penalty. With adapters it is free: the base model with adapters switched off."""
+def _reference(config: RunConfig, shape: ModelShape, rank: int = 0) -> list[Part]:
+    """The frozen reference model of a KL penalty, or the rows of it that a rank has.
+
+    In a trainer with adapters it is free: the base model with adapters switched off.
+    """
     apart = config.launch.preprocessor == "process"
     if config.trainer.kl_coefficient == 0 or (config.model.lora is not None and not apart):
         return []
-    return [_fixed("reference model", _weight_bytes(config, shape), _memory_of(config.trainer.device))]
+    holders = 1 if apart else config.trainer.ranks
+    device = _memory_of(_device_of(config, rank))
+    return [_fixed("reference model", -(-_weight_bytes(config, shape) // holders), device)]
 
 
 def _server(config: RunConfig, shape: ModelShape) -> list[Part]:
@@ -435,12 +442,31 @@ class Judgement(NamedTuple):
 def check_memory(config: RunConfig, longest_prompt: int | None = None) -> Judgement:
     """Read the model's sizes, predict and judge. `longest_prompt` is in tokens; None if it is not known.
 
+    A run on several machines is only predicted: they are judged when they are known (`judge_machine`).
+
     Raises UserError for a run that can't fit, ModelLoadError if there is no model.
     """
     shape = _shape(find_model(config.model.path))
     if shape is None:
         return Judgement(f"memory: not predicted (the sizes of model {config.model.path!r} are not known here)")
-    return judge(config, predict(config, shape, longest_prompt), this_machine)
+    prediction = predict(config, shape, longest_prompt)
+    if config.launch.kind == "ray":
+        most = gigabytes(sum(prediction.bytes_on(device) for device in prediction.devices))
+        return Judgement(f"memory: up to {most} on all machines", prediction=prediction)
+    return judge(config, prediction, this_machine)
+
+
+def judge_machine(
+    config: RunConfig, prediction: Prediction, gpus: Mapping[str, Sequence[int]], machine: Machine
+) -> Judgement:
+    """Judge one of several machines, on which each process of `gpus` has these GPUs. Raises UserError as `judge` does."""
+    processes = []
+    for process in prediction.processes:
+        if process.role in gpus:
+            own = [f"cuda:{number}" for number in gpus[process.role]]
+            parts = (part._replace(device=own[0]) if part.device != HOST and own else part for part in process.parts)
+            processes.append(Process(process.role, tuple(parts)))
+    return judge(config, Prediction(tuple(processes)), machine)
 
 
 def _shape(found: str) -> ModelShape | None:

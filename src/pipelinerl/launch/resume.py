@@ -19,7 +19,9 @@ from pipelinerl.launch.run_lock import errors_explained
 from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.metrics.records import StepRecord, read_records
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.trainer import QueuePosition, TrainerCounters
 from pipelinerl.types import Group, Prepared
@@ -106,12 +108,14 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
     ledger = GroupLedger.from_record(position.ledger)
     kept = take_back(store, position, ledger, state.version, apart=config.launch.preprocessor == "process")
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
+    evaluated = [one for one in read_records(run.evaluations, EvaluationRecord) if one.newest_version <= state.version]
     return StartPlan(
         checkpoint=str(path),
         version=state.version,
         taken=ledger.to_record(),
         kept=tuple(kept),
         settled=counts.trained + sum(counts.dropped.values()),
+        evaluated=max((one.version for one in evaluated), default=0),
         elapsed_s=steps[-1].time_s if steps else 0.0,
     )
 

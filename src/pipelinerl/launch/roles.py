@@ -1,26 +1,14 @@
-"""The processes of a run: their names (roles), used in messages, log names and command lines, the stages of each, and its
-share of the machine.
-"""
+"""The processes of a run: their names (roles), used in messages, log names and command lines, and the stages of each."""
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
-from typing import NamedTuple
-
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.interfaces import Schedule
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.types import PREPROCESSOR, TRAINER
 
 TRAINING = "training"
 PREPROCESSING = "preprocessing"
 
-GENERATION_NICENESS = 10
-"""For generation processes that share cores with the trainer: a faster engine only fills the stream with older data."""
-PREPROCESSING_THREADS = 1
-"""For a preprocessing process. Without a reference model it computes almost nothing."""
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
@@ -55,76 +43,8 @@ def worker_stages(config: RunConfig) -> list[str]:
     return [*generation, *preprocessor, TRAINER]
 
 
-# ---- the share of the machine that each gets
-
-
-class Threads(NamedTuple):
-    """CPU threads. `generation` is for each process that generates tokens, including engine servers that the run starts;
-    `training` is for each rank of the trainer.
-    """
-
-    generation: int
-    training: int
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def side_by_side(config: RunConfig, schedule: Schedule) -> bool:
-    """Whether generation and training compute at the same time. Otherwise they alternate, each with the whole machine."""
-    return not schedule.takes_turns() and config.launch.kind == "processes"
-
-
-def engines_here(config: RunConfig) -> int:
-    """How many processes of this run generate tokens: none with external engine servers."""
-    if config.engine.kind == "local":
-        return config.engine.processes
-    return 0 if config.engine.urls else config.engine.servers
-
-
-def plan_threads(config: RunConfig, schedule: Schedule, cores: int) -> Threads:
-    """Threads of each process: as the run file sets them, or by default shares of the cores.
-
-    If generation and training alternate (by the schedule, or in the embedded launcher), each phase gets all cores, which
-    several generating processes share. Otherwise a single generating process gets half the cores; with several, each gets
-    one core, and the trainer gets the rest. A generation process that only talks to servers is not counted: it is mostly
-    idle.
-    """
-    engines = engines_here(config)
-    if not side_by_side(config, schedule):
-        generation, training = cores // max(1, engines), cores
-    elif engines == 1:
-        generation, training = cores // 2, cores - cores // 2
-    else:
-        generation, training = 1, cores - engines
-    return Threads(
-        config.engine.threads or max(1, generation), config.trainer.threads or max(1, training // config.trainer.ranks)
-    )
-
-
-def generation_threads(config: RunConfig, schedule: Schedule, cores: int) -> int:
-    """Threads of a generation process: 1 if it only talks to engine servers, as it computes nothing."""
-    return plan_threads(config, schedule, cores).generation if config.engine.kind == "local" else 1
-
-
-def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int) -> bool:
-    """Whether generation yields to the trainer, because both compute at the same time on the same cores."""
-    return config.engine.device == "cpu" and not schedule.takes_turns() and engines_here(config) + 1 > cores
-
-
-def yield_to_the_trainer(config: RunConfig, schedule: Schedule) -> None:
-    """Lower the priority of this process if `trainer_goes_first`."""
-    if trainer_goes_first(config, schedule, usable_cores()):
-        os.nice(GENERATION_NICENESS)
-
-
-def thread_environment(threads: int) -> dict[str, str]:
-    """Environment variables that limit the numerical libraries of a process to `threads` threads, from the first import."""
-    return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-
-
-def peak_memory_bytes() -> int:
-    """The peak resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def stages_of(config: RunConfig, role: str) -> list[str]:
+    """The names on the status board of the stages of one process. Engine servers have none."""
+    if role in (roles := generation_roles(config)):
+        return [*generation_stages(config.engine.processes)[roles.index(role)]]
+    return {TRAINING: [TRAINER], PREPROCESSING: [PREPROCESSOR]}.get(role, [])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,18 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.checks import check_before_the_start
+from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import RunLock, create_run_directory, open_run_directory
+from pipelinerl.launch.run_lock import RunLock, create_run_directory, join_rollouts, open_run_directory
 from pipelinerl.launch.session import Session, StartPlan, write_session
-from pipelinerl.launch.stages.streams import running_broker, stream_store
+from pipelinerl.launch.stages.streams import redis_of, stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
 
 if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.ray import Cluster
     from pipelinerl.stream.redis_server import RedisServer
 
 
@@ -41,10 +44,15 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     started_s = time.monotonic()
     config = validate(config)
     memory = check_before_the_start(config)
-    with closing(create_run_directory(config) if resume is None else open_run_directory(resume)) as lock:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(_cluster(config))
+        lock = stack.enter_context(
+            closing(create_run_directory(config) if resume is None else open_run_directory(resume, config))
+        )
         run = lock.run
+        join_rollouts(run.rollouts)
         restart_notice = None if resume is None else _prepare_resume(config, run)
-        with running_broker(config, run) as broker:
+        with _running_broker(config, run, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None
             begins = resume is None or restart_notice is not None
             plan = StartPlan() if begins else _plan_resume(config, run, redis_url)
@@ -56,7 +64,8 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
             _write_start(session)
             notices = [*([restart_notice] if restart_notice else []), *memory.lines]
             with closing(_make_view(session, notices)) as view:
-                outcome = _run_stages(session, lock, broker, view)
+                outcome = _run_stages(session, lock, cluster, broker, view)
+            join_rollouts(run.rollouts)
             return _conclude(session, outcome)
 
 
@@ -80,10 +89,51 @@ def _write_start(session: Session) -> None:
         write_atomically(run.config, config_to_yaml(session.config).encode())
         for stale in (*run.control.glob("*.board"), *run.control.glob("*.ready.json")):
             stale.unlink()
-        make_record(run.admission, sum(kept.left for kept in session.plan.kept), session.plan.settled)
+        handed_over = sum(kept.left for kept in session.plan.kept)
+        if session.config.launch.kind == "ray":
+            _write_start_in_redis(session, handed_over)
+        else:
+            make_record(run.admission, handed_over, session.plan.settled)
     except OSError as error:
         advice = "; make room on that disk" if error.errno == errno.ENOSPC else ""
         raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}{advice}") from error
+
+
+def _write_start_in_redis(session: Session, handed_over: int) -> None:
+    """What processes on one machine share in files, those on several share in Redis."""
+    from pipelinerl.actor.admission_redis import make_redis_record  # noqa: PLC0415 - needs the extra `redis`
+    from pipelinerl.redis_connection import RedisConnection  # noqa: PLC0415 - as above
+    from pipelinerl.status.mirror import RedisBoard  # noqa: PLC0415 - as above
+
+    url, prefix, _ = redis_of(session.config, session.run, session.plan.redis_url)
+    with closing(RedisConnection(url, "launcher")) as connection:
+        make_redis_record(connection, prefix, handed_over, session.plan.settled)
+        RedisBoard(connection, prefix).clear()
+
+
+@contextmanager
+def _running_broker(config: RunConfig, run: RunDirectory, address: str | None = None) -> Iterator[RedisServer | None]:
+    """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
+
+    `address`: where other machines reach this one, if processes there need the server.
+
+    Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
+    """
+    if config.stream.kind != "redis" or config.stream.url is not None:
+        yield None
+        return
+    from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - needs the extra `redis`
+
+    with start_server(run.streams / "redis", durable=True, address=address) as server:
+        yield server
+
+
+def _cluster(config: RunConfig) -> AbstractContextManager[Cluster | None]:
+    if config.launch.kind != "ray":
+        return nullcontext()
+    from pipelinerl.launch.hosts.ray import connected  # noqa: PLC0415 - needs the extra `ray`
+
+    return connected(config.launch)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:
@@ -97,12 +147,20 @@ def _make_view(session: Session, notices: list[str]) -> View:
     return view
 
 
-def _run_stages(session: Session, lock: RunLock, broker: RedisServer | None, view: View) -> Outcome:
+def _run_stages(session: Session, lock: RunLock, cluster: Cluster | None, broker: RedisServer | None, view: View) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
         return run_embedded(session, view)
-    return run_processes(session, view, lock, broker)
+    if cluster is not None:
+        from pipelinerl.launch.hosts.ray import RayHost, placement_of  # noqa: PLC0415 - needs the extra `ray`
+        from pipelinerl.launch.placement import placement_lines  # noqa: PLC0415 - only for several machines
+
+        places = placement_of(session.config, cluster)
+        for line in placement_lines(places, cluster.machines):
+            view.say(line)
+        return run_processes(session, view, RayHost(session, cluster, places, view.say), broker)
+    return run_processes(session, view, LocalHost(session, lock.fd), broker)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

@@ -15,10 +15,12 @@ class RunDirectory:
     sessions           a record of each session, and
     published          the checksums of all published weights, for a replay
     plan               the `StartPlan` of the current or latest session; only this package writes it
+    scratch            the folder for what processes of one machine share by maps and locks; in `control`, unless the run
+                       directory is shared by several machines
     admission          the record that the generation processes of the session share (see `actor/admission.py`)
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, scratch: Path | None = None) -> None:
         self.root = root
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
@@ -34,7 +36,16 @@ class RunDirectory:
         self.control = root / "control"
         self.plan = self.control / "plan.json"
         self.settings = self.control / "config.json"
-        self.admission = self.control / "admission"
+        self.scratch = scratch or self.control
+        self.admission = self.scratch / "admission"
+
+    def rollouts_of(self, generation: int, *, shared: bool) -> Path:
+        """Where generation process number `generation` writes its groups.
+
+        Several processes of one machine append to the same file. If the directory is `shared` by several machines, each has
+        a file of its own until `run_lock.join_rollouts`, as a network file system may lose lines of others.
+        """
+        return self.rollouts / (f"rollouts-{generation}.jsonl" if shared and generation else "rollouts.jsonl")
 
     def make_folders(self) -> None:
         for folder in (self.root, self.rollouts, self.checkpoints, self.streams, self.control, self.logs):

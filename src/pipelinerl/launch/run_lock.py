@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import itertools
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
 
 class RunLock:
     """A lock on a run directory, held until `close`, or until this process and all that inherited `fd` have ended."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        """Waits for the processes of a killed launcher to end. Raises RunDirectoryError if another run holds the lock."""
+    def __init__(self, run: RunDirectory, file: Path | None = None) -> None:
+        """Waits for the processes of a killed launcher to end. Raises RunDirectoryError if another run holds the lock.
+
+        `file` is what is locked, by default one in the directory.
+        """
         self.run = run
-        self.fd = os.open(run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.fd = os.open(file or run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         deadline_s = time.monotonic() + ORPHAN_PATIENCE_S + 5.0
         while not self._try_lock():
             if self._holder_alive() or time.monotonic() > deadline_s:
@@ -56,6 +64,14 @@ class RunLock:
         return True
 
 
+def _lock_file(run: RunDirectory, config: RunConfig) -> Path | None:
+    """With several machines, a file on this one: network file systems have no reliable locks. The host excludes others."""
+    if config.launch.kind != "ray":
+        return None
+    name = hashlib.sha256(os.fsencode(run.root)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"pipelinerl-{os.getuid()}-{name}.lock"
+
+
 def create_run_directory(config: RunConfig) -> RunLock:
     """Create and lock the directory of a new run. Files of an earlier start that never trained are removed.
 
@@ -65,7 +81,7 @@ def create_run_directory(config: RunConfig) -> RunLock:
         root = Path(config.run_dir).absolute() if config.run_dir else _fresh_directory(config)
         run = RunDirectory(root)
         run.root.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(run)
+        lock = RunLock(run, _lock_file(run, config))
         try:
             if run.config.exists():
                 _remove_failed_start(run)
@@ -76,15 +92,46 @@ def create_run_directory(config: RunConfig) -> RunLock:
     return lock
 
 
-def open_run_directory(root: Path) -> RunLock:
+def open_run_directory(root: Path, config: RunConfig) -> RunLock:
     """Lock the directory of an existing run. Raises RunDirectoryError if it is not a run directory, or is in use."""
     run = RunDirectory(root.absolute())
     if not run.config.is_file():
         raise RunDirectoryError(f"{root} is not a run directory (it has no config.yaml)")
     with errors_explained():
-        lock = RunLock(run)
+        lock = RunLock(run, _lock_file(run, config))
         run.make_folders()
     return lock
+
+
+class Joining(msgspec.Struct, frozen=True):
+    """The file `part` is being appended to `rollouts.jsonl`, which had `size` bytes before."""
+
+    part: str
+    size: int
+
+
+def join_rollouts(folder: Path) -> None:
+    """Append the groups that several machines wrote to files of their own to `rollouts.jsonl`, each exactly once.
+
+    Goes on where a launcher that was killed here stopped. No process of the run may be writing.
+    """
+    whole, note = folder / "rollouts.jsonl", folder / "joining.json"
+    with errors_explained():
+        if note.exists():
+            begun = msgspec.json.decode(note.read_bytes(), type=Joining)
+            if (folder / begun.part).exists():
+                os.truncate(whole, begun.size)
+            note.unlink()
+        for part in sorted(folder.glob("rollouts-*.jsonl")):
+            for path in (part, whole):
+                JsonLines(path).close()  # truncates a partial last line, which a killed process may have left
+            write_atomically(note, msgspec.json.encode(Joining(part.name, whole.stat().st_size)))
+            with part.open("rb") as lines, whole.open("ab") as all_lines:
+                shutil.copyfileobj(lines, all_lines)
+                all_lines.flush()
+                os.fsync(all_lines.fileno())
+            part.unlink()
+            note.unlink()
 
 
 def _remove_failed_start(run: RunDirectory) -> None:

@@ -6,7 +6,7 @@ import secrets
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import msgspec
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import peak_memory_bytes
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.share import peak_memory_bytes
 from pipelinerl.launch.stages.streams import StreamStore, stream_store
 from pipelinerl.ledger import LedgerRecord
 from pipelinerl.schedule import make_schedule
@@ -37,10 +37,12 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
                               still in a stream
     kept                      the groups still in a stream, in the order in which the trainer will read them
     settled                   number of rollouts that the trainer has trained on or dropped
+    evaluated                 version of the last evaluation
     elapsed_s                 the time at which the records continue
     redis_url                 address of the session's own Redis server
     predicted_memory_bytes    expected peak of each process; empty if it is not known
     weights_key               what the members of a weight broadcast prove to have; a new one for each session
+    servers_key               the same for clients of the run's engine servers on other machines
     ranks_key                 the same for the ranks of a sharded trainer
     """
 
@@ -49,10 +51,12 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     taken: LedgerRecord = LedgerRecord()
     kept: tuple[KeptGroup, ...] = ()
     settled: int = 0
+    evaluated: int = 0
     elapsed_s: float = 0.0
     redis_url: str | None = None
     predicted_memory_bytes: dict[str, int] = {}
     weights_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
+    servers_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     ranks_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
 
     @property
@@ -66,11 +70,32 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(left.get(index, rollouts) for index, rollouts in groups.items())
 
 
+class Here(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process is told of itself and of its machine; not a secret.
+
+    threads           CPU threads that it may use
+    yields            it has a lower priority, since the trainer computes on the same cores
+    machine, address  of a run on several machines: the machine's name, and where other machines reach it
+    weights_from      where the sender of a weight broadcast listens, if its socket is not inherited
+    ranks_at          the same for rank 0 of a sharded trainer
+    scratch           see `RunDirectory`
+    """
+
+    threads: int = 1
+    yields: bool = False
+    machine: str = ""
+    address: str = "127.0.0.1"
+    weights_from: tuple[str, int] | None = None
+    ranks_at: tuple[str, int] | None = None
+    scratch: str | None = None
+
+
 @dataclass(frozen=True)
 class Session:
     """One session of a run.
 
-    Times in the records count from `records_from_s` (by `time.monotonic`), so that those of a resumed run continue.
+    Times in the records count from `records_from_s` (by `time.monotonic`), so that those of a resumed run continue. `here`:
+    what a process of the session was told by its host.
     """
 
     config: RunConfig
@@ -78,6 +103,7 @@ class Session:
     plan: StartPlan
     schedule: Schedule
     records_from_s: float
+    here: Here = field(default_factory=Here)
 
     def streams(self) -> StreamStore:
         """The store of the streams between the session's processes."""
@@ -90,11 +116,11 @@ def write_session(session: Session) -> None:
     write_atomically(session.run.plan, msgspec.json.encode(session.plan), mode=0o600)
 
 
-def read_session(run: RunDirectory, records_from_s: float) -> Session:
+def read_session(run: RunDirectory, records_from_s: float, here: Here) -> Session:
     """The session that the launcher wrote to the run directory for its workers."""
     config = RunConfig.model_validate_json(run.settings.read_bytes())
     plan = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
-    return Session(config, run, plan, make_schedule(config), records_from_s)
+    return Session(config, run, plan, make_schedule(config), records_from_s, here)
 
 
 class WorkerError(msgspec.Struct, frozen=True):

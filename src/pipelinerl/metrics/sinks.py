@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pipelinerl.files import JsonLines
-from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, Record, StepRecord
+from pipelinerl.metrics.evaluations import EvaluationRecord
+
+if TYPE_CHECKING:
+    from pipelinerl.metrics.records import StepRecord
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+Record: TypeAlias = "StepRecord | EvaluationRecord"
 
 
 class Sink(Protocol):
@@ -26,7 +34,7 @@ class JsonlSink:
         self._files: dict[str, JsonLines] = {}
 
     def write(self, record: Record) -> None:
-        name = METRICS_FILE if isinstance(record, StepRecord) else EVALUATIONS_FILE
+        name = EVALUATIONS_FILE if isinstance(record, EvaluationRecord) else METRICS_FILE
         if name not in self._files:
             self._files[name] = JsonLines(self._run_dir / name)
         self._files[name].write(record)

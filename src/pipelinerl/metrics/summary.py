@@ -8,7 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord, quantile
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.statistics import quantile
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 

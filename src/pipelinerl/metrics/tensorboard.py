@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipelinerl.errors import MissingDependencyError
-from pipelinerl.metrics.records import Record
-from pipelinerl.metrics.sinks import JsonlSink
+from pipelinerl.metrics.sinks import JsonlSink, Record
 
 try:
     from tensorboard.summary import Writer

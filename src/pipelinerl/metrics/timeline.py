@@ -6,20 +6,35 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines
-from pipelinerl.metrics.records import TimelineRecord, read_lines
 from pipelinerl.types import EngineProgress
 
 EVERY_S = 0.25
-_STEM = "timeline-"
+TIMELINE_STEM = "timeline-"
+
+
+class TimelineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one engine at `time_s`, on the axis of `StepRecord.time_s`; `tokens_generated` is over the session.
+
+    `in_progress` sequences have a slot, `queued` requests wait for one. Includes requests of evaluations.
+    """
+
+    worker: int
+    time_s: float
+    in_progress: int
+    queued: int
+    tokens_generated: int
+    version: int
 
 
 class TimelineWriter:
     """Writes `RUN_DIR/timeline-WORKER.jsonl`. Times are seconds since `origin_s` of `clock`."""
 
     def __init__(self, run_dir: Path, worker: int, origin_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lines = JsonLines(run_dir / f"{_STEM}{worker}.jsonl")
+        self._lines = JsonLines(run_dir / f"{TIMELINE_STEM}{worker}.jsonl")
         self._worker = worker
         self._origin_s = origin_s
         self._clock = clock
@@ -48,11 +63,3 @@ class TimelineWriter:
 
     def close(self) -> None:
         self._lines.close()
-
-
-def read_timeline(run_dir: Path) -> list[TimelineRecord]:
-    """The records of all engines of a run, by time. Raises RunDirectoryError for a file that can't be read or is damaged."""
-    records: list[TimelineRecord] = []
-    for path in sorted(run_dir.glob(f"{_STEM}*.jsonl")):
-        records += read_lines(path, TimelineRecord, lambda old, new: old.time_s >= new.time_s)
-    return sorted(records, key=lambda record: (record.time_s, record.worker))

@@ -7,43 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from pipelinerl.config.schema import LONGEST_SLOT, ModelConfig
-from pipelinerl.errors import ModelLoadError, UnsupportedModelError, UserError
-from pipelinerl.models.folder import find_model, resolve_path
-
-# ---- Output head in float32: the rounding of engine and trainer differs most in the logits, since bfloat16 has 8 bits for
-# numbers that are then exponentiated (MiniMax-M1, arXiv 2506.13585, found the gap between log-probabilities there).
-
-
-class Float32Head(nn.Linear):
-    """A linear layer that shares the parameters of `head` and computes in float32."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
-        self.weight = head.weight
-        self.bias = head.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(input.float(), self.weight.float(), bias)
-
-
-def use_float32_head(model: Any) -> None:
-    """Make `model` compute its logits in float32. Parameters and names do not change. Does nothing to float32 weights.
-
-    Raises UnsupportedModelError if the output head is not a linear layer.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise UnsupportedModelError(f"{type(model).__name__} has no linear output head; set model.head_dtype to null")
-    if head.weight.dtype not in (torch.float32, torch.float64):
-        model.set_output_embeddings(Float32Head(head))
-
-
-__all__ = ["resolve_path"]
+from pipelinerl.errors import ModelLoadError, UserError
+from pipelinerl.models.folder import find_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -95,6 +62,8 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
             "get a complete copy of the model"
         )
     if config.head_dtype == "float32":
+        from pipelinerl.models.float32_head import use_float32_head  # noqa: PLC0415 - few runs have it
+
         use_float32_head(model)
     return model.to(device).eval()
 
@@ -129,63 +98,15 @@ def slot_length(model: Any, asked: int | None) -> int:
     return asked or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Recompute each decoder layer's activations in the backward pass: less memory for a third more compute.
-
-    transformers enables this in training mode only, which also enables dropout. So only the layers' own flag is set, and
-    the modules inside them stay in eval mode. Raises ModelLoadError if the model does not support it.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415 - as above
-
-    if not model.supports_gradient_checkpointing:
-        raise ModelLoadError(
-            f"{type(model).__name__} has no gradient checkpointing: set trainer.gradient_checkpointing to false"
-        )
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
-
-
 @contextmanager
 def _one_line(path: str, what: str) -> Iterator[None]:
     """Turn any exception inside into a ModelLoadError with a message of one line."""
     try:
         yield
     except Exception as error:  # config, weight and hub code raises errors of many types
-        raise ModelLoadError(f"can't load the {what} of {path!r}: {_explain(error)}") from error
+        from pipelinerl.models.load_errors import explain  # noqa: PLC0415 - only for an error
 
-
-def _explain(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    for marks, meaning in _KNOWN_ERRORS.items():
-        if any(mark in f"{type(error).__name__}: {text}" for mark in marks):
-            return meaning
-    first = text.split(". ")[0]
-    return (first[:300] or type(error).__name__) + " (get a complete copy of the model)"
-
-
-_KNOWN_ERRORS = {
-    ("trust_remote_code",): (
-        "it comes with Python code of its own; read that code, then set model.trust_remote_code to true"
-    ),
-    ("Unrecognized configuration class", "for this kind of AutoModel: AutoModelForCausalLM"): (
-        "it is not a causal language model; give one that AutoModelForCausalLM can load"
-    ),
-    ("connect to", "offline", "Offline", "LocalEntryNotFound"): (
-        "it is not a folder here and the Hugging Face hub can't be reached; give a folder, or download the model first"
-    ),
-    ("is not a local folder and is not a valid model identifier", "404"): (
-        "it is neither a folder here nor a model on the Hugging Face hub (private ones need a login); check model.path"
-    ),
-    ("does not recognize this architecture",): (
-        "this version of transformers does not know its architecture (model_type); upgrade transformers"
-    ),
-    ("Couldn't instantiate the backend tokenizer",): (
-        "it has no tokenizer (tokenizer.json); copy it from the original model"
-    ),
-}
-"""Parts of transformers' error messages, and the message that the user gets instead."""
+        raise ModelLoadError(f"can't load the {what} of {path!r}: {explain(error)}") from error
 
 
 @contextmanager

@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import ModelLoadError
+from pipelinerl.models.float32_head import use_float32_head
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.hub import downloaded
-from pipelinerl.models.loading import DTYPES, load_model, use_float32_head
+from pipelinerl.models.loading import DTYPES, load_model
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -175,12 +176,13 @@ def open_files(folder: str) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), root / _SINGLE)
 
 
-def load_for_sharding(config: ModelConfig) -> tuple[Any, dict[str, Path]]:
+def load_for_sharding(config: ModelConfig, *, frozen: bool = False) -> tuple[Any, dict[str, Path]]:
     """The model on the CPU, to be given to `shard`, and the files to give to `load_rows` then.
 
-    Its parameters have no memory if each is a tensor of the files: every rank then reads only its own rows, in float32.
-    Otherwise (transformers renames or joins some; there are persistent buffers) the whole model is loaded first, and there
-    are no files to read.
+    Its parameters have no memory if each is a tensor of the files: every rank then reads only its own rows. They are in
+    float32, the type of master copies; those of a `frozen` model are in its own type. In two cases the whole model is
+    loaded first, and there are no files to read: transformers renames or joins some tensors, or there are persistent
+    buffers.
 
     Raises the errors of `load_model`.
     """
@@ -204,12 +206,14 @@ def load_for_sharding(config: ModelConfig) -> tuple[Any, dict[str, Path]]:
         if names <= files.keys() and not buffers and not converted:
             if config.head_dtype == "float32":
                 use_float32_head(model)
-            return _in_float32(model).eval(), files
-    return _in_float32(load_model(config)), {}
+            return _prepared(model.eval(), frozen), files
+    return _prepared(load_model(config), frozen), {}
 
 
-def _in_float32(model: Any) -> Any:
-    """With all parameters in float32: a shard is the master copy that the optimizer updates."""
+def _prepared(model: Any, frozen: bool) -> Any:
+    """Frozen, or with all parameters in float32: a shard is the master copy that the optimizer updates."""
+    if frozen:
+        return model.requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     return model

@@ -13,15 +13,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.records import (
-    EVALUATIONS_FILE,
-    METRICS_FILE,
-    REWARD,
-    EvaluationRecord,
-    StepRecord,
-    When,
-    read_records,
-)
+from pipelinerl.metrics.evaluations import EvaluationRecord, When
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
+from pipelinerl.metrics.statistics import REWARD
 from pipelinerl.report import write_file
 
 MANY_POINTS = 40

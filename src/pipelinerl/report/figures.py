@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import cycle, zip_longest
 from typing import Any, NamedTuple
 
-from pipelinerl.metrics.records import REWARD
+from pipelinerl.metrics.statistics import REWARD
 from pipelinerl.report import series
 from pipelinerl.report.curves import Curves, draw_environment, finish_axes, line, new_figure, png_of, points, prepare
 from pipelinerl.report.series import WINDOW, BatchSize, LagByPosition, RunRecords

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import edge_of
 from pipelinerl.report import figures, html, number
 from pipelinerl.report.series import WINDOW, RunRecords, measure, pooled, read_run

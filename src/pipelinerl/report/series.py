@@ -19,16 +19,11 @@ import numpy as np
 from pipelinerl.config.load import config_from_yaml, with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.records import (
-    EVALUATIONS_FILE,
-    METRICS_FILE,
-    EvaluationRecord,
-    StepRecord,
-    TimelineRecord,
-    read_lines,
-    read_records,
-)
-from pipelinerl.metrics.timeline import read_timeline
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_lines, read_records, read_timeline
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
+from pipelinerl.metrics.timeline import TimelineRecord
 from pipelinerl.types import VersionSpan
 
 WINDOW = 5

@@ -10,7 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.metrics.records import REWARD, EvaluatedProblem
+from pipelinerl.metrics.evaluations import EvaluatedProblem
+from pipelinerl.metrics.statistics import REWARD
 from pipelinerl.report import new_table, number
 from pipelinerl.status.screen import duration, pause, short
 

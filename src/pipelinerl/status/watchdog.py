@@ -97,7 +97,8 @@ def describe(status: StageStatus, now: float) -> str:
     """One stage in a line of text: `trainer (pid 7): waiting for 12 s: samples from the actor: 3 of 64 are here`."""
     since_s = max(0.0, now - status.since_s)
     detail = f": {status.detail}" if status.detail else ""
-    return f"{status.stage} (pid {status.pid}): {status.state} for {since_s:.0f} s{detail}"
+    place = f"pid {status.pid} on {status.machine}" if status.machine else f"pid {status.pid}"
+    return f"{status.stage} ({place}): {status.state} for {since_s:.0f} s{detail}"
 
 
 def waits_on(status: StageStatus, stages: Mapping[str, object]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from sqlite3 import Connection
@@ -52,178 +52,7 @@ class Counts(NamedTuple):
         return self.written - self.taken - self.dropped
 
 
-class FileStreamWriter(Generic[T]):
-    """A writing end. There may be several; a new one continues where earlier ones stopped or were killed."""
-
-    def __init__(
-        self,
-        directory: Path,
-        item_type: type[T],
-        *,
-        capacity: int | None = None,
-        when_full: Literal["block", "drop_oldest"] = "block",
-        on_drop: Callable[[T], None] | None = None,
-    ) -> None:
-        """`capacity` is in items; None: no limit. `on_drop` is called with every item that `drop_oldest` drops.
-
-        Raises StreamError if the stream is being rewound, is damaged, or can't be written.
-        """
-        self._capacity = checked_capacity(capacity)
-        self._when_full = when_full
-        self._on_drop = on_drop
-        self._encoder = msgspec.json.Encoder()
-        self._file = _StreamFile(directory, item_type, "writer", shared=True)
-
-    def try_write(self, item: T, encoded: bytes | None = None) -> bool:
-        """Append one item. Returns False, and writes nothing, if the stream is full and configured to block.
-
-        `encoded`: the item as JSON, if the caller has already encoded it. Raises StreamError if the item can't be written;
-        then the stream is unchanged, and the caller may try again.
-        """
-        if self._when_full == "block" and self._file.counts().waiting >= self._capacity:
-            return False
-        json = self._encoder.encode(item) if encoded is None else encoded
-        dropped: list[T] = []
-        with self._file.transaction() as stream:
-            counts = self._file.counts()
-            if self._when_full == "block" and counts.waiting >= self._capacity:
-                return False
-            while counts.waiting >= self._capacity:
-                counts = self._drop_oldest(stream, counts, dropped)
-            stream.execute("INSERT INTO items VALUES (?, ?)", (counts.written, json))
-            self._file.store(stream, counts._replace(written=counts.written + 1))
-        for oldest in dropped:
-            if self._on_drop is not None:
-                self._on_drop(oldest)
-        return True
-
-    def stats(self) -> StreamStats:
-        return self._file.stats()
-
-    def close(self) -> None:
-        """Release the writer lock. May be called twice."""
-        self._file.close()
-
-    def _drop_oldest(self, stream: Connection, counts: Counts, dropped: list[T]) -> Counts:
-        """Drop the oldest waiting item, and append it to `dropped` if there is an `on_drop`. Returns the new counts."""
-        (offset, json), *_ = self._file.waiting(counts.cursor, 1)
-        if self._on_drop is not None:
-            dropped.append(self._file.decode(offset, json))
-        stream.execute("DELETE FROM items WHERE offset = ?", (offset,))
-        stream.execute("INSERT INTO drops VALUES (?)", (offset,))
-        return counts._replace(dropped=counts.dropped + 1, cursor=offset + 1)
-
-
-class FileStreamReader(Generic[T]):
-    """The reading end. One process at a time; a new one starts at the committed offset."""
-
-    def __init__(self, directory: Path, item_type: type[T]) -> None:
-        """Raises StreamError if the stream already has a reader or can't be opened. A writer is not required yet."""
-        self._file = _StreamFile(directory, item_type, "reader")
-        with self._file.transaction() as stream:
-            counts = self._file.counts()
-            between = "SELECT count(*) FROM items WHERE offset >= ? AND offset < ?"
-            ((again,),) = stream.execute(between, (counts.committed, counts.cursor))
-            self._file.store(stream, counts._replace(cursor=counts.committed, taken=counts.taken - again))
-
-    def read(self, limit: int) -> Sequence[tuple[int, T]]:
-        """Take up to `limit` of the available items, oldest first, each with its offset. Never waits.
-
-        Raises StreamError for an item that is not of the stream's type.
-        """
-        if limit < 1 or not self._file.counts().waiting:
-            return []
-        with self._file.transaction() as stream:
-            counts = self._file.counts()
-            taken = self._file.waiting(counts.cursor, limit)
-            if taken:
-                self._file.store(stream, counts._replace(cursor=taken[-1][0] + 1, taken=counts.taken + len(taken)))
-        return [(offset, self._file.decode(offset, json)) for offset, json in taken]
-
-    def commit(self, offset: int) -> None:
-        """Mark everything before `offset` as processed: a later reader starts there, and its disk space is reused.
-
-        Durable on return. A lower offset than before has no effect. Raises ValueError if an item before `offset` was neither
-        taken nor dropped, StreamError if the commit can't be made durable.
-        """
-        with self._file.durable(), self._file.transaction() as stream:
-            counts = self._file.counts()
-            waiting = self._file.waiting(counts.cursor, 1)
-            reached = waiting[0][0] if waiting else counts.written
-            if offset > reached:
-                raise ValueError(f"can't commit up to offset {offset}: items from {reached} on were not taken yet")
-            if offset > counts.committed:
-                stream.execute("DELETE FROM items WHERE offset < ?", (offset,))
-                self._file.store(stream, counts._replace(committed=offset, cursor=max(counts.cursor, offset)))
-
-    def stats(self) -> StreamStats:
-        return self._file.stats()
-
-    def close(self) -> None:
-        """Release the reader lock. Items that were taken and not committed will be read again."""
-        self._file.close()
-
-
-class FileStore:
-    """Streams in subdirectories of `directory`."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def writer(
-        self,
-        name: str,
-        item_type: type[T],
-        *,
-        capacity: int | None,
-        when_full: Literal["block", "drop_oldest"],
-        on_drop: Callable[[T], None] | None,
-    ) -> StreamWriter[T]:
-        return FileStreamWriter(self._directory / name, item_type, capacity=capacity, when_full=when_full, on_drop=on_drop)
-
-    def reader(self, name: str, item_type: type[T]) -> StreamReader[T]:
-        return FileStreamReader(self._directory / name, item_type)
-
-    def waiting(self, name: str, item_type: type[T]) -> list[T]:
-        """The items that were written and neither taken nor dropped, oldest first. Empty if the stream does not exist.
-
-        Does not take them. Raises StreamError for a damaged item.
-        """
-        if not (self._directory / name / _StreamFile.NAME).exists():
-            return []
-        with closing(_StreamFile(self._directory / name, item_type)) as file:
-            return [file.decode(offset, json) for offset, json in file.waiting(file.counts().cursor, -1)]
-
-    def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        """Rewind the stream to a checkpoint, before either end is opened. Returns the items that stay, oldest first.
-
-        Items before `from_offset`, dropped items, and those for which `keep` is false are removed. The others are renumbered
-        without gaps: the first has offset `from_offset`, which becomes the committed offset. The counts continue as if every
-        item before it had been taken or dropped. Atomic: if the process is killed, the stream is either unchanged or
-        rewound. Raises StreamError if an end is open or the file is damaged.
-        """
-        directory = self._directory / name
-        file = _StreamFile(directory, item_type, "writer")
-        with closing(file), _role(directory, "reader"), file.durable(), file.transaction() as stream:
-            stored = [(json, file.decode(offset, json)) for offset, json in file.waiting(from_offset, -1)]
-            kept = [(json, item) for json, item in stored if keep(item)]
-            ((earlier_drops,),) = stream.execute("SELECT count(*) FROM drops WHERE offset < ?", (from_offset,))
-            stream.execute("DELETE FROM items")
-            stream.execute("DELETE FROM drops WHERE offset >= ?", (from_offset,))
-            numbered = ((offset, json) for offset, (json, _) in enumerate(kept, start=from_offset))
-            stream.executemany("INSERT INTO items VALUES (?, ?)", numbered)
-            counts = Counts(
-                written=from_offset + len(kept),
-                taken=from_offset - earlier_drops,
-                dropped=earlier_drops,
-                cursor=from_offset,
-                committed=from_offset,
-            )
-            file.store(stream, counts)
-        return [item for _, item in kept]
-
-
-class _StreamFile(Generic[T]):
+class StreamFile(Generic[T]):
     """What both ends of a stream use: its database, its counts, and this process's role."""
 
     NAME = "stream.sqlite"
@@ -234,7 +63,7 @@ class _StreamFile(Generic[T]):
         with self._errors_explained(), ExitStack() as opened:
             directory.mkdir(parents=True, exist_ok=True)
             if role is not None:
-                opened.enter_context(_role(directory, role, shared=shared))
+                opened.enter_context(role_held(directory, role, shared=shared))
             self._database = opened.enter_context(closing(Database(directory / self.NAME, SCHEMA)))
             self._opened = opened.pop_all()
 
@@ -294,7 +123,7 @@ class _StreamFile(Generic[T]):
 
 
 @contextmanager
-def _role(directory: Path, role: str, *, shared: bool = False) -> Iterator[None]:
+def role_held(directory: Path, role: str, *, shared: bool = False) -> Iterator[None]:
     """Inside, a lock makes this process the only writer, or the only reader.
 
     With `shared`, other processes may hold it too, but none exclusively.
@@ -308,3 +137,104 @@ def _role(directory: Path, role: str, *, shared: bool = False) -> Iterator[None]
         yield
     finally:
         os.close(fd)
+
+
+class FileStreamWriter(Generic[T]):
+    """A writing end. There may be several; a new one continues where earlier ones stopped or were killed."""
+
+    def __init__(
+        self,
+        directory: Path,
+        item_type: type[T],
+        *,
+        capacity: int | None = None,
+        when_full: Literal["block", "drop_oldest"] = "block",
+        on_drop: Callable[[T], None] | None = None,
+    ) -> None:
+        """`capacity` is in items; None: no limit. `on_drop` is called with every item that `drop_oldest` drops.
+
+        Raises StreamError if the stream is being rewound, is damaged, or can't be written.
+        """
+        self._capacity = checked_capacity(capacity)
+        self._when_full = when_full
+        self._on_drop = on_drop
+        self._encoder = msgspec.json.Encoder()
+        self._file = StreamFile(directory, item_type, "writer", shared=True)
+
+    def try_write(self, item: T, encoded: bytes | None = None) -> bool:
+        """Append one item. Returns False, and writes nothing, if the stream is full and configured to block.
+
+        `encoded`: the item as JSON, if the caller has already encoded it. Raises StreamError if the item can't be written;
+        then the stream is unchanged, and the caller may try again.
+        """
+        if self._when_full == "block" and self._file.counts().waiting >= self._capacity:
+            return False
+        json = self._encoder.encode(item) if encoded is None else encoded
+        dropped: list[T] = []
+        with self._file.transaction() as stream:
+            counts = self._file.counts()
+            if self._when_full == "block" and counts.waiting >= self._capacity:
+                return False
+            while counts.waiting >= self._capacity:
+                counts = self._drop_oldest(stream, counts, dropped)
+            stream.execute("INSERT INTO items VALUES (?, ?)", (counts.written, json))
+            self._file.store(stream, counts._replace(written=counts.written + 1))
+        for oldest in dropped:
+            if self._on_drop is not None:
+                self._on_drop(oldest)
+        return True
+
+    def stats(self) -> StreamStats:
+        return self._file.stats()
+
+    def close(self) -> None:
+        """Release the writer lock. May be called twice."""
+        self._file.close()
+
+    def _drop_oldest(self, stream: Connection, counts: Counts, dropped: list[T]) -> Counts:
+        """Drop the oldest waiting item, and append it to `dropped` if there is an `on_drop`. Returns the new counts."""
+        (offset, json), *_ = self._file.waiting(counts.cursor, 1)
+        if self._on_drop is not None:
+            dropped.append(self._file.decode(offset, json))
+        stream.execute("DELETE FROM items WHERE offset = ?", (offset,))
+        stream.execute("INSERT INTO drops VALUES (?)", (offset,))
+        return counts._replace(dropped=counts.dropped + 1, cursor=offset + 1)
+
+
+class FileStore:
+    """Streams in subdirectories of `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def writer(
+        self,
+        name: str,
+        item_type: type[T],
+        *,
+        capacity: int | None,
+        when_full: Literal["block", "drop_oldest"],
+        on_drop: Callable[[T], None] | None,
+    ) -> StreamWriter[T]:
+        return FileStreamWriter(self._directory / name, item_type, capacity=capacity, when_full=when_full, on_drop=on_drop)
+
+    def reader(self, name: str, item_type: type[T]) -> StreamReader[T]:
+        from pipelinerl.stream.file_reader import FileStreamReader  # noqa: PLC0415 - generation processes only write
+
+        return FileStreamReader(self._directory / name, item_type)
+
+    def waiting(self, name: str, item_type: type[T]) -> list[T]:
+        """The items that were written and neither taken nor dropped, oldest first. Empty if the stream does not exist.
+
+        Does not take them. Raises StreamError for a damaged item.
+        """
+        if not (self._directory / name / StreamFile.NAME).exists():
+            return []
+        with closing(StreamFile(self._directory / name, item_type)) as file:
+            return [file.decode(offset, json) for offset, json in file.waiting(file.counts().cursor, -1)]
+
+    def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
+        """`file_reader.rewind`: rewind the stream to a checkpoint, before either end is opened."""
+        from pipelinerl.stream.file_reader import rewind  # noqa: PLC0415 - as above
+
+        return rewind(self._directory / name, item_type, from_offset, keep)

@@ -20,42 +20,22 @@ and the trainer skips the second.) Writers at the same moment may exceed the cap
 
 from __future__ import annotations
 
-import os
-import re
 import secrets
-import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
+from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
+from pipelinerl.redis_connection import PATIENCE_S, RedisConnection, exceptions
 from pipelinerl.stream import checked_capacity
 
-try:
-    from redis import Redis, exceptions
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-except ImportError as error:
-    raise MissingDependencyError(
-        "a stream in Redis needs the package redis, which is not installed: pip install 'pipelinerl[redis]'"
-    ) from error
-
 T = TypeVar("T")
-Result = TypeVar("Result")
 Entries = Sequence[tuple[int, bytes]]
 """Offsets of items, each with the item's JSON."""
 
-PATIENCE_S = 15.0
-"""How long a lost connection is retried. Less than the time that other actors wait for the admission lock."""
-OPENING_PATIENCE_S = 5.0
-"""The same for the first connection, where a wrong address is the likelier cause."""
-REPLY_TIMEOUT_S = 5.0
-"""Redis answers in milliseconds. The last attempt may end this much later than the patience."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _OLDEST_VERSION = 7
 _GROUP = b"reader"
 _LOST = (
@@ -75,50 +55,20 @@ class _State(NamedTuple):
     appended: int
 
 
-class RedisStream(Generic[T]):
-    """A process's access to a stream of JSON items. The stream is created if it does not exist.
-
-    `token` is unique: role, host, process and a random part. Redis shows it as the name of the connections.
-    """
+class RedisStream(RedisConnection, Generic[T]):
+    """A process's access to a stream of JSON items. The stream is created if it does not exist."""
 
     def __init__(self, url: str, stream: str, item_type: type[T], role: str, patience_s: float = PATIENCE_S) -> None:
         """`url` is redis://[[user]:[password]@]host[:port][/db], rediss://... or unix://PATH[?db=0].
 
         Raises ConfigError for a wrong URL or password; StreamError if there is no Redis (7 or later) or the name is taken.
         """
-        host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
-        self.token = f"{role}-{host}-{os.getpid()}-{secrets.token_hex(8)}"
+        super().__init__(url, role, patience_s)
         self.items, self.counts = f"{{{stream}}}:items", f"{{{stream}}}:counts"
-        self.url = without_password(url)
         self.place = f"{self.url}, stream {stream}"
-        self._patience_s = min(OPENING_PATIENCE_S, patience_s)
         self._epochs: set[bytes] = set()
         self._decoder = msgspec.json.Decoder(item_type)
-        self.client: Any = connect(url, self.token, min(REPLY_TIMEOUT_S, patience_s))
-        self.patiently(self._open)
-        self._patience_s = patience_s
-
-    def patiently(self, operation: Callable[[], Result]) -> Result:
-        """The operation's result. Repeats it while there is no connection; raises StreamError when the patience is over."""
-        begin_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
-        while True:
-            try:
-                return operation()
-            except exceptions.WatchError:
-                continue  # another process has just created the stream, or the connection was lost
-            except (exceptions.AuthenticationError, exceptions.AuthorizationError) as error:
-                raise ConfigError(f"stream.url {self.url}: Redis does not let us in: {error}") from error
-            except (exceptions.ConnectionError, exceptions.TimeoutError) as error:
-                tried_s = time.monotonic() - begin_s
-                if tried_s + pause_s > self._patience_s:
-                    raise StreamError(
-                        f"{self.url}: no connection, tried for {tried_s:.1f} s ({error}); start Redis, or correct stream.url"
-                    ) from error
-            except exceptions.RedisError as error:
-                text = str(error).rpartition(" of pipeline caused error: ")[2]
-                raise StreamError(f"{self.url}: Redis refuses: {text}") from error
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self.opened(self._open)
 
     def look(self) -> _State:
         """The stream now. Raises StreamError if it is not the one that this process opened, or is damaged."""
@@ -196,10 +146,6 @@ class RedisStream(Generic[T]):
     def stats(self) -> StreamStats:
         return self.patiently(self.look).stats
 
-    def close(self) -> None:
-        """May be called twice."""
-        self.client.close()
-
     def _open(self) -> None:
         with suppress(exceptions.NoPermissionError):
             version = str(self.client.info("server").get("redis_version", ""))
@@ -241,6 +187,8 @@ class RedisStreamWriter(RedisStream[T]):
         self._when_full = when_full
         self._on_drop = on_drop
         self._attempted = self._confirmed = 0  # numbers of appends
+        self.companion: Callable[[Any], Callable[[], None] | None] | None = None
+        """Called with the pipe of each append, which it may let watch keys. Queues commands for the same transaction."""
         super().__init__(url, stream, item_type, "writer", patience_s)
 
     def try_write(self, item: T, encoded: bytes | None = None) -> bool:
@@ -268,6 +216,10 @@ class RedisStreamWriter(RedisStream[T]):
             elif excess > 0:
                 return False
             with self.client.pipeline() as pipe:
+                joined = self.companion(pipe) if self.companion is not None else None
+                if joined is not None:
+                    pipe.multi()
+                    joined()
                 self.remove(pipe, [offset for offset, _ in dropped])
                 pipe.xadd(self.items, {"item": payload}, id="0-*")
                 pipe.hincrby(self.counts, "written", 1)
@@ -430,30 +382,6 @@ class RedisStore:
                 return [item for _, item in kept]
 
             return opened.patiently(replace)
-
-
-def connect(url: str, name: str, timeout_s: float) -> Redis:
-    """A client of the Redis at `url` that tries each command once. It connects when it is used. Raises ConfigError."""
-    timeouts = {"socket_connect_timeout": timeout_s, "socket_timeout": timeout_s}
-    try:
-        client = Redis.from_url(url, client_name=name, protocol=2, retry=Retry(NoBackoff(), 0), **timeouts)
-        client.connection_pool.make_connection()  # does not connect, but checks the options in the URL
-    except (ValueError, TypeError) as error:
-        shown = without_password(url)
-        raise ConfigError(f"stream.url {shown}: {error}. It is like redis://HOST:6379/0 or unix:///PATH") from None
-    return client
-
-
-def is_ready(url: str) -> bool:
-    """Whether the Redis at `url` answers and has loaded its data."""
-    with closing(connect(url, "pipelinerl-launcher", 0.5)) as client, suppress(exceptions.RedisError):
-        return bool(client.ping())
-    return False
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be shown."""
-    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=//).*@", "***@", url))
 
 
 def _id(offset: int) -> str:

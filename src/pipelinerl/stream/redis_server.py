@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -13,7 +14,9 @@ from urllib.parse import quote
 
 from pipelinerl.child import ChildProcess
 from pipelinerl.errors import MissingDependencyError, StreamError
-from pipelinerl.stream.redis import is_ready
+from pipelinerl.files import write_atomically
+from pipelinerl.ports import free_port
+from pipelinerl.redis_connection import is_ready
 
 STARTUP_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
@@ -27,8 +30,8 @@ _COMMAND = 'exec 3<&0; (read -r _ <&3; kill -TERM $$) & exec "$1" "$2" </dev/nul
 class RedisServer(ChildProcess):
     """A running server. `url` is for `RedisStreamWriter` and `RedisStreamReader`."""
 
-    def __init__(self, program: str, configuration: Path, socket: Path, log: Path) -> None:
-        self.url = f"unix://{quote(str(socket))}"
+    def __init__(self, program: str, configuration: Path, url: str, log: Path) -> None:
+        self.url = url
         command = ["/bin/sh", "-c", _COMMAND, "sh", program, str(configuration)]
         super().__init__(command, log=log, watches_parent=True, patience_s=STOP_TIMEOUT_S)
 
@@ -41,12 +44,16 @@ class RedisServer(ChildProcess):
 
 
 @contextmanager
-def start_server(directory: Path, *, durable: bool = False, program: str = "redis-server") -> Iterator[RedisServer]:
+def start_server(
+    directory: Path, *, durable: bool = False, address: str | None = None, program: str = "redis-server"
+) -> Iterator[RedisServer]:
     """A server that runs within the `with`, or until this process has ended.
 
-    It listens on a socket file that only this user can open. Configuration, log and data are in `directory`. Nothing is
-    kept on disk unless `durable`: then the next server in `directory` has everything that this one confirmed, even if it
-    was killed. (If the machine loses power, the last second may be missing.)
+    It listens on a socket file that only this user can open. With `address`, it listens for other machines, on a port of
+    that address of this one, and asks for a random password, which is in the URL. Configuration, log and data are in
+    `directory`. Nothing is kept on disk unless `durable`: then the next server in `directory` has everything that this one
+    confirmed, even if it was killed. (If the machine loses power, the last second may be missing.)
+
     Raises MissingDependencyError if there is no such program, StreamError if it does not start.
     """
     path = shutil.which(program)
@@ -61,11 +68,18 @@ def start_server(directory: Path, *, durable: bool = False, program: str = "redi
         socket, log, configuration = (directory / f"redis.{suffix}" for suffix in ("sock", "log", "conf"))
         if len(os.fsencode(socket)) > _LONGEST_SOCKET_PATH:
             socket = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-redis-"))) / "redis.sock"
-        lines = ["port 0", f"unixsocket {_quoted(socket)}", "unixsocketperm 700", "daemonize no", "protected-mode yes"]
+        lines = ["daemonize no", "protected-mode yes"]
+        if address is None:
+            url = f"unix://{quote(str(socket))}"
+            lines += ["port 0", f"unixsocket {_quoted(socket)}", "unixsocketperm 700"]
+        else:
+            port, password = free_port(address), secrets.token_hex(32)
+            url = f"redis://:{password}@{address}:{port}/0"
+            lines += [f"bind {address}", f"port {port}", f"requirepass {password}"]
         lines += [f"dir {_quoted(directory)}", "maxmemory-policy noeviction", 'save ""']
         lines += [f"appendonly {'yes' if durable else 'no'}", "appendfsync everysec"]
-        configuration.write_text("\n".join(lines) + "\n")
-        server = stack.enter_context(RedisServer(path, configuration, socket, log))
+        write_atomically(configuration, ("\n".join(lines) + "\n").encode(), mode=0o600)
+        server = stack.enter_context(RedisServer(path, configuration, url, log))
         deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
         while not is_ready(server.url):
             if failure := server.failure():

@@ -92,16 +92,19 @@ class FrozenModelScorer:
         self._budget = micro_batch_tokens
         self._pack = pack
 
-    @torch.no_grad()
     def score(self, segments: Sequence[Segment]) -> list[list[float]]:
         """For each segment, the log-probabilities of its sampled tokens in order of position."""
         scores: list[list[float]] = [[] for _ in segments]
         for indices in self._pack([len(segment.token_ids) for segment in segments], self._budget):
-            row = PackedRow.of([segments[i] for i in indices], self._device)
-            with self._initial():
-                logits_PV = sampled_logits(self._model, row)
-            logprobs_P, _ = token_logprobs(logits_PV, row.sampled_ids_P, self._temperature)
-            remaining = iter(logprobs_P.tolist())
+            remaining = iter(self.logprobs([segments[i] for i in indices]).tolist())
             for i in indices:
                 scores[i] = [next(remaining) for _ in segments[i].sampled_positions]
         return scores
+
+    @torch.no_grad()
+    def logprobs(self, segments: Sequence[Segment]) -> Tensor:
+        """The log-probabilities (P,) of the sampled tokens of one packed batch."""
+        row = PackedRow.of(segments, self._device)
+        with self._initial():
+            logits_PV = sampled_logits(self._model, row)
+        return token_logprobs(logits_PV, row.sampled_ids_P, self._temperature)[0]

@@ -9,7 +9,8 @@ from statistics import correlation, fmean, pstdev
 import msgspec
 import xxhash
 
-from pipelinerl.metrics.records import EngineRecord, StepRecord, mean_metrics
+from pipelinerl.metrics.records import EngineRecord, StepRecord
+from pipelinerl.metrics.statistics import mean_metrics
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.step import StepResult
 from pipelinerl.types import ActorProgress, EngineProgress, TrainingSample, WeightTransfer

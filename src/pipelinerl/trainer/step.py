@@ -21,9 +21,8 @@ from torch import Tensor
 from pipelinerl.checkpoint import Checkpoint, save_optimizer
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
-from pipelinerl.models.loading import checkpoint_activations
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.packed import PackedRow, checkpoint_activations, sampled_logits, use_packed_attention
 from pipelinerl.models.state import named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss

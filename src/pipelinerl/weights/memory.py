@@ -12,7 +12,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.types import UpdateReceipt, WeightTransfer
-from pipelinerl.weights.layout import complaint, copied
+from pipelinerl.weights.sending import complaint, copied
 
 
 class MemoryChannel:

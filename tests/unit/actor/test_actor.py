@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.actor import deadline
 from pipelinerl.actor.actor import Actor
-from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.admission import LocalAdmission
 from pipelinerl.actor.client import MOST_PASSES, Awake, EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import Evaluations
@@ -547,7 +547,7 @@ class Harness:
         self.writer = self.reader = MemoryStream(capacity=capacity, when_full=when_full, on_drop=self.dropped)
         self.folder = tempfile.TemporaryDirectory()
         make_record(Path(self.folder.name) / "admission", in_stream, settled_before)
-        self.admission = Admission(
+        self.admission = LocalAdmission(
             Path(self.folder.name) / "admission", Limited(schedule or PipelineSchedule(batch_size=4), groups, k), self.board
         )
         self.admission.open()

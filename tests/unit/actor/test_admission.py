@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from random import Random
+from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
+import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl import database
-from pipelinerl.actor.admission import Admission
-from pipelinerl.actor.outstanding import SCHEMA, Outstanding, make_record
+from pipelinerl.actor.admission import Admission, LocalAdmission
+from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.config.load import load_config
 from pipelinerl.database import Database
-from pipelinerl.errors import StalledError
+from pipelinerl.errors import StalledError, StreamError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, make_schedule
-from pipelinerl.status.board import MemoryBoard, MmapBoard
 from pipelinerl.types import StageStatus, TrainerProgress
+from tests.unit.actor.admission_places import LocalPlace, Place, RedisPlace
+from tests.unit.stream.streams import redis_for_tests
 
 ROOT = Path(__file__).parents[3]
 K = 4
@@ -75,26 +81,43 @@ def trainer(board: Board, version: int = 0, trained: int = 0, **counts: object) 
     board.publish(StageStatus(stage="trainer", pid=1, state="working", detail="", since_s=0, written_s=0, progress=progress))
 
 
-def several(folder: Path, schedule: Schedule, count: int, taken: GroupLedger | None = None) -> tuple[Board, list[Admission]]:
-    board = MemoryBoard()
-    make_record(folder / "admission")
-    workers = [Admission(folder / "admission", schedule, board, taken=taken, processes=count) for _ in range(count)]
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_for_tests(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+NAMES = itertools.count()
+
+
+@pytest.fixture(params=["local", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Where the record, the stream and the trainer's status are."""
+    place: Place = LocalPlace(str(tmp_path))
+    if request.param == "redis":
+        place = RedisPlace(request.getfixturevalue("redis_url"), f"run-{next(NAMES)}-")
+    place.make_record()
+    with closing(place):
+        yield place
+
+
+def several(place: Place, schedule: Schedule, count: int, taken: GroupLedger | None = None) -> tuple[Board, list[Admission]]:
+    workers = [place.admission(schedule, taken=taken, processes=count) for _ in range(count)]
     workers[0].open()
-    return board, workers
+    return place.board, workers
 
 
-def hand_over(worker: Admission, version: int, rollouts: int = K) -> None:
-    assert worker.hand_over(version, started=K, rollouts=rollouts, write=lambda: True)
+def hand_over(place: Place, worker: Admission, version: int, rollouts: int = K) -> None:
+    assert worker.hand_over(version, started=K, rollouts=rollouts, write=lambda: place.write(worker, version))
 
 
-def test_indices_are_used_once_and_those_that_are_taken_never(tmp_path: Path) -> None:
-    _, workers = several(tmp_path, PipelineSchedule(8), 2, GroupLedger([0, 1, 3]))
+def test_indices_are_used_once_and_those_that_are_taken_never(place: Place) -> None:
+    _, workers = several(place, PipelineSchedule(8), 2, GroupLedger([0, 1, 3]))
     assert [workers[turn % 2].claim(0, 0, K).group for turn in range(5)] == [2, 4, 5, 6, 7]
 
 
-def test_nobody_starts_before_the_first_evaluation_is_over(tmp_path: Path) -> None:
-    make_record(tmp_path / "admission")
-    one, other = (Admission(tmp_path / "admission", PipelineSchedule(8), MemoryBoard(), processes=2) for _ in range(2))
+def test_nobody_starts_before_the_first_evaluation_is_over(place: Place) -> None:
+    one, other = (place.admission(PipelineSchedule(8), processes=2) for _ in range(2))
     assert not other.opened
     assert other.claim(0, 0, K) == (None, Verdict(False, "the evaluation before training", ("actor",)))
     one.open()
@@ -102,16 +125,18 @@ def test_nobody_starts_before_the_first_evaluation_is_over(tmp_path: Path) -> No
     assert other.claim(0, 0, K).group == 0
 
 
-def test_a_group_that_could_not_be_written_is_still_in_progress(tmp_path: Path) -> None:
-    _, (worker,) = several(tmp_path, PipelineSchedule(8), 1)
+def test_a_group_that_could_not_be_written_is_still_in_progress(place: Place) -> None:
+    _, (worker,) = several(place, PipelineSchedule(8), 1)
     worker.claim(3, 0, K)
-    assert not worker.hand_over(3, started=K, rollouts=K, write=lambda: False)
+    place.fill()
+    assert not worker.hand_over(3, started=K, rollouts=K, write=lambda: place.write(worker, 3))
+    place.empty()
     assert worker.read().in_progress == {3: K}
-    hand_over(worker, 3, rollouts=2)
+    hand_over(place, worker, 3, rollouts=2)
     assert (worker.read().in_progress, worker.read().handed_over) == ({}, 2)
 
 
-def test_a_denial_is_asked_for_again_only_when_something_has_changed(tmp_path: Path) -> None:
+def test_a_denial_is_asked_for_again_only_when_something_has_changed(place: Place) -> None:
     asked: list[PipelineState] = []
 
     class Counting(ConventionalSchedule):
@@ -119,14 +144,14 @@ def test_a_denial_is_asked_for_again_only_when_something_has_changed(tmp_path: P
             asked.append(state)
             return super().may_start(state, rollouts)
 
-    board, (one, other) = several(tmp_path, Counting(2 * K, 1), 2)
+    board, (one, other) = several(place, Counting(2 * K, 1), 2)
     trainer(board)
     assert [one.claim(0, 0, K).group, other.claim(0, 0, K).group] == [0, 1]
     assert [one.claim(0, K, K).group for _ in range(5)] == [None] * 5
     assert len(asked) == 3
-    hand_over(other, 0)  # another process changed the record
+    hand_over(place, other, 0)  # another process changed the record
     assert one.claim(0, K, K).group is None
-    trainer(board, 0, 0)  # the trainer published
+    trainer(board, 0, 0, micro_batches=1)  # the trainer published
     assert one.claim(0, K, K).group is None
     assert len(asked) == 5
     assert asked[-1].own == K
@@ -135,21 +160,21 @@ def test_a_denial_is_asked_for_again_only_when_something_has_changed(tmp_path: P
     assert one.claim(1, K - 1, K).group == 2
 
 
-def test_the_trainers_counts_never_go_back(tmp_path: Path) -> None:
+def test_the_trainers_counts_never_go_back(place: Place) -> None:
     """A process that read the trainer's status long ago decides by the one of now, as whoever claimed before it."""
-    board, (one, other) = several(tmp_path, ConventionalSchedule(K, 1), 2)
+    board, (one, other) = several(place, ConventionalSchedule(K, 1), 2)
     trainer(board, version=0)
     assert one.claim(0, 0, K).group == 0
     assert other.claim(0, 0, K).group is None
-    hand_over(one, 0)
+    hand_over(place, one, 0)
     trainer(board, version=1, trained=K)
     assert other.claim(0, 0, K).group is None, "it has the weights of the round before"
     assert one.claim(1, 0, K).group == 1
     assert other.claim(1, 0, K).group is None
 
 
-def test_the_end_of_the_run_is_the_end_of_admission(tmp_path: Path) -> None:
-    board, (worker,) = several(tmp_path, PipelineSchedule(8), 1)
+def test_the_end_of_the_run_is_the_end_of_admission(place: Place) -> None:
+    board, (worker,) = several(place, PipelineSchedule(8), 1)
     trainer(board, goal_reached=True)
     assert "reached its goal" in worker.claim(0, 0, K).verdict.waiting_for
 
@@ -158,29 +183,29 @@ def test_the_end_of_the_run_is_the_end_of_admission(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [ConventionalSchedule(4 * K, 2), AsyncSchedule(4 * K, 1)], ids=lambda s: s.name)
-def test_of_a_round_each_engine_gets_its_share(schedule: Schedule, tmp_path: Path) -> None:
+def test_of_a_round_each_engine_gets_its_share(schedule: Schedule, place: Place) -> None:
     """Who is first does not take it all, but takes over from others as its own groups end."""
-    _, (one, other) = several(tmp_path, schedule, 2)
+    _, (one, other) = several(place, schedule, 2)
     own = 0
     while one.claim(0, own, K).group is not None:
         own += K
     share = 4 * K if schedule.name == "conventional" else 2 * K
     assert own == share
     assert "the other engines" in one.claim(0, own, K).verdict.waiting_for
-    hand_over(one, 0)
+    hand_over(place, one, 0)
     assert one.claim(0, own - K, K).group is not None
     assert other.claim(0, 0, K).group is not None
 
 
 @pytest.mark.parametrize("schedule", [ConventionalSchedule(2 * K, 1), AsyncSchedule(2 * K, 1)], ids=lambda s: s.name)
-def test_weights_change_when_nothing_of_the_round_is_in_progress_anywhere(schedule: Schedule, tmp_path: Path) -> None:
-    board, (one, other) = several(tmp_path, schedule, 2)
+def test_weights_change_when_nothing_of_the_round_is_in_progress_anywhere(schedule: Schedule, place: Place) -> None:
+    board, (one, other) = several(place, schedule, 2)
     trainer(board)
     one.claim(0, 0, K)
     other.claim(0, 0, K)
-    hand_over(one, 0)
+    hand_over(place, one, 0)
     assert one.may_take(1) == Verdict(False, f"the round's last {K} rollouts to finish")
-    hand_over(other, 0)
+    hand_over(place, other, 0)
     trainer(board, version=1, trained=2 * K)
     assert one.may_take(1).allowed
     assert one.claim(1, 0, K).group is not None
@@ -188,20 +213,20 @@ def test_weights_change_when_nothing_of_the_round_is_in_progress_anywhere(schedu
     assert other.may_take(1).allowed, "what has begun with the new weights does not hold it back"
 
 
-def test_the_lag_bound_counts_the_work_of_all(tmp_path: Path) -> None:
+def test_the_lag_bound_counts_the_work_of_all(place: Place) -> None:
     """One engine has groups of version 0 open; the other would let them fall behind."""
     schedule = PipelineSchedule(batch_size=K, max_lag=1)
-    board, (one, other) = several(tmp_path, schedule, 2)
+    board, (one, other) = several(place, schedule, 2)
     trainer(board)
     assert one.claim(0, 0, K).group == 0
     assert other.claim(0, 0, K).group == 1
-    hand_over(other, 0)
+    hand_over(place, other, 0)
     trainer(board, version=1, trained=K)
     assert other.may_take(1).allowed
     verdict = other.claim(1, 0, K).verdict
     assert not verdict.allowed
     assert "lag 2 > max_lag 1" in verdict.waiting_for
-    hand_over(one, 0)
+    hand_over(place, one, 0)
     assert other.claim(1, 0, K).group == 2, "what is in the stream can't be overtaken"
 
 
@@ -339,16 +364,12 @@ def test_no_batch_is_ever_beyond_the_bound(max_lag: int) -> None:
 CLAIM = """
 import sys, time
 from pathlib import Path
-from pipelinerl.actor.admission import Admission
-from pipelinerl.status.board import MmapBoard
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
-folder, schedule, me = Path(sys.argv[1]), eval(sys.argv[2]), sys.argv[3]
-admission = Admission(folder / "admission", schedule, MmapBoard(folder), processes=3)
+from tests.unit.actor.admission_places import place_of
+folder, schedule, me, address = Path(sys.argv[1]), eval(sys.argv[2]), sys.argv[3], sys.argv[4:]
+place = place_of(*address)
+admission = place.admission(schedule, processes=3)
 version, group, answer = 0, None, folder / f"answer-{me}"
-def write():
-    with open(folder / "stream", "a") as stream:
-        stream.write(f"{started}\\n" * 4)
-    return True
 print("ready", flush=True)
 while not (folder / "end").exists():
     offered = int((folder / "weights").read_text())
@@ -356,7 +377,7 @@ while not (folder / "end").exists():
         version = offered
         answer.write_text(str(version))
     if group is not None:
-        admission.hand_over(started, started=4, rollouts=4, write=write)
+        assert admission.hand_over(started, started=4, rollouts=4, write=lambda: place.write(admission, started))
         group = None
     else:
         group, _ = admission.claim(version, 0, 4)
@@ -373,39 +394,38 @@ def read_number(path: Path) -> int:
 
 
 def contend(
-    folder: Path, schedule: str, publishes: Callable[[int], bool], steps: int, batch: int
+    place: Place, folder: Path, schedule: str, publishes: Callable[[int], bool], *, steps: int, batch: int
 ) -> tuple[Counter[int], list[int]]:
     """Three processes that claim and hand over as fast as they can, and a trainer that takes `batch` rollouts a step.
 
     Before it offers weights, all have answered for those before. Returns how many groups were started with each version,
     and the lag of each rollout trained on.
     """
-    make_record(folder / "admission")
-    (folder / "stream").touch()
     (folder / "weights").write_text("0")
-    board = MmapBoard(folder)
-    trainer(board)
+    trainer(place.board)
     arguments = [sys.executable, "-c", CLAIM, str(folder), schedule]
-    workers = [subprocess.Popen([*arguments, name], stdout=subprocess.PIPE, text=True, cwd=ROOT) for name in "abc"]
+    workers = [
+        subprocess.Popen([*arguments, name, *place.address], stdout=subprocess.PIPE, text=True, cwd=ROOT) for name in "abc"
+    ]
     lags: list[int] = []
     offered = 0
     try:
         for worker in workers:
             assert worker.stdout is not None
             assert worker.stdout.readline() == "ready\n"
-        Admission(folder / "admission", PipelineSchedule(1), board).open()
+        place.admission(PipelineSchedule(1)).open()
         for version in range(steps):
-            while len(found := (folder / "stream").read_text().split("\n")[:-1]) < (version + 1) * batch:
+            while len(found := [started for started in place.written() for _ in range(K)]) < (version + 1) * batch:
                 assert not any(worker.poll() for worker in workers)
-            lags += [version - int(line) for line in found[version * batch : (version + 1) * batch]]
+            lags += [version - started for started in found[version * batch : (version + 1) * batch]]
             if publishes(version + 1):
                 while any(read_number(folder / f"answer-{name}") < offered for name in "abc"):
                     assert not any(worker.poll() for worker in workers)
                 offered = version + 1
                 (folder / "new").write_text(str(offered))
                 (folder / "new").rename(folder / "weights")
-            trainer(board, version=version + 1, trained=(version + 1) * batch)
-        trainer(board, version=steps, trained=steps * batch, goal_reached=True)
+            trainer(place.board, version=version + 1, trained=(version + 1) * batch)
+        trainer(place.board, version=steps, trained=steps * batch, goal_reached=True)
     finally:
         (folder / "end").touch()
         claims = [worker.communicate(timeout=60)[0].split() for worker in workers]
@@ -415,22 +435,22 @@ def contend(
     return Counter(int(word) for said in claims for word in said[1::2]), lags
 
 
-def test_contention_conventional_starts_exactly_a_round(tmp_path: Path) -> None:
+def test_contention_conventional_starts_exactly_a_round(place: Place, tmp_path: Path) -> None:
     batch, rounds = 2 * K, lambda version: version % 3 == 0
-    started, lags = contend(tmp_path, f"ConventionalSchedule({batch}, 3)", rounds, steps=30, batch=batch)
+    started, lags = contend(place, tmp_path, f"ConventionalSchedule({batch}, 3)", rounds, steps=30, batch=batch)
     assert [started[version] for version in range(0, 30, 3)] == [6] * 10
     assert lags == [version % 3 for version in range(30) for _ in range(batch)]
 
 
-def test_contention_async_never_mixes_rounds(tmp_path: Path) -> None:
+def test_contention_async_never_mixes_rounds(place: Place, tmp_path: Path) -> None:
     batch, rounds = 2 * K, lambda version: version % 3 == 0
-    started, lags = contend(tmp_path, f"AsyncSchedule({batch}, 3)", rounds, steps=30, batch=batch)
+    started, lags = contend(place, tmp_path, f"AsyncSchedule({batch}, 3)", rounds, steps=30, batch=batch)
     assert set(started) <= set(range(0, 31, 3))
     assert max(lags) <= 2 * 3 - 1
 
 
-def test_contention_pipeline_keeps_the_lag_bound(tmp_path: Path) -> None:
-    started, lags = contend(tmp_path, f"PipelineSchedule({K}, 1)", lambda version: True, steps=60, batch=K)
+def test_contention_pipeline_keeps_the_lag_bound(place: Place, tmp_path: Path) -> None:
+    started, lags = contend(place, tmp_path, f"PipelineSchedule({K}, 1)", lambda version: True, steps=60, batch=K)
     assert max(lags) <= 1
     assert len(started) > 20
 
@@ -440,8 +460,81 @@ def test_contention_pipeline_keeps_the_lag_bound(tmp_path: Path) -> None:
 
 def test_a_lock_that_stays_held_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.02)
-    _, (worker,) = several(tmp_path, PipelineSchedule(8), 1)
+    worker = LocalAdmission.alone(tmp_path / "admission", PipelineSchedule(8), LocalPlace(str(tmp_path)).board)
     stopped = Database(tmp_path / "admission", SCHEMA)
     with stopped.transaction(), pytest.raises(StalledError, match="admission has been locked for"):
         worker.claim(0, 0, K)
     assert worker.claim(0, 0, K).group == 0
+
+
+# -------------------------------------------------------------------------------------------------------- Redis
+
+
+@pytest.fixture
+def in_redis(redis_url: str) -> Iterator[RedisPlace]:
+    place = RedisPlace(redis_url, f"run-{next(NAMES)}-")
+    place.make_record()
+    with closing(place):
+        yield place
+
+
+def test_a_commit_whose_answer_was_lost_is_not_executed_twice(in_redis: RedisPlace) -> None:
+    _, (one, other) = several(in_redis, PipelineSchedule(8), 2)
+    execute = redis.Redis.evalsha
+    lost: list[object] = []
+
+    def lose_the_first(client: object, *arguments: object) -> object:
+        answer = execute(client, *arguments)  # type: ignore[arg-type]
+        if answer == 1 and not lost:
+            lost.append(answer)
+            raise redis.ConnectionError("the answer was lost")
+        return answer
+
+    with mock.patch("redis.Redis.evalsha", lose_the_first):
+        assert one.claim(0, 0, K).group == 0
+    assert lost
+    assert other.claim(0, 0, K).group == 1
+    assert one.read().in_progress == {0: 2 * K}
+
+
+def test_a_hand_over_whose_answer_was_lost_is_not_executed_twice(in_redis: RedisPlace) -> None:
+    _, (one, other) = several(in_redis, PipelineSchedule(8), 2)
+    for worker in (one, other):
+        worker.claim(0, 0, K)
+    execute, moments = redis.client.Pipeline.execute, itertools.count()
+
+    def lose_the_first_and_be_overtaken_in_the_second(pipe: Any, *arguments: Any) -> Any:
+        moment = next(moments)
+        if moment == 1:  # the first is the look at the stream
+            other.open()  # writes the record between the look and the transaction
+        answer = execute(pipe, *arguments)
+        if moment == 3:
+            raise redis.ConnectionError("the answer was lost")
+        return answer
+
+    with mock.patch("redis.client.Pipeline.execute", lose_the_first_and_be_overtaken_in_the_second):
+        hand_over(in_redis, one, 0)
+    assert next(moments) > 4, "refused, lost, and looked at again"
+    assert one.read().in_progress == {0: K}
+    assert one.read().handed_over == K
+    assert in_redis.written() == [0]
+
+
+def test_a_redis_without_its_data_is_noticed(in_redis: RedisPlace) -> None:
+    _, (worker,) = several(in_redis, PipelineSchedule(8), 1)
+    assert worker.claim(0, 0, K).group == 0
+    in_redis.make_record()  # as after a restart with older data
+    with pytest.raises(StreamError, match="not in Redis as this process left it"):
+        worker.claim(0, 0, K)
+    in_redis.forget()
+    with pytest.raises(StreamError, match="not in Redis as this process left it"):
+        in_redis.admission(PipelineSchedule(8))
+
+
+def test_a_denial_is_repeated_for_a_moment_without_looking(in_redis: RedisPlace) -> None:
+    worker = in_redis.admission(PipelineSchedule(8), repeat_s=3600)
+    verdict = worker.claim(0, 0, K).verdict
+    assert "evaluation" in verdict.waiting_for
+    in_redis.admission(PipelineSchedule(8)).open()
+    assert worker.claim(0, 0, K).verdict is verdict
+    assert worker.claim(0, 1, K).group == 0, "it asks something else"

@@ -483,9 +483,13 @@ def from_schema(schema: dict[str, Any], shared: dict[str, Any]) -> st.SearchStra
             if "prefixItems" in schema
             else st.lists(from_schema(schema["items"], shared), min_size=schema.get("minItems", 0), max_size=3)
         ),
-        "object": lambda: st.dictionaries(any_text, json_values, max_size=3),
+        "object": lambda: st.dictionaries(
+            any_text,
+            from_schema(schema["additionalProperties"], shared),
+            max_size=3,
+        ),
     }
-    return by_type[schema["type"]]()
+    return by_type[schema["type"]]() if "type" in schema else json_values
 
 
 @st.composite

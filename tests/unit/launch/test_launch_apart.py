@@ -21,17 +21,10 @@ from pipelinerl.config.schema import (
 )
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.processes import Processes
-from pipelinerl.launch.roles import (
-    Threads,
-    generation_threads,
-    plan_threads,
-    server_roles,
-    trainer_goes_first,
-    worker_roles,
-    worker_stages,
-)
+from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import KeptGroup, Session, StartPlan, read_session, write_session
+from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session, write_session
+from pipelinerl.launch.share import Threads, plan_threads, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast, weights
 from pipelinerl.launch.stages.engines import make_engine
 from pipelinerl.launch.stages.servers import _api_key, _refuse_newer
@@ -84,7 +77,11 @@ def test_roles_and_stages() -> None:
 def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Threads, generation: int) -> None:
     schedule = make_schedule(config)
     assert plan_threads(config, schedule, cores) == expected
-    assert generation_threads(config, schedule, cores) == generation
+    servers, workers = server_roles(config), worker_roles(config)
+    shares = shares_of(config, schedule, [*servers, *workers], cores)
+    assert shares[workers[0]].threads == generation
+    assert shares["training"].threads == expected.training
+    assert all(shares[server].threads == expected.generation for server in servers)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +123,8 @@ def test_processes_read_the_session_that_the_launcher_wrote(tmp_path: Path) -> N
     run.make_folders()
     written = Session(config, run, StartPlan(version=3, kept=(KeptGroup(4, 2),)), make_schedule(config), 5.5)
     write_session(written)
-    read = read_session(run, 5.5)
+    read = read_session(run, 5.5, Here(threads=3))
+    assert read.here.threads == 3
     assert (read.config, read.plan, read.records_from_s) == (written.config, written.plan, 5.5)
 
 
@@ -217,7 +215,7 @@ class Ended:
     """A process that is not running any more, for the reason given (None: it ended well)."""
 
     running = False
-    url = ""
+    role, machine, pid = "server-0", "", 7
 
     def __init__(self, why: PipelineRLError | str | None) -> None:
         self.why = why
@@ -225,16 +223,18 @@ class Ended:
     def failure(self) -> Any:
         return self.why
 
-    def premature_exit(self) -> PipelineRLError:
-        return StageDiedError("it left")
-
 
 def test_the_first_cause_is_told() -> None:
     """What others depend on is looked at before them; a server has no reason to end well."""
     worker, server = Ended(StageDiedError("the worker lost its server")), Ended(StageDiedError("the server"))
     broker: Any = Ended("the broker")
-    assert str(Processes(broker, [worker], [server]).failure()) == "the broker"  # type: ignore[list-item]
-    assert str(Processes(None, [worker], [server]).failure()) == "the server"  # type: ignore[list-item]
-    assert str(Processes(None, [worker], [Ended(None)]).failure()) == "it left"  # type: ignore[list-item]
-    assert str(Processes(None, [Ended(None), worker]).failure()) == "the worker lost its server"  # type: ignore[list-item]
-    assert Processes(None, [Ended(None)]).failure() is None  # type: ignore[list-item]
+    here: Any = Ended(None)
+    elsewhere: Any = Ended(StageDiedError("the machine"))
+    assert str(Processes(elsewhere, broker, [worker], [server]).failure()) == "the broker"  # type: ignore[list-item]
+    assert str(Processes(elsewhere, None, [worker], [server]).failure()) == "the machine"  # type: ignore[list-item]
+    assert str(Processes(here, broker, [worker], [server]).failure()) == "the broker"  # type: ignore[list-item]
+    assert str(Processes(here, None, [worker], [server]).failure()) == "the server"  # type: ignore[list-item]
+    left = "the server-0 process (pid 7) ended before the run did (was it told to stop?)"
+    assert str(Processes(here, None, [worker], [Ended(None)]).failure()) == left  # type: ignore[list-item]
+    assert str(Processes(here, None, [Ended(None), worker]).failure()) == "the worker lost its server"  # type: ignore[list-item]
+    assert Processes(here, None, [Ended(None)]).failure() is None  # type: ignore[list-item]

@@ -267,6 +267,19 @@ def test_ranks_share_the_weights_the_gradients_and_the_optimizers_state() -> Non
     assert narrow["gathered weights"] == ranks[0]["gathered weights"] / 2
 
 
+KL = ("--trainer.kl_coefficient=0.1", "--preprocess.zero_advantage=keep")
+
+
+def test_ranks_share_the_reference_model_unless_another_process_has_it() -> None:
+    shared, apart = (
+        predicted("--trainer.ranks=4", *KL, f"--launch.preprocessor={preprocessor}")
+        for preprocessor in ("with_trainer", "process")
+    )
+    assert shared["training"]["reference model"] == shared["training-rank-3"]["reference model"] == 10**9
+    assert apart["preprocessing"]["reference model"] == 4 * 10**9
+    assert not any("reference model" in apart[role] for role in ("training", "training-rank-3"))
+
+
 def test_every_rank_has_a_gpu_of_its_own() -> None:
     prediction = predict(load_config(None, ["--trainer.device=cuda:2", "--trainer.ranks=3"]), BILLION)
     assert prediction.devices == ["cpu", "cuda:2", "cuda:3", "cuda:4"]

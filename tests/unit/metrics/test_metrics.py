@@ -14,17 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import MissingDependencyError, RunDirectoryError
-from pipelinerl.metrics.records import (
-    EVALUATIONS_FILE,
-    METRICS_FILE,
-    EngineRecord,
-    EvaluationRecord,
-    StepRecord,
-    mean_metrics,
-    quantile,
-    read_records,
-)
-from pipelinerl.metrics.sinks import JsonlSink, make_sink
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import EngineRecord, StepRecord
+from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE, JsonlSink, make_sink
+from pipelinerl.metrics.statistics import mean_metrics, quantile
 from pipelinerl.status.screen import Rate
 from pipelinerl.types import EngineProgress
 

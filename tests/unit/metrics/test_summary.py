@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from pipelinerl.config.schema import EnvironmentConfig, ModelConfig, RunConfig
-from pipelinerl.metrics.records import EvaluatedProblem, EvaluationRecord, StepRecord
+from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
+from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import account_for_rollouts, summarize
 from pipelinerl.report.terminal import final_table, sample_before_after
 from pipelinerl.types import (

@@ -27,16 +27,9 @@ from transformers.utils import logging
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import ModelLoadError, UnsupportedModelError
-from pipelinerl.models.folder import find_model
-from pipelinerl.models.loading import (
-    checkpoint_activations,
-    load_model,
-    load_tokenizer,
-    model_max_length,
-    resolve_path,
-    stop_token_ids,
-)
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.folder import find_model, resolve_path
+from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.models.packed import PackedRow, checkpoint_activations, sampled_logits, use_packed_attention
 from pipelinerl.types import Segment
 
 

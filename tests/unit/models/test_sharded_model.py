@@ -29,7 +29,7 @@ from pipelinerl.models.sharded import (
     units,
 )
 from pipelinerl.models.state import compute_dtype, first_names, named_weights
-from pipelinerl.weights.layout import layout_of
+from pipelinerl.weights.sending import layout_of
 
 RANK, RANKS = 1, 3
 CPU = torch.device("cpu")

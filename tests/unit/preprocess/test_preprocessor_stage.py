@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.schema import LaunchConfig, PreprocessConfig, RunConfig
 from pipelinerl.errors import RolloutError
+from pipelinerl.launch.hosts.processes import rollouts_in_streams
 from pipelinerl.launch.resume import take_back
 from pipelinerl.launch.stages.streams import (
     group_reader,
     group_writer,
     prepared_reader,
     prepared_writer,
-    rollouts_in_streams,
 )
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, newest_version

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.records import METRICS_FILE, EngineRecord, EvaluationRecord, StepRecord
-from pipelinerl.metrics.sinks import JsonlSink
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.records import EngineRecord, StepRecord
+from pipelinerl.metrics.sinks import METRICS_FILE, JsonlSink
 from pipelinerl.report.curves import draw_curves, prepare
 
 ENGINE = EngineRecord(version=1, in_progress=8, tokens_generated=900, tokens_per_s=450.0)

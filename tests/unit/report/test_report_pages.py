@@ -13,9 +13,11 @@ from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import EngineConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize
+from pipelinerl.metrics.timeline import TimelineRecord
 from pipelinerl.report import html
 from pipelinerl.report.figures import (
     DrawnRun,

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord, TimelineRecord
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.timeline import TimelineRecord
 from pipelinerl.report.series import (
     MOST_POINTS,
     WINDOW,

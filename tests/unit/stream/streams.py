@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
-from pipelinerl.stream.files import FileStreamReader, FileStreamWriter
+from pipelinerl.stream.file_reader import FileStreamReader
+from pipelinerl.stream.files import FileStreamWriter
 from pipelinerl.stream.memory import MemoryStream
 
 ROOT = Path(__file__).parents[3]

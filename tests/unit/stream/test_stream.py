@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.files import FileStore, FileStreamReader, FileStreamWriter
+from pipelinerl.stream.file_reader import FileStreamReader
+from pipelinerl.stream.files import FileStore, FileStreamWriter
 from tests.limits import small_files
 from tests.unit.stream.streams import ROOT, Item, items, write
 

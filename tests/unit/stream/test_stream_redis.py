@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.files import FileStore, FileStreamReader, FileStreamWriter
+from pipelinerl.stream.file_reader import FileStreamReader
+from pipelinerl.stream.files import FileStore, FileStreamWriter
 from tests.unit.stream.streams import ROOT, Item, Model, WhenFull, items, redis_for_tests, write
 
 redis = pytest.importorskip("redis", reason="needs the package redis: pip install 'pipelinerl[redis]'")
@@ -196,7 +197,7 @@ def test_what_a_failed_read_had_taken_comes_with_the_next(url: str, name: str) -
     hours = itertools.count(0, 3600)
     with (
         mock.patch("redis.Redis.xreadgroup", lost),
-        mock.patch("pipelinerl.stream.redis.time.monotonic", side_effect=hours),
+        mock.patch("pipelinerl.redis_connection.time.monotonic", side_effect=hours),
         pytest.raises(StreamError, match=r"tried for \d+\.0 s \(the answer was lost\)"),
     ):
         reader.read(9)
@@ -391,16 +392,16 @@ def test_users_with_few_rights(url: str, name: str) -> None:
 
 
 def test_a_missing_package_is_named() -> None:
-    module = "pipelinerl.stream.redis"
-    loaded = sys.modules.pop(module)
+    modules = ("pipelinerl.stream.redis", "pipelinerl.redis_connection")
+    loaded = {name: sys.modules.pop(name) for name in modules}
     try:
         with (
             mock.patch.dict(sys.modules, {"redis": None}),
             pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[redis\]'"),
         ):
-            importlib.import_module(module)
+            importlib.import_module(modules[0])
     finally:
-        sys.modules[module] = loaded
+        sys.modules.update(loaded)
 
 
 # Going back to a checkpoint

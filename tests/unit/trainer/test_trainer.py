@@ -18,7 +18,8 @@ from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.files import JsonLines, read_json_lines
 from pipelinerl.interfaces import Schedule
-from pipelinerl.metrics.records import StepRecord, read_records
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.models.state import checksum, digests_of, named_weights
 from pipelinerl.preprocess import PreparingReader, Preprocessor, pack

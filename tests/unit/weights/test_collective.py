@@ -28,7 +28,7 @@ from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.group import Group, require_backend
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver, decode_layout
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender, Member
-from pipelinerl.weights.layout import layout_of
+from pipelinerl.weights.sending import layout_of
 from tests.unit.weights.test_weights import (  # noqa: F401 - the contract of every hand-over, run with this module's `ends`
     Ends,
     Tied,

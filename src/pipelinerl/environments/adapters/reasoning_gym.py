@@ -15,14 +15,8 @@ import msgspec
 
 from pipelinerl.environments.options import AtLeastOne, Seconds
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import (
-    FormatReward,
-    JudgedTurn,
-    Judgement,
-    QuestionOptions,
-    QuestionPrompt,
-    is_held_out,
-)
+from pipelinerl.environments.questions import FormatReward, QuestionOptions, QuestionPrompt, is_held_out
+from pipelinerl.environments.single_turn import JudgedTurn, Judgement
 from pipelinerl.environments.user.code import finite_number, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError

@@ -19,14 +19,8 @@ from pipelinerl.environments.maths.judge import MAX_ANSWER, Judge, Verdict
 from pipelinerl.environments.maths.numbers import answer_in, last_boxed, marks_answer, number_of
 from pipelinerl.environments.options import AtLeastOne, Files, Seconds
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import (
-    FormatReward,
-    JudgedTurn,
-    Judgement,
-    QuestionOptions,
-    QuestionPrompt,
-    is_held_out,
-)
+from pipelinerl.environments.questions import FormatReward, QuestionOptions, QuestionPrompt, is_held_out
+from pipelinerl.environments.single_turn import JudgedTurn, Judgement
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem, Turn

@@ -13,7 +13,7 @@ from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, too
 from pipelinerl.environments.maths.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
 from pipelinerl.environments.options import AtLeastOne, Options
 from pipelinerl.environments.prompts import chat_messages
-from pipelinerl.environments.single_turn import is_held_out
+from pipelinerl.environments.questions import is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem

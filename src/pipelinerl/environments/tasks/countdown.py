@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from pipelinerl.environments.maths.numbers import last_boxed, read_expression
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import FormatReward, QuestionOptions, QuestionPrompt, SingleTurn, is_held_out
+from pipelinerl.environments.questions import FormatReward, QuestionOptions, QuestionPrompt, is_held_out
+from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem

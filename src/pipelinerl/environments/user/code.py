@@ -61,13 +61,32 @@ def no_file(path: Path) -> EnvironmentSetupError:
     return EnvironmentSetupError(f"there is no file {path} (a path is relative to the working directory, {Path.cwd()})")
 
 
-def find_user_class(module_name: str, class_name: str, where: str) -> type:
-    """A class of a module or file. Raises EnvironmentSetupError, with `where` in the message, if it does not define one."""
+def find_user_class(module_name: str, class_name: str, kind: str) -> type:
+    """The environment of a module or file that `environment.kind` names. Raises EnvironmentSetupError if it is none."""
     module = import_module_or_file(module_name)
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
-        raise not_defined(module_name, "class", class_name, names_in(module, inspect.isclass), where)
+        names = names_in(module, inspect.isclass)
+        raise not_defined(module_name, "class", class_name, names, f" (environment.kind {kind})")
+    _check_methods(kind, found)
     return found
+
+
+def _check_methods(kind: str, found: type) -> None:
+    for name, wanted in (
+        ("problem", "(self, index)"),
+        ("held_out", "(self, count)"),
+        ("rollout", "(self, problem, client)"),
+    ):
+        if not callable(getattr(found, name, None)):
+            raise EnvironmentSetupError(
+                f"environment {kind} has no method `{name}{wanted}`; see `Environment` in interfaces.py"
+            )
+    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(found, "rollout"))):  # noqa: B009 - `type` has no such attribute
+        raise EnvironmentSetupError(f"`rollout` of environment {kind} must be `async def`, and return a Rollout")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise EnvironmentSetupError(f"environment {kind} must define {', '.join(f'`{name}`' for name in missing)}")
 
 
 def not_defined(module: str, what: str, name: str, names: Sequence[str], where: str = "") -> EnvironmentSetupError:

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import msgspec
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.records import EvaluatedProblem
+from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, VersionSpan
 
 T = TypeVar("T")

@@ -22,6 +22,7 @@ from pipelinerl.experiments.compare.request import Request, claim_folder, plain
 from pipelinerl.experiments.compare.results import RunResult, drawn_with_answers, row, run_result, target_reward
 from pipelinerl.experiments.compare.runs import Answered, Execution, Folder, read_answers, remove_parts, write_answers
 from pipelinerl.experiments.compare.settings import (
+    CONVENTIONAL,
     PIPELINE,
     Contender,
     Settings,
@@ -35,7 +36,9 @@ from pipelinerl.experiments.compare.settings import (
     search,
     settings_of,
 )
-from pipelinerl.metrics.records import METRICS_FILE, StepRecord, read_records
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import METRICS_FILE
 from pipelinerl.report import figures, number, write_file
 from pipelinerl.report.figures import DrawnRun
 from pipelinerl.report.series import read_run, tokens_rate_after
@@ -133,7 +136,8 @@ class _Session:
             return TuningResult(start, [])
         bound = None if contender.kind == PIPELINE else request.config.trainer.batch_size * contender.steps_per_round
         cores, factors = request.machine.cores, request.slot_factors
-        search_axes = axes(request.config, cores=cores, most_in_progress=bound, slot_factors=factors)
+        in_turn = contender.kind == CONVENTIONAL
+        search_axes = axes(request.config, cores=cores, most_in_progress=bound, slot_factors=factors, in_turn=in_turn)
         length, fill = trial_length(request.trial_steps, contender)
         best, tried = search(start, search_axes, lambda settings: self._rate(contender, settings, length, fill))
         candidates = finalists(best, tried) if request.finals else []

@@ -34,9 +34,9 @@ from pipelinerl.experiments.compare.request import Request
 from pipelinerl.experiments.machine import load_average
 from pipelinerl.files import JsonLines, read_json_lines
 from pipelinerl.launch.interrupts import counted_interrupts
-from pipelinerl.launch.roles import thread_environment
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.launch.share import thread_environment
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report import write_json

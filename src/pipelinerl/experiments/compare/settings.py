@@ -11,7 +11,7 @@ from pipelinerl.config.load import validate
 from pipelinerl.config.schema import EvaluationConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.statistics import powers_of_two
-from pipelinerl.launch.roles import plan_threads
+from pipelinerl.launch.share import plan_threads
 from pipelinerl.schedule import make_schedule
 
 MARGIN = 0.02
@@ -19,32 +19,38 @@ MARGIN = 0.02
 
 
 class Settings(NamedTuple):
-    """`processes` engines of `slots` slots and `engine_threads` threads each, and the trainer's threads."""
+    """`processes` engines of `slots` slots and `engine_threads` threads each; the trainer's ranks and their threads."""
 
     processes: int
     engine_threads: int
     slots: int
     trainer_threads: int
+    trainer_ranks: int = 1
 
     @property
     def label(self) -> str:
         engines = f"{self.processes} x " if self.processes > 1 else ""
-        return f"{engines}H {self.slots}, engine threads {self.engine_threads}, trainer threads {self.trainer_threads}"
+        ranks = f"{self.trainer_ranks} x " if self.trainer_ranks > 1 else ""
+        return (
+            f"{engines}H {self.slots}, engine threads {self.engine_threads}, trainer threads {ranks}{self.trainer_threads}"
+        )
 
     @property
     def folder(self) -> str:
-        return f"p{self.processes}-e{self.engine_threads}-h{self.slots}-t{self.trainer_threads}"
+        ranks = f"-r{self.trainer_ranks}" if self.trainer_ranks > 1 else ""
+        return f"p{self.processes}-e{self.engine_threads}-h{self.slots}-t{self.trainer_threads}{ranks}"
 
     def applied_to(self, config: RunConfig) -> RunConfig:
         changes = {"processes": self.processes, "slots": self.slots, "threads": self.engine_threads}
-        trainer = config.trainer.model_copy(update={"threads": self.trainer_threads})
+        trainer = config.trainer.model_copy(update={"threads": self.trainer_threads, "ranks": self.trainer_ranks})
         return config.model_copy(update={"engine": config.engine.model_copy(update=changes), "trainer": trainer})
 
 
 def settings_of(config: RunConfig, cores: int) -> Settings:
     """The settings that a run file resolves to on a machine with `cores` cores."""
     threads = plan_threads(config, make_schedule(config), cores)
-    return Settings(config.engine.processes, threads.generation, config.engine.slots, threads.training)
+    engine, trainer = config.engine, config.trainer
+    return Settings(engine.processes, threads.generation, engine.slots, threads.training, trainer.ranks)
 
 
 Axis = Callable[[Settings], Sequence[Settings]]
@@ -74,19 +80,31 @@ Trials = Mapping[str, TuningResult]
 """By label of the schedule."""
 
 
-def axes(config: RunConfig, *, cores: int, most_in_progress: int | None, slot_factors: Sequence[int]) -> list[Axis]:
+def axes(
+    config: RunConfig, *, cores: int, most_in_progress: int | None, slot_factors: Sequence[int], in_turn: bool = False
+) -> list[Axis]:
     """The axes of the search, in order: layout of engines on cores, number of slots, the trainer's threads.
 
-    `most_in_progress` is the schedule's bound on sequences in progress, if it has one; more slots would stay empty. On a
-    GPU only the slots are searched.
+    `most_in_progress` is the schedule's bound on sequences in progress, if it has one; more slots would stay empty.
+    `in_turn`: the trainer has all cores for itself, so that a rank on each core may be faster than threads. On a GPU only
+    the slots are searched.
     """
     found: list[Axis] = []
     if config.engine.device == "cpu":
         found.append(lambda now: [_with_layout(now, *layout) for layout in engine_layouts(cores)])
     found.append(lambda now: [now._replace(slots=slots) for slots in _slots(now, most_in_progress, slot_factors)])
     if config.trainer.device == "cpu":
-        found.append(lambda now: [now._replace(trainer_threads=threads) for threads in dict.fromkeys((1, cores))])
+        found.append(lambda now: _trainers(config, now, cores, in_turn=in_turn))
     return found
+
+
+def _trainers(config: RunConfig, now: Settings, cores: int, *, in_turn: bool) -> list[Settings]:
+    """The run file's ranks with one thread or their share of the cores; `in_turn` also a rank on each core."""
+    layouts = [(now.trainer_ranks, threads) for threads in dict.fromkeys((1, max(1, cores // now.trainer_ranks)))]
+    sharded_reference = config.model.lora is not None and config.trainer.kl_coefficient > 0
+    if in_turn and not sharded_reference:
+        layouts.append((cores, 1))
+    return [now._replace(trainer_ranks=ranks, trainer_threads=threads) for ranks, threads in dict.fromkeys(layouts)]
 
 
 def engine_layouts(cores: int) -> list[tuple[int, int]]:

@@ -16,7 +16,8 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.interfaces import AsyncEngine, Tokenizer
 from pipelinerl.launch.stages.servers import server_clients
-from pipelinerl.models.loading import load_model, model_max_length, resolve_path, stop_token_ids
+from pipelinerl.models.folder import resolve_path
+from pipelinerl.models.loading import load_model, model_max_length, stop_token_ids
 from pipelinerl.report.series import read_config
 
 

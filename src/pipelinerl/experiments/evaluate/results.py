@@ -22,7 +22,8 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.evaluate.models import Target
 from pipelinerl.experiments.statistics import Floats, Interval, mean_intervals, pass_at_k, powers_of_two
 from pipelinerl.files import JsonLines
-from pipelinerl.metrics.records import EvaluatedProblem, mean_metrics
+from pipelinerl.metrics.evaluations import EvaluatedProblem
+from pipelinerl.metrics.statistics import mean_metrics
 from pipelinerl.report import new_table, number, rendered, write_file, write_json, writing_to
 from pipelinerl.types import Problem
 

@@ -7,6 +7,7 @@
 
 Generation and training slow each other down even on separate cores, because they share caches and memory bandwidth. So they
 are measured at the same time if the run file's schedule runs them at the same time. Otherwise step 4 comes before step 3.
+On CPUs the times are those that a process computes (`clock_of`): other programs on the machine do not count.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from pipelinerl.experiments.planner.measure_generation import (
     update_pause_s,
 )
 from pipelinerl.experiments.planner.measure_training import ENOUGH, READY
-from pipelinerl.launch.roles import plan_threads, side_by_side, thread_environment, usable_cores
+from pipelinerl.launch.share import plan_threads, side_by_side, thread_environment, usable_cores
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import Group
 
@@ -112,7 +113,7 @@ def measure(generator: Generator, sampled: list[Group], folder: Path, keep_going
         prefill_s_per_token=token_s,
         prompt_tokens_mean=prompt,
         rollout_overhead_s=rollout_overhead_s(production, decode),
-        tokens_per_s=production.tokens / production.wall_s,
+        tokens_per_s=production.tokens / production.busy_s,
         update_pause_s=pause_s,
     )
 
@@ -121,7 +122,7 @@ def rollout_overhead_s(production: Production, decode: list[DecodeCost]) -> floa
     """An actor's time per rollout, less the time of its decode steps. Not below 0."""
     table = Utilisation(tuple(float(cost.active) for cost in decode), tuple(cost.step_s for cost in decode), "s")
     decoding_s = float(table.step_time([active for active in production.active if active]).sum())
-    return max(0.0, production.wall_s - decoding_s) / production.rollouts
+    return max(0.0, production.busy_s - decoding_s) / production.rollouts
 
 
 class TrainingProcess(ChildProcess):

@@ -73,7 +73,7 @@ class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
-    """An optimizer step takes `step_s + token_s * tokens`, where `tokens` go through the model, prompts included.
+    """A step of `ranks` takes `step_s + token_s * tokens`; all these tokens go through the model, prompts included.
 
     `used_share` is the share of the sampled rollouts' tokens that go through the model; the others have no gradient. It is
     measured with the initial model. It is 0 if that model solved no problem or every problem; a plan then underestimates
@@ -86,6 +86,7 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     used_share: float
     rollout_s: float
     """Seconds to prepare a rollout for training: reading it from the stream, computing advantages, joining turns."""
+    ranks: int = 1
 
     def tau_s(self, *, batch_size: int, mean_length: float, prompt_tokens: float) -> float:
         """Seconds of training per *sampled* token, amortised over a step of `batch_size` rollouts."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.actor.actor import Actor
-from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.admission import LocalAdmission
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
@@ -26,6 +26,7 @@ from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import UserError
+from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import DecodeCost
 from pipelinerl.experiments.statistics import powers_of_two
@@ -56,7 +57,7 @@ class Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class Production:
-    """What an actor produced in `wall_s`, with all slots in use.
+    """What an actor produced in `busy_s` (see `clock_of`), with all slots in use.
 
     `groups` are all groups it finished. `first` are those started before any unfinished group, so that they are not biased
     to short completions. `active` is the number of sequences in progress at each engine step.
@@ -64,7 +65,7 @@ class Production:
 
     groups: list[Group]
     first: list[Group]
-    wall_s: float
+    busy_s: float
     tokens: int
     rollouts: int
     active: list[int]
@@ -98,11 +99,13 @@ async def produce(
         try:
             while records.rollouts < generator.config.engine.slots:
                 await actor.iterate()
-            begin_s, tokens, before = time.perf_counter(), generator.engine.progress().tokens_generated, records.rollouts
+            clock = clock_of(generator.config.engine.device)
+            start_s, begin_s = time.perf_counter(), clock()
+            tokens, before = generator.engine.progress().tokens_generated, records.rollouts
             active = [generator.engine.in_progress]
 
             def unfinished() -> bool:
-                short = time.perf_counter() - begin_s < seconds or records.rollouts == before
+                short = time.perf_counter() - start_s < seconds or records.rollouts == before
                 return short or records.first_rollouts < rollouts
 
             while unfinished() or keep_going():
@@ -111,7 +114,7 @@ async def produce(
             return Production(
                 groups=records.groups,
                 first=records.first,
-                wall_s=time.perf_counter() - begin_s,
+                busy_s=clock() - begin_s,
                 tokens=generator.engine.progress().tokens_generated - tokens,
                 rollouts=records.rollouts - before,
                 active=active,
@@ -151,7 +154,7 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
     board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
     with (
         closing(FileStreamWriter(folder / "stream", Group)) as stream,
-        closing(Admission.alone(folder / "admission", schedule, board)) as admission,
+        closing(LocalAdmission.alone(folder / "admission", schedule, board)) as admission,
         closing(_Records(stream, folder / "rollouts.jsonl")) as records,
     ):
         context = RolloutContext.of(
@@ -215,10 +218,11 @@ def _decode_round(generator: Generator, contexts: Sequence[int], rng: np.random.
         pass
     engine.step()  # one untimed step, which compacts the rows
     times_s = []
+    clock = clock_of(generator.config.engine.device)
     for _ in range(STEPS):
-        begin_s = time.perf_counter()
+        begin_s = clock()
         engine.step()
-        times_s.append(time.perf_counter() - begin_s)
+        times_s.append(clock() - begin_s)
     _clear(engine, names)
     return times_s
 
@@ -238,10 +242,11 @@ def prefill_costs(generator: Generator, prompt_tokens: int) -> tuple[float, floa
 
 def _prefill_s(generator: Generator, count: int, prompt_tokens: int, rng: np.random.Generator) -> float:
     _submit(generator, [prompt_tokens] * count, 1, rng)
-    begin_s = time.perf_counter()
+    clock = clock_of(generator.config.engine.device)
+    begin_s = clock()
     while generator.engine.in_progress or generator.engine.queued:
         generator.engine.step()
-    return time.perf_counter() - begin_s
+    return clock() - begin_s
 
 
 def update_pause_s(generator: Generator, lengths: LengthDistribution, prompt_tokens: int) -> float:

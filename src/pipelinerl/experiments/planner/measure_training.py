@@ -1,39 +1,47 @@
 """Measures the cost of an optimizer step, in a separate process, as training is in a run.
 
     python -m pipelinerl.experiments.planner.measure_training CONFIG.yaml STREAM_DIR MESSAGES
+    python -m pipelinerl.experiments.planner.measure_training CONFIG.yaml RANK PORT        # started by the first
 
 The process prepares the groups of a rollout stream, says `ready`, and trains on them repeatedly. After a few steps of each
 size it says `enough` and continues, because generation is being measured at the same time. At SIGTERM it gives the result as
-JSON and exits. What it says are lines of the file MESSAGES.
+JSON and exits. What it says are lines of the file MESSAGES. With `trainer.ranks` above 1 it is rank 0 and starts the others.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import secrets
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
+from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_from_yaml
-from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import PipelineRLError, UserError
+from pipelinerl.config.schema import RunConfig, TrainerConfig
+from pipelinerl.errors import PipelineRLError, RankLostError, UserError
+from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.calibration import TrainingCost
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.preprocess.preprocessor import Preprocessor
-from pipelinerl.stream.files import FileStreamReader
+from pipelinerl.stream.file_reader import FileStreamReader
 from pipelinerl.trainer import Learner
+from pipelinerl.trainer.sharding import ranks
+from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 from pipelinerl.types import Group, TrainingSample
 from pipelinerl.weights.memory import MemoryChannel
 
@@ -55,8 +63,15 @@ class PreparedSamples(NamedTuple):
     rollout_s: float
 
 
+KEY = "PIPELINERL_RANKS_KEY"
+"""Name of the environment variable with the key of the ranks' channel."""
+STALL_S = 30.0
+
+
 def main(arguments: Sequence[str]) -> int:
     config_path, stream, messages = map(Path, arguments)
+    if (rank := arguments[1]).isdecimal():
+        return _follow(config_from_yaml(config_path.read_text(encoding="utf-8")), int(rank), int(arguments[2]))
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with messages.open("a", buffering=1, encoding="utf-8") as file:
@@ -65,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
             file.write(f"{line}\n")
 
         try:
-            cost = _measure(config_from_yaml(config_path.read_text(encoding="utf-8")), stream, say, stopping.is_set)
+            cost = _measure(config_path, stream, say, stopping.is_set)
         except PipelineRLError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_status
@@ -73,13 +88,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _measure(config: RunConfig, stream: Path, say: Callable[[str], None], stop: Callable[[], bool]) -> TrainingCost:
+def _measure(config_path: Path, stream: Path, say: Callable[[str], None], stop: Callable[[], bool]) -> TrainingCost:
+    config = config_from_yaml(config_path.read_text(encoding="utf-8"))
     threads = torch.get_num_threads()
     prepared = prepare(config, stream)
-    learner = make_learner(config)
     # Give every sample a gradient: otherwise a model that fails at every problem could not be measured.
     weighted = [msgspec.structs.replace(sample, advantage=sample.advantage or 1.0) for sample in prepared.samples]
-    steps = take_steps(config, learner, weighted, say, stop)
+    with ExitStack() as stack:
+        learner = make_learner(config) if config.trainer.ranks == 1 else stack.enter_context(_lead(config, config_path))
+        steps = take_steps(config, learner, weighted, say, stop, clock=_clock(config, threads))
     step_s, token_s = fit_steps(steps)
     return TrainingCost(
         threads=threads,
@@ -87,7 +104,15 @@ def _measure(config: RunConfig, stream: Path, say: Callable[[str], None], stop: 
         token_s=token_s,
         used_share=used_tokens(config, prepared.samples) / sum(sample.length for sample in prepared.samples),
         rollout_s=prepared.rollout_s,
+        ranks=config.trainer.ranks,
     )
+
+
+def _clock(config: RunConfig, threads: int) -> Callable[[], float]:
+    """`clock_of`; for ranks on CPUs the time that all threads of rank 0 compute, since some of them exchange tensors."""
+    if config.trainer.ranks == 1 or config.trainer.device != "cpu":
+        return clock_of(config.trainer.device)
+    return lambda: time.process_time() / threads
 
 
 def prepare(config: RunConfig, stream: Path) -> PreparedSamples:
@@ -95,7 +120,8 @@ def prepare(config: RunConfig, stream: Path) -> PreparedSamples:
     preprocessor = Preprocessor(config.preprocess)
     samples: list[TrainingSample] = []
     rollouts = 0
-    begin_s = time.perf_counter()
+    clock = clock_of("cpu")
+    begin_s = clock()
     with closing(FileStreamReader(stream, Group)) as reader:
         for _, group in reader.read(sys.maxsize):
             samples += preprocessor.process(group).samples
@@ -105,21 +131,61 @@ def prepare(config: RunConfig, stream: Path) -> PreparedSamples:
             f"only {len(samples)} of {rollouts} rollouts can be trained on, and a step takes {config.trainer.batch_size}: "
             "preprocess.zero_advantage and preprocess.overlong drop the others; to calibrate, set them to skip and keep"
         )
-    return PreparedSamples(samples, (time.perf_counter() - begin_s) / rollouts)
+    return PreparedSamples(samples, (clock() - begin_s) / rollouts)
+
+
+def _trainer(config: RunConfig) -> TrainerConfig:
+    """With a negligible learning rate, because it trains on the same rollouts repeatedly."""
+    return config.trainer.model_copy(update={"learning_rate": 1e-12, "ess_threshold": 0.0, "kl_coefficient": 0.0})
 
 
 def make_learner(config: RunConfig) -> Learner:
-    """The run's learner with a negligible learning rate, because it trains on the same rollouts repeatedly."""
-    trainer = config.trainer.model_copy(update={"learning_rate": 1e-12, "ess_threshold": 0.0, "kl_coefficient": 0.0})
+    """The run's learner in one process."""
     model = load_model(config.model, config.trainer.device)
     lora = LoraModel(model, config.model.lora, seed=config.seed) if config.model.lora else None
     return Learner(
         model,
-        trainer,
+        _trainer(config),
         temperature=config.actor.temperature,
         pack=pack,
         skip_zero_advantage=skips(config),
         lora=lora,
+    )
+
+
+@contextmanager
+def _lead(config: RunConfig, config_path: Path) -> Iterator[Learner]:
+    """Start the other ranks, and be rank 0. Their output is this process's."""
+    key = secrets.token_hex(16)
+    command = [sys.executable, "-m", "pipelinerl.experiments.planner.measure_training", str(config_path)]
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = str(listener.getsockname()[1])
+        for rank in range(1, config.trainer.ranks):
+            stack.enter_context(ChildProcess([*command, str(rank), port], environment={KEY: key}))
+        team = stack.enter_context(ranks.lead(listener, key, config.trainer, **_bounds(config)))
+        yield _sharded(config, team)
+
+
+def _follow(config: RunConfig, rank: int, port: int) -> int:
+    with ranks.follow(("127.0.0.1", port), os.environ[KEY], config.trainer, rank, **_bounds(config)) as team:
+        _sharded(config, team).follow()
+    return 0
+
+
+def _bounds(config: RunConfig) -> dict[str, Any]:
+    def end(why: str) -> None:
+        print(f"error: {why}", file=sys.stderr, flush=True)
+        os._exit(RankLostError.exit_status)
+
+    return {"bound_s": config.launch.startup_timeout_s, "stall_s": STALL_S, "end": end}
+
+
+def _sharded(config: RunConfig, team: ranks.Team) -> ShardedLearner:
+    trainer = _trainer(config)
+    policy = ShardedPolicy(config.model, trainer, team, seed=config.seed)
+    return ShardedLearner(
+        policy, trainer, team, temperature=config.actor.temperature, pack=pack, skip_zero_advantage=skips(config)
     )
 
 
@@ -138,6 +204,8 @@ def take_steps(
     samples: Sequence[TrainingSample],
     say: Callable[[str], None],
     stop: Callable[[], bool],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Step]:
     """Alternate steps of B and of B / SMALL rollouts, publishing included, until `stop()` and enough steps of each."""
     sender = MemoryChannel().sender
@@ -146,10 +214,10 @@ def take_steps(
     steps: list[Step] = []
     for number in itertools.count():
         batch = list(itertools.islice(rollouts, sizes[number % 2]))
-        begin_s = time.perf_counter()
+        begin_s = clock()
         learner.step(batch, version=0)
         sender.send(number, learner.weights())
-        steps.append(Step(used_tokens(config, batch), time.perf_counter() - begin_s))
+        steps.append(Step(used_tokens(config, batch), clock() - begin_s))
         measured = len(steps) - 2  # the first two warm up
         if number == 1:
             say(READY)

@@ -67,6 +67,10 @@ class Flags:
     mfu: float | None = None
     tau: float | None = None
     max_lag: int | None = None
+    shape: str | None = None
+    network: float | None = None
+    prompt_tokens: float | None = None
+    stragglers: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,8 @@ class _Costs(NamedTuple):
 
 def ask(config: RunConfig | None, flags: Flags) -> Question:
     """`config` None and no flags: the paper's case study. Raises UserError for missing or invalid inputs."""
+    if used := [name for name in ("network", "prompt_tokens", "stragglers") if getattr(flags, name) is not None]:
+        raise UserError(f"--{used[0].replace('_', '-')} needs a model's --shape, from which its cost is computed")
     calibration = calibration_of(flags)
     if calibration and (
         used := [name for name in ("mfu", "model_params", "kv_bytes_per_token") if getattr(flags, name) is not None]
@@ -187,7 +193,7 @@ def _baseline(
     costs = _measured(measured, batch, lengths, Flags())
     engines = measured.processes
     # The model has r_train = N / tau. With N = engines, this tau makes r_train the rate of the one trainer.
-    workload = Workload(engines, batch, lengths, costs.utilisation, costs.tau * engines)
+    workload = Workload(engines, batch, lengths, costs.utilisation, costs.tau * engines / measured.training.ranks)
     facts = (
         ("conventional, U(h)", f"{engines} x {_curve(costs.utilisation)}", flags.conventional),
         ("conventional, tau", f"{costs.tau:.3g} s a token", flags.conventional),
@@ -197,13 +203,18 @@ def _baseline(
 
 def _measured(calibration: Calibration, batch: int, lengths: LengthDistribution, flags: Flags) -> _Costs:
     generation, training = calibration.generation, calibration.training
-    tau = training.tau_s(batch_size=batch, mean_length=lengths.mean, prompt_tokens=generation.prompt_tokens_mean)
+    tau_s = training.tau_s(batch_size=batch, mean_length=lengths.mean, prompt_tokens=generation.prompt_tokens_mean)
+    tau = tau_s * training.ranks  # each rank is an accelerator
     return _Costs(
         utilisation=generation.utilisation().with_overhead(generation.rollout_overhead_s / lengths.mean),
         tau=flags.tau if flags.tau is not None else tau,
-        tau_source="--tau" if flags.tau is not None else f"the calibration, at B = {batch}",
+        tau_source="--tau" if flags.tau is not None else _tau_source(training.ranks, batch),
         tokens_per_s=1.0,
     )
+
+
+def _tau_source(ranks: int, batch: int) -> str:
+    return f"the calibration, at B = {batch}" + (f", on {ranks} ranks (together)" if ranks > 1 else "")
 
 
 def _modelled(lengths: LengthDistribution, flags: Flags) -> _Costs:

@@ -28,7 +28,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import without_secrets
-from pipelinerl.metrics.records import read_lines
+from pipelinerl.metrics.reading import read_lines
 from pipelinerl.models.folder import DEMO
 from pipelinerl.report import writing_to
 from pipelinerl.report.series import read_summary

@@ -22,7 +22,8 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RolloutError, RunDirectoryError
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import FORMAT, SessionRecord
-from pipelinerl.metrics.records import StepRecord, read_lines, read_records
+from pipelinerl.metrics.reading import read_lines, read_records
+from pipelinerl.metrics.records import StepRecord
 from pipelinerl.trainer.records import TRAINED_FILE, PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, Prepared, TrainingSample
 

@@ -29,15 +29,15 @@ from pipelinerl.errors import PolicyMismatchError, RunInterruptedError
 from pipelinerl.experiments.replay.records import Batch, RecordedRun, RecordedSamples, Segment
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Schedule, StreamStats, Verdict
-from pipelinerl.launch.hosts.processes import Channels, Worker
-from pipelinerl.launch.roles import PREPROCESSING_THREADS, rank_roles
+from pipelinerl.launch.hosts.host import Channels, LocalWorker
+from pipelinerl.launch.roles import rank_roles
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Session, StartPlan, write_session
+from pipelinerl.launch.session import Here, Session, StartPlan, write_session
+from pipelinerl.launch.share import PREPROCESSING_THREADS
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
-from pipelinerl.launch.stages.training import TrainingLogs, build_trainer, lead_ranks, load_policy
-from pipelinerl.metrics.records import Record, StepRecord
-from pipelinerl.metrics.sinks import Sink, make_sink
-from pipelinerl.models.lora import LoraModel
+from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, lead_ranks, load_policy
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import Record, Sink, make_sink
 from pipelinerl.models.state import checksum, digests_of
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
@@ -46,7 +46,7 @@ from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import Group, Prepared, TrainingSample, UpdateReceipt, WeightTransfer
 
 if TYPE_CHECKING:
-    from pipelinerl.trainer.ranks import Team
+    from pipelinerl.trainer.sharding.ranks import Team
 
 RANKS_PATIENCE_S = 10.0
 
@@ -105,7 +105,7 @@ class TrainingReplay:
             trainer = build_trainer(session, board, policy, reader=stream, sender=sender, logs=logs)
             restore_rng(segment.record.rng)
             found = self.observer.changed if self.exact else None
-            samples = RecordedSamples(self.run, segment, _prepare(config, policy.lora), found)
+            samples = RecordedSamples(self.run, segment, _prepare(config, policy), found)
             self._drive(trainer, segment, stream, samples)
             if not save:
                 return None
@@ -140,7 +140,8 @@ class TrainingReplay:
         }
         if not self.exact:
             changes["ess_threshold"] = 0.0
-        config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+        launch = config.launch.model_copy(update={"kind": "processes"})  # all ranks are on this machine
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes), "launch": launch})
         plan = StartPlan(checkpoint=None if checkpoint is None else str(checkpoint), version=segment.start)
         schedule = cast("Schedule", _OneBatch(make_schedule(config), config.trainer.batch_size))
         session = Session(config, self.folder, plan, schedule, time.monotonic())
@@ -171,11 +172,11 @@ def _threads(count: int) -> Iterator[None]:
 def _ranks(session: Session, board: MemoryBoard) -> Iterator[Team]:
     """The other ranks of a sharded trainer, as processes of their own; this process is rank 0."""
     socket_fd = listen().detach()
-    workers: list[Worker] = []
+    workers: list[LocalWorker] = []
     try:
         for role in rank_roles(session.config):
-            channels = Channels(ranks=socket_fd)
-            workers.append(Worker(session, role, session.config.trainer.threads or 1, channels, [socket_fd]))
+            here = Here(threads=session.config.trainer.threads or 1)
+            workers.append(LocalWorker(session, role, here, channels=Channels(ranks=socket_fd)))
         with lead_ranks(session, board, socket_fd) as team:
             yield team
         for worker in workers:
@@ -271,10 +272,10 @@ class _ObservedSink:
         self.sink.close()
 
 
-def _prepare(config: RunConfig, lora: LoraModel | None) -> Callable[[Group], Prepared]:
+def _prepare(config: RunConfig, policy: Policy) -> Callable[[Group], Prepared]:
     """Prepares groups as the run did: a preprocessor in a process of its own had its own reference model, and one thread."""
     apart = config.launch.preprocessor == "process"
-    preprocessor = make_preprocessor(config, None if apart else lora)
+    preprocessor = make_preprocessor(config) if apart else make_preprocessor(config, policy.lora, policy.reference)
     threads = PREPROCESSING_THREADS if apart else torch.get_num_threads()
 
     def prepare(group: Group) -> Prepared:

@@ -12,45 +12,26 @@ the run makes progress, and turns Ctrl-C into a clean stop.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from pipelinerl import errors
-from pipelinerl.child import ChildProcess, stop_all
+from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
+from pipelinerl.launch.hosts.host import Host, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.roles import (
-    PREPROCESSING,
-    PREPROCESSING_THREADS,
-    TRAINING,
-    generation_roles,
-    generation_threads,
-    plan_threads,
-    rank_roles,
-    server_roles,
-    thread_environment,
-    usable_cores,
-    worker_roles,
-    worker_stages,
-)
-from pipelinerl.launch.run_lock import RunLock
-from pipelinerl.launch.session import Session, WorkerReport
-from pipelinerl.launch.stages.streams import rollouts_in_streams
-from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
+from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader, prepared_reader
 from pipelinerl.launch.summary import Outcome, interruption
-from pipelinerl.status.board import MmapBoard, last_statuses
+from pipelinerl.status.board import last_statuses
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.types import TRAINER, StageStatus, goal_reached
+from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached
 
 if TYPE_CHECKING:
     from pipelinerl.stream.redis_server import RedisServer
@@ -64,111 +45,58 @@ SERVER_PATIENCE_S = 20.0
 """Time for an engine server to stop. It is idle by then."""
 
 
-class Channels(NamedTuple):
-    """File descriptors between the workers; -1 for a process that does not use one. The launcher closes them."""
-
-    weights: int = -1
-    ranks: int = -1
-    """The socket at which rank 0 of a sharded trainer listens."""
-
-    @property
-    def opened(self) -> list[int]:
-        return [fd for fd in self if fd >= 0]
-
-
-class Worker(ChildProcess):
-    """One process of the run, as the launcher sees it."""
-
-    def __init__(self, session: Session, role: str, threads: int, channels: Channels, fds: Sequence[int]) -> None:
-        """Start the process, which inherits `fds`. Its report of an earlier session is removed; its log is appended to."""
-        run = session.run
-        self.role = role
-        self._report_file = run.report(role)
-        self._report_file.unlink(missing_ok=True)
-        arguments = [role, str(run.root), *map(str, channels), str(session.records_from_s)]
-        super().__init__(
-            [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
-            log=run.log(role),
-            environment={**thread_environment(threads), "PYTHONUNBUFFERED": "1"},
-            fds=fds,
-            watches_parent=True,
-        )
-
-    def dump_stacks(self) -> None:
-        """Have the worker write the stacks of all its threads to its log (see faulthandler)."""
-        self.send_signal(signal.SIGUSR1)
-
-    def report(self) -> WorkerReport | None:
-        """What the worker wrote when it ended."""
-        try:
-            return msgspec.json.decode(self._report_file.read_bytes(), type=WorkerReport)
-        except (OSError, msgspec.DecodeError):
-            return None
-
-    def failure(self) -> PipelineRLError | None:
-        """The error that the worker ended with. None if it still runs, ended with status 0, or was stopped on request."""
-        status = self.status
-        if not status or (self.asked_to_stop and status == -signal.SIGTERM):
-            return None
-        report = self.report()
-        if report is None or report.error is None:
-            return StageDiedError(f"the {self.role} process (pid {self.pid}) {self.how_it_ended()}{self.log_excerpt()}")
-        kind = getattr(errors, report.error.kind, StageDiedError)
-        error: PipelineRLError = kind(report.error.message)
-        error.add_note(report.error.traceback)
-        return error
-
-    def premature_exit(self) -> PipelineRLError:
-        """The error for a worker that ended with status 0 before the run was over."""
-        return StageDiedError(f"the {self.role} process (pid {self.pid}) ended before the run did (was it told to stop?)")
-
-
 @dataclass
 class Processes:
     """The processes of a session. `servers` and `broker` serve the `workers` until the workers have ended."""
 
+    host: Host
     broker: RedisServer | None
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
 
+    def broker_failure(self) -> PipelineRLError | None:
+        why = None if self.broker is None else self.broker.failure()
+        return None if why is None else StageDiedError(why)
+
     def failure(self) -> PipelineRLError | None:
-        """Why a process ended that should not have. The broker comes first, then servers: their end may end the workers."""
-        if self.broker is not None and (why := self.broker.failure()):
-            return StageDiedError(why)
+        """Why a process ended that should not have. What others depend on comes first: its end may end the others."""
+        if failure := self.broker_failure() or self.host.failure():
+            return failure
         for server in self.servers:
             if not server.running:
-                return server.failure() or server.premature_exit()
+                return server.failure() or premature_exit(server)
         failures = [failure for worker in self.workers if (failure := worker.failure()) is not None]
         # The loss of a rank is noticed by the others: what the lost one died of comes first.
         return min(failures, key=lambda failure: isinstance(failure, RankLostError), default=None)
 
 
-def run_processes(session: Session, view: View, lock: RunLock, broker: RedisServer | None) -> Outcome:
-    """Run the session to its end. Errors of the run are in the outcome, not raised. `broker` is already running.
+def premature_exit(worker: Worker) -> PipelineRLError:
+    """The error for a worker that ended with status 0 before the run was over."""
+    return StageDiedError(f"{named(worker)} ended before the run did (was it told to stop?)")
 
-    All processes inherit `lock`: if the launcher is killed, the run directory stays locked until they have ended.
-    """
+
+def run_processes(session: Session, view: View, host: Host, broker: RedisServer | None) -> Outcome:
+    """Run the session to its end on `host`. Errors of the run are in the outcome, not raised. `broker` runs already."""
     begin_s = time.monotonic()
-    board = MmapBoard(session.run.control)
-    processes = Processes(broker)
+    processes = Processes(host, broker)
     error: PipelineRLError | None = None
+    statuses: dict[str, StageStatus] = {}
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
-            channels = _open_channels(session.config)
-            for fd in channels.opened:
-                stack.callback(os.close, fd)
-            _start(session, processes, channels, lock.fd)
-            error = _watch(session.config, board, processes, view=view, interrupts=interrupts, begin_s=begin_s)
+            stack.enter_context(host)
+            for role in server_roles(session.config):
+                processes.servers.append(host.start(role))
+            for role in worker_roles(session.config):
+                processes.workers.append(host.start(role))
+            error = _watch(session.config, processes, view=view, interrupts=interrupts, begin_s=begin_s)
         except PipelineRLError as raised:
             error = raised
         finally:
             error = _stop(session, processes.workers, view, interrupts, error)
             asked = interrupts.count
             stop_all(processes.servers, SERVER_PATIENCE_S, lambda: interrupts.count > asked)
-            for worker in processes.workers:
-                remove_weights_of(worker.pid)
-    statuses = last_statuses(board)
+            statuses = last_statuses(host.board)
     view.update(statuses, time.monotonic())
     in_streams: dict[int, int] = {}
     try:
@@ -182,36 +110,12 @@ def run_processes(session: Session, view: View, lock: RunLock, broker: RedisServ
         error=error,
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=session.plan.rollouts_left(in_streams),
-        peak_memory_bytes={worker.role: report.peak_memory_bytes for worker in started if (report := worker.report())},
+        peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
     )
-
-
-def _open_channels(config: RunConfig) -> Channels:
-    weights = make_channel(config)
-    if config.trainer.ranks == 1:
-        return Channels(weights)
-    from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
-
-    return Channels(weights, listen().detach())
-
-
-def _start(session: Session, processes: Processes, channels: Channels, lock_fd: int) -> None:
-    """Start the servers, then the workers."""
-    config, cores = session.config, usable_cores()
-    threads = plan_threads(config, session.schedule, cores)
-    for role in server_roles(config):
-        processes.servers.append(Worker(session, role, threads.generation, Channels(), [lock_fd]))
-    # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-    fds = [lock_fd, *channels.opened, *(server.parent_fd for server in processes.servers)]
-    counts = {**dict.fromkeys((TRAINING, *rank_roles(config)), threads.training), PREPROCESSING: PREPROCESSING_THREADS}
-    for role in worker_roles(config):
-        count = counts.get(role, generation_threads(config, session.schedule, cores))
-        processes.workers.append(Worker(session, role, count, channels, fds))
 
 
 def _watch(
     config: RunConfig,
-    board: MmapBoard,
     processes: Processes,
     *,
     view: View,
@@ -222,7 +126,7 @@ def _watch(
     watchdog = Watchdog(config.launch.watchdog_s)
     stages = worker_stages(config)
     workers = processes.workers
-    pids = {worker.pid for worker in workers}
+    started = {(worker.machine, worker.pid) for worker in workers}
     followers = rank_roles(config)  # they end with rank 0
     while True:
         ended = [worker for worker in workers if not worker.running]
@@ -230,13 +134,14 @@ def _watch(
             if isinstance(failure, RankLostError):
                 time.sleep(CAUSE_PATIENCE_S)
                 failure = processes.failure() or failure
-            return failure
+            return processes.broker_failure() or processes.host.cause(failure)
         now = time.monotonic()
-        statuses = {stage: status for stage, status in last_statuses(board).items() if status.pid in pids}
+        found = last_statuses(processes.host.board)
+        statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
         view.update(statuses, now)
         early = [worker for worker in ended if worker.role not in followers]
         if early and not goal_reached(statuses.get(TRAINER)):
-            return early[0].premature_exit()
+            return premature_exit(early[0])
         if len(ended) == len(workers):
             return None
         if interrupts.count:
@@ -296,3 +201,19 @@ def _not_ready(stage: str, status: StageStatus | None) -> str | None:
     if status is None:
         return stage
     return f"{stage} ({status.detail})" if status.state == "starting" else None
+
+
+def rollouts_in_streams(store: StreamStore, config: RunConfig) -> dict[int, int]:
+    """Index -> number of rollouts of each group still in a stream, after all processes have ended.
+
+    A group that the preprocessor did not commit counts as waiting, unless it is also in the prepared stream. Known
+    overcount: if the preprocessor was killed after writing a group and before committing it, and the trainer has committed
+    that group since, it is still counted here. A resume excludes it by the trainer's ledger.
+    """
+    if config.launch.preprocessor == "with_trainer":
+        return {group.index: len(group.rollouts) for group in store.waiting(ROLLOUTS, Group)}
+    waiting = {prepared.index: len(prepared.ids) for prepared in store.waiting(PREPARED, Prepared)}
+    with closing(prepared_reader(store)) as second, closing(group_reader(store)) as first:
+        passed_on = {prepared.index for _, prepared in second.read(sys.maxsize)}
+        left = {group.index: len(group.rollouts) for _, group in first.read(sys.maxsize) if group.index not in passed_on}
+    return waiting | left

@@ -1,8 +1,8 @@
 """The entry point of a run's processes.
 
-    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR WEIGHTS_FD RANKS_FD RECORDS_FROM_S
+    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR WEIGHTS_FD RANKS_FD RECORDS_FROM_S HERE
 
-ROLE is one of `roles.worker_roles` or `roles.server_roles`.
+HERE is a `session.Here` as JSON. ROLE is one of `roles.worker_roles` or `roles.server_roles`.
 
 A worker runs its stages until the run is over, it is told to stop, or its launcher has ended. SIGTERM ends it at once while
 it loads, and asks for a clean stop afterwards. Its standard input is the parent-death pipe, by which it notices the end of
@@ -18,23 +18,19 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
+
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.launch.roles import (
-    LOG_FORMAT,
-    PREPROCESSING,
-    TRAINING,
-    generation_roles,
-    rank_roles,
-    server_roles,
-)
+from pipelinerl.launch.roles import LOG_FORMAT, PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
-from pipelinerl.launch.session import Session, read_session, write_error, write_report
+from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
 from pipelinerl.parent_pipe import take_stdin, when_closed
 
 
 def main(arguments: list[str]) -> int:
-    role, run_dir, weights_fd, ranks_fd, records_from_s = arguments
-    run = RunDirectory(Path(run_dir))
+    role, run_dir, weights_fd, ranks_fd, records_from_s, said = arguments
+    here = msgspec.json.decode(said, type=Here)
+    run = RunDirectory(Path(run_dir), None if here.scratch is None else Path(here.scratch))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
@@ -43,7 +39,7 @@ def main(arguments: list[str]) -> int:
     parent_pipe = take_stdin()
     when_closed(parent_pipe, lambda: os.kill(os.getpid(), signal.SIGTERM), ORPHAN_PATIENCE_S)
     try:
-        _run(read_session(run, float(records_from_s)), role, int(weights_fd), int(ranks_fd), parent_pipe)
+        _run(read_session(run, float(records_from_s), here), role, int(weights_fd), int(ranks_fd), parent_pipe)
     except PipelineRLError as error:
         write_error(run.report(role), type(error).__name__, str(error))
         return error.exit_status

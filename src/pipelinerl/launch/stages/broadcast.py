@@ -67,7 +67,7 @@ def broadcast_receiver(session: Session, fd: int, index: int, engine: str) -> We
     config = session.config
     coordinates = config.engine.kind != "local"  # engine servers receive the weights, not this process
     return CollectiveWeightReceiver(
-        *_address(fd),
+        *_address(session, fd),
         session.plan.weights_key,
         None if coordinates else index,
         engine=engine,
@@ -79,7 +79,7 @@ def broadcast_receiver(session: Session, fd: int, index: int, engine: str) -> We
 
 def sender_address(session: Session, fd: int) -> SenderAddress:
     """Where engine servers join the trainer's broadcast."""
-    return SenderAddress(*_address(fd), session.plan.weights_key)
+    return SenderAddress(*_address(session, fd), session.plan.weights_key)
 
 
 def _receivers(config: RunConfig) -> int:
@@ -88,7 +88,9 @@ def _receivers(config: RunConfig) -> int:
     return engine.processes if engine.kind == "local" else len(engine.urls) or engine.servers
 
 
-def _address(fd: int) -> tuple[str, int]:
+def _address(session: Session, fd: int) -> tuple[str, int]:
+    if session.here.weights_from is not None:
+        return session.here.weights_from
     with socket.socket(fileno=os.dup(fd)) as listening:
         host, port = listening.getsockname()[:2]
     return host, port

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from pipelinerl.actor.actor import Actor
-from pipelinerl.actor.admission import Admission
+from pipelinerl.actor.admission import Admission, LocalAdmission
 from pipelinerl.actor.evaluation import Evaluation, Evaluations, held_out_problems, write_record
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.probe import WeightProbe
@@ -35,17 +35,17 @@ from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
-from pipelinerl.launch.interrupts import stop_on_sigterm
-from pipelinerl.launch.roles import generation_threads, usable_cores, yield_to_the_trainer
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.share import yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
-from pipelinerl.launch.stages.streams import group_writer
+from pipelinerl.launch.stages.streams import group_writer, redis_of
 from pipelinerl.launch.stages.weights import make_receiver
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.metrics.records import EvaluationRecord, read_records
+from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import ALONE, GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
@@ -105,11 +105,10 @@ YOUNG_OBJECTS = 50_000
 def run_generation(session: Session, index: int, weights_fd: int) -> None:
     """Generation process number `index`, to its end. SIGTERM asks it to stop."""
     config = session.config
-    torch.set_num_threads(generation_threads(config, session.schedule, usable_cores()))
-    if config.engine.kind == "local":
-        yield_to_the_trainer(config, session.schedule)
+    torch.set_num_threads(session.here.threads)
+    yield_to_the_trainer(session.here)
     stage = generation_stages(config.engine.processes)[index].engine
-    board = MmapBoard(session.run.control)
+    board = MmapBoard(session.run.scratch)
 
     def on_drop(group: Group) -> None:  # generation is made after the stream
         generation.stream_dropped(group)
@@ -199,14 +198,22 @@ def build_generation(
         environment=environment,
         tokenizer=tokenizer,
         engine=engine,
-        admission=Admission(
-            session.run.admission,
-            session.schedule,
-            board,
-            taken=GroupLedger.from_record(session.plan.taken),
-            processes=config.engine.processes,
-        ),
+        admission=_admission(session, board, writer),
     )
+
+
+def _admission(session: Session, board: Board, writer: StreamWriter[Group]) -> Admission:
+    taken, processes = GroupLedger.from_record(session.plan.taken), session.config.engine.processes
+    if session.config.launch.kind != "ray":
+        return LocalAdmission(session.run.admission, session.schedule, board, taken=taken, processes=processes)
+    from pipelinerl.actor.admission_redis import RedisAdmission  # noqa: PLC0415 - needs the extra `redis`
+    from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - as above
+
+    url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
+    admission = RedisAdmission(url, prefix, session.schedule, taken=taken, processes=processes, patience_s=patience_s)
+    assert isinstance(writer, RedisStreamWriter)  # noqa: S101 - the configuration was checked
+    writer.companion = admission.commit_with
+    return admission
 
 
 async def generate(
@@ -231,8 +238,9 @@ async def _generate(
     if stop():
         return
     generation.groups = _groups(generation, handle)
+    records = session.run.rollouts_of(generation.index, shared=session.config.launch.kind == "ray")
     with (
-        closing(RolloutWriter(generation.writer, session.run.rollouts / "rollouts.jsonl")) as rollout_writer,
+        closing(RolloutWriter(generation.writer, records)) as rollout_writer,
         closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
         closing(_actor_of(generation, rollout_writer, timeline)) as actor,
     ):
@@ -274,13 +282,12 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
 
 def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
     session = generation.session
-    evaluated = read_records(session.run.evaluations, EvaluationRecord)
     evaluations = Evaluations(
         generation.groups.context,
         generation.evaluation,
         on_done=lambda evaluation: _record(session, evaluation),
         until=session.config.trainer.steps,
-        reached=max((one.version for one in evaluated if one.newest_version <= session.plan.version), default=0),
+        reached=session.plan.evaluated,
     )
     return make_actor(
         generation.groups,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import StreamReader
-from pipelinerl.launch.interrupts import stop_on_sigterm
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import group_reader, prepared_reader, prepared_writer
+from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import starting
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def run_preprocessing(session: Session) -> None:
     """The preprocessing process, between two streams, until the trainer has reached its goal or SIGTERM asks it to stop."""
-    board, store = MmapBoard(session.run.control), session.streams()
+    board, store = MmapBoard(session.run.scratch), session.streams()
     with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
         starting(board, [PREPROCESSOR], "loads the reference model, if there is one")
         stage = PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR)
@@ -30,25 +30,36 @@ def run_preprocessing(session: Session) -> None:
         stage.run(lambda: stop() or goal_reached(board.read(TRAINER)))
 
 
-def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
-    """A reader that prepares the groups of `reader` as they are read."""
-    return PreparingReader(reader, make_preprocessor(config, lora))
+def preparing(
+    config: RunConfig,
+    reader: StreamReader[Group],
+    lora: LoraModel | None = None,
+    reference: ReferenceScorer | None = None,
+) -> PreparingReader:
+    """A reader that prepares the groups of `reader` as they are read (see `make_preprocessor`)."""
+    return PreparingReader(reader, make_preprocessor(config, lora, reference))
 
 
-def make_preprocessor(config: RunConfig, lora: LoraModel | None = None) -> Preprocessor:
-    """The reference model of a KL penalty is the base model under the adapters of `lora`; without adapters it is loaded."""
-    return Preprocessor(config.preprocess, _reference(config, lora))
+def make_preprocessor(
+    config: RunConfig, lora: LoraModel | None = None, reference: ReferenceScorer | None = None
+) -> Preprocessor:
+    """The preprocessor of a run.
+
+    The reference model of a KL penalty is `reference`, or else the base model under the adapters of `lora`; without both it
+    is loaded.
+    """
+    return Preprocessor(config.preprocess, reference or _reference(config, lora))
 
 
-def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Prepared]:
+def prepared_groups(session: Session, lora: LoraModel | None, reference: ReferenceScorer | None) -> StreamReader[Prepared]:
     """The trainer's reader: the prepared stream, or `preparing` if groups are prepared in this process.
 
-    `lora` are the adapters of the trainer's model, if it has any.
+    `lora` are the adapters of the trainer's model, if it has any; `reference` is a sharded trainer's reference model.
     """
     store = session.streams()
     if session.config.launch.preprocessor == "process":
         return prepared_reader(store)
-    return preparing(session.config, group_reader(store), lora)
+    return preparing(session.config, group_reader(store), lora, reference)
 
 
 def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | None:

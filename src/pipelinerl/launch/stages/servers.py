@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -21,9 +22,10 @@ import msgspec
 from pipelinerl.config.schema import EngineConfig, ModelConfig
 from pipelinerl.errors import MissingDependencyError, StalledError, UserError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.roles import plan_threads, server_roles, usable_cores, yield_to_the_trainer
+from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.share import yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle
 from pipelinerl.ports import free_port
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from pipelinerl.serving.vllm.server_info import ModelFacts
     from pipelinerl.serving.vllm.start import VllmSettings
 
-HOST = "127.0.0.1"
 DRAIN_S = 5.0
 """Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
 LOOK_EVERY_S = 0.05
@@ -51,7 +52,7 @@ class ReadyFile(msgspec.Struct, frozen=True):
 
 def run_server(session: Session, role: str, parent_pipe: int) -> None:
     """The server process, to its end. vLLM replaces it."""
-    yield_to_the_trainer(session.config, session.schedule)
+    yield_to_the_trainer(session.here)
     if session.config.engine.kind == "vllm":
         _become_vllm(session, role, parent_pipe)
     _serve_engine(session, role)
@@ -71,9 +72,11 @@ def _serve_engine(session: Session, role: str) -> None:
     serve(
         ServeOptions(
             model=config.model,
-            engine=engine.model_copy(update={"threads": _threads(session)}),
+            engine=engine.model_copy(update={"threads": session.here.threads}),
             name=role,
-            listen=Address(HOST, 0),
+            listen=Address(session.here.address, 0),
+            api_key=server_key(session),
+            tls=_tls(engine),
             max_queue=engine.slots,
             weight_directories=(SHARED_MEMORY, session.run.control),
             drain_s=DRAIN_S,
@@ -87,15 +90,22 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
     from pipelinerl.serving.vllm.start import command_line, environment  # noqa: PLC0415 - as above
 
     settings = _vllm_settings(session)
-    port = free_port()
-    write_atomically(session.run.ready_file(role), msgspec.json.encode(ReadyFile(f"http://{HOST}:{port}")))
+    address, key = session.here.address, server_key(session)
+    scheme = "http" if settings.tls is None else "https"
+    port = free_port(address)
+    write_atomically(session.run.ready_file(role), msgspec.json.encode(ReadyFile(f"{scheme}://{address}:{port}")))
     os.dup2(parent_pipe, 0)  # the guard watches it there
-    command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port)]
-    os.execve(sys.executable, command, environment(settings, os.environ))  # noqa: S606 - our own module
+    command = [
+        sys.executable,
+        "-m",
+        "pipelinerl.serving.vllm.guard",
+        *command_line(settings, port, address, guarded=key is not None),
+    ]
+    os.execve(sys.executable, command, environment(settings, os.environ, key))  # noqa: S606 - our own module
 
 
 def _vllm_settings(session: Session) -> VllmSettings:
-    from pipelinerl.models.loading import resolve_path  # noqa: PLC0415 - with torch
+    from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
     from pipelinerl.serving.vllm.server_info import kv_cache_bytes  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.start import VllmSettings  # noqa: PLC0415 - as above
 
@@ -112,21 +122,35 @@ def _vllm_settings(session: Session) -> VllmSettings:
         if engine.device == "cpu"
         else None,
         device=engine.device,
-        threads=_threads(session),
+        threads=session.here.threads,
+        tls=_tls(engine),
     )
+
+
+def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
+    """The PEM files of this machine's certificate and its key, if servers shall use them. Raises UserError."""
+    if engine.tls_certificate is None or engine.tls_key is None:
+        return None
+    files = (Path(engine.tls_certificate), Path(engine.tls_key))
+    for name, path in zip(("tls_certificate", "tls_key"), files, strict=True):
+        if not path.is_file():
+            raise UserError(f"engine.{name}: there is no file {path} on {socket.gethostname()}")
+    return files
+
+
+def server_key(session: Session) -> str | None:
+    """What clients of the run's own servers must send. None on one machine: nobody else reaches them there."""
+    return session.plan.servers_key if session.config.launch.kind == "ray" else None
 
 
 def _max_length(model: ModelConfig) -> int:
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
 
-    from pipelinerl.models.loading import resolve_path, slot_length  # noqa: PLC0415 - with torch
+    from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
+    from pipelinerl.models.loading import slot_length  # noqa: PLC0415 - with torch
 
     config = AutoConfig.from_pretrained(resolve_path(model.path), trust_remote_code=model.trust_remote_code)
     return slot_length(SimpleNamespace(config=config), None)
-
-
-def _threads(session: Session) -> int:
-    return plan_threads(session.config, session.schedule, usable_cores()).generation
 
 
 # ---- the connection of a generation process with servers
@@ -141,7 +165,7 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
     from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
 
     config = session.config
-    key = _api_key(config.engine)
+    key = _api_key(config.engine) if config.engine.urls else server_key(session)
     deadline_s = time.monotonic() + START_SHARE * config.launch.startup_timeout_s
     facts = model_facts(config.model.path)
     urls = config.engine.urls or await _wait_for_servers(session.run, server_roles(config), deadline_s - time.monotonic())

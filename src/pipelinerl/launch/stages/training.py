@@ -20,8 +20,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RankLostError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
-from pipelinerl.launch.interrupts import stop_on_sigterm
-from pipelinerl.launch.roles import TRAINING, plan_threads, rank_roles, usable_cores
+from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.session import Session, write_error
 from pipelinerl.launch.stages.preprocessing import prepared_groups
 from pipelinerl.launch.stages.recording import record_session
@@ -29,6 +28,7 @@ from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
+from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import generation_stages, starting
@@ -37,8 +37,9 @@ from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import TRAINER, Prepared
 
 if TYPE_CHECKING:
-    from pipelinerl.trainer.ranks import Team
-    from pipelinerl.trainer.sharded import ShardedLearner, ShardedPolicy
+    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+    from pipelinerl.trainer.sharding.ranks import Team
+    from pipelinerl.trainer.sharding.reference import ShardedReference
 
 STALL_S = 30.0
 """A rank of the trainer that sends no heartbeat for this long is lost."""
@@ -49,9 +50,9 @@ def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
 
     With several `trainer.ranks`, this is rank 0, and `ranks_fd` the socket at which it listens for the others.
     """
-    torch.set_num_threads(plan_threads(session.config, session.schedule, usable_cores()).training)
+    torch.set_num_threads(session.here.threads)
     stopping = threading.Event()
-    board = MmapBoard(session.run.control)
+    board = MmapBoard(session.run.scratch)
     with ExitStack() as stack:
         team = stack.enter_context(lead_ranks(session, board, ranks_fd)) if session.config.trainer.ranks > 1 else None
         starting(board, [TRAINER], "loads the model")
@@ -60,36 +61,37 @@ def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
 
 def run_rank(session: Session, role: str, ranks_fd: int) -> None:
     """Another rank of the trainer, to its end. It ends with rank 0, so that SIGTERM leaves time for a checkpoint."""
-    from pipelinerl.trainer import ranks  # noqa: PLC0415 - only for several ranks
+    from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - only for several ranks
 
     config, rank = session.config, 1 + rank_roles(session.config).index(role)
-    torch.set_num_threads(plan_threads(config, session.schedule, usable_cores()).training)
-    with socket.socket(fileno=os.dup(ranks_fd)) as listening:
-        address = listening.getsockname()[:2]
-    with ranks.follow(address, session.plan.ranks_key, config.trainer, rank, **_bounds(session, role)) as team:
+    torch.set_num_threads(session.here.threads)
+    if (address := session.here.ranks_at) is None:
+        with socket.socket(fileno=os.dup(ranks_fd)) as listening:
+            address = listening.getsockname()[:2]
+    with ranks.follow(address, session.plan.ranks_key, config.trainer, rank, **_options(session, role)) as team:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         policy = load_policy(session, team)
         learner = policy.sharded_learner(config)
         if policy.checkpoint is not None:
             learner.load_optimizer(policy.checkpoint)
-        learner.follow()
+        learner.follow(policy.reference)
 
 
 @contextmanager
 def lead_ranks(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
     """Be rank 0 of a sharded trainer while inside; the others connect to the socket `ranks_fd`."""
-    from pipelinerl.trainer import ranks  # noqa: PLC0415 - as above
+    from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - as above
 
     starting(board, [TRAINER], "waits for the other ranks to start")
     with (
         socket.socket(fileno=os.dup(ranks_fd)) as listener,
-        ranks.lead(listener, session.plan.ranks_key, session.config.trainer, **_bounds(session, TRAINING)) as team,
+        ranks.lead(listener, session.plan.ranks_key, session.config.trainer, **_options(session, TRAINING)) as team,
     ):
         yield team
 
 
-def _bounds(session: Session, role: str) -> dict[str, Any]:
-    """How long a rank waits for others, and how it ends if it can't return from a collective operation."""
+def _options(session: Session, role: str) -> dict[str, Any]:
+    """How long a rank waits for others, how it ends if a collective operation does not return, and if it sees one GPU."""
 
     def end(why: str) -> None:
         faulthandler.dump_traceback()
@@ -98,12 +100,17 @@ def _bounds(session: Session, role: str) -> dict[str, Any]:
 
     launch = session.config.launch
     # Before the watchdog, which can't say which rank it is.
-    return {"bound_s": launch.startup_timeout_s, "stall_s": min(STALL_S, launch.watchdog_s / 2), "end": end}
+    return {
+        "bound_s": launch.startup_timeout_s,
+        "stall_s": min(STALL_S, launch.watchdog_s / 2),
+        "end": end,
+        "one_gpu": launch.kind == "ray",
+    }
 
 
 def _train(session: Session, board: Board, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
     with (
-        closing(prepared_groups(session, policy.lora)) as reader,
+        closing(prepared_groups(session, policy.lora, policy.reference)) as reader,
         closing(make_sender(session, weights_fd, stopping.is_set)) as sender,
         open_logs(session) as logs,
     ):
@@ -134,7 +141,8 @@ def open_logs(session: Session) -> Iterator[TrainingLogs]:
 class Policy:
     """The model to train and the checkpoint it was loaded from, if any. With `model.lora`, it has the adapters of `lora`.
 
-    `sharded` and `team`: with several `trainer.ranks`.
+    `sharded`, `team` and `reference` (of a KL penalty whose log-probabilities are computed here): with several
+    `trainer.ranks`.
     """
 
     model: Any
@@ -143,6 +151,7 @@ class Policy:
     checkpoint: Checkpoint | None
     sharded: ShardedPolicy | None = None
     team: Team | None = None
+    reference: ShardedReference | None = None
 
     def learner(self, config: RunConfig) -> Learner:
         if self.sharded is not None:
@@ -150,7 +159,7 @@ class Policy:
         return Learner(self.model, config.trainer, lora=self.lora, **_learner_options(config))
 
     def sharded_learner(self, config: RunConfig) -> ShardedLearner:
-        from pipelinerl.trainer.sharded import ShardedLearner  # noqa: PLC0415 - as above
+        from pipelinerl.trainer.sharding.learner import ShardedLearner  # noqa: PLC0415 - as above
 
         assert self.sharded is not None and self.team is not None  # noqa: S101, PT018 - see `load_policy`
         return ShardedLearner(self.sharded, config.trainer, self.team, **_learner_options(config))
@@ -176,7 +185,7 @@ def load_policy(session: Session, team: Team | None = None) -> Policy:
     if checkpoint and config.model.lora is None:
         refuse_adapter(checkpoint.path)
     if team is not None:
-        from pipelinerl.trainer.sharded import ShardedPolicy  # noqa: PLC0415 - as above
+        from pipelinerl.trainer.sharding.learner import ShardedPolicy  # noqa: PLC0415 - as above
 
         with_adapters = config.model.lora is not None
         sharded = ShardedPolicy(
@@ -186,13 +195,24 @@ def load_policy(session: Session, team: Team | None = None) -> Policy:
             seed=config.seed,
             adapter=checkpoint.path if checkpoint and with_adapters else None,
         )
-        return Policy(sharded.model, sharded.lora, load_tokenizer(merged), checkpoint, sharded, team)
+        reference = _sharded_reference(config, sharded, team)
+        return Policy(sharded.model, sharded.lora, load_tokenizer(merged), checkpoint, sharded, team, reference)
     if config.model.lora is None:
         return Policy(load_model(merged, config.trainer.device), None, load_tokenizer(merged), checkpoint)
     lora = LoraModel(load_model(config.model, config.trainer.device), config.model.lora, seed=config.seed)
     if checkpoint:
         lora.load_adapter(checkpoint.path)
     return Policy(lora.model, lora, load_tokenizer(merged), checkpoint)
+
+
+def _sharded_reference(config: RunConfig, policy: ShardedPolicy, team: Team) -> ShardedReference | None:
+    """The reference model, if there is a KL penalty and no process of its own that computes it."""
+    if config.trainer.kl_coefficient == 0 or config.launch.preprocessor == "process":
+        return None
+    from pipelinerl.trainer.sharding.reference import ShardedReference  # noqa: PLC0415 - as above
+
+    temperature = config.actor.temperature
+    return ShardedReference(policy, config.model, config.trainer, team, temperature=temperature, pack=pack)
 
 
 def build_trainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,6 +57,8 @@ class HttpClient:
                 headers=headers,
                 limits=library.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
                 trust_env=False,  # ignore the environment's proxies: engines are reached directly
+                # What this machine trusts, or the file that SSL_CERT_FILE names.
+                verify=ssl.create_default_context() if parsed.scheme == "https" else False,
             )
         except (library.InvalidURL, ValueError) as error:
             raise UserError(f"{url!r} is not the URL of an engine server: {error}") from error

@@ -25,7 +25,7 @@ class Address(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """`engine`: only the keys of the embedded engine are used. `name`: the model's name in OpenAI's API and the engine's
-    name in receipts. `updates`: a separate address for updates.
+    name in receipts. `updates`: a separate address for updates. `tls`: PEM files of a certificate and its key.
 
     `drain_s`: how long requests in progress may take when the server is stopped. `lifeline_fd`: read end of a pipe; the
     server stops at once when the other end closes.
@@ -35,6 +35,7 @@ class ServeOptions:
     engine: EngineConfig
     name: str
     listen: Address
+    tls: tuple[Path, Path] | None = None
     updates: Address | None = None
     api_key: str | None = field(default=None, repr=False)
     max_queue: int = 256

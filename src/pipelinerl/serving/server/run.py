@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,8 +31,12 @@ from pipelinerl.serving.server.options import Address, ServeOptions
 from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load
 
 
-def uvicorn_config(app: ASGIApp, *, close_s: int) -> uvicorn.Config:
-    """Settings of our HTTP servers. `close_s`: how long requests in progress may take when the server stops."""
+def uvicorn_config(app: ASGIApp, *, close_s: int, tls: tuple[Path, Path] | None = None) -> uvicorn.Config:
+    """Settings of our HTTP servers. `close_s`: how long requests in progress may take when the server stops.
+
+    `tls`: PEM files of a certificate and its key.
+    """
+    certificate, key = tls or (None, None)
     return uvicorn.Config(
         app,
         loop="asyncio",
@@ -42,6 +47,8 @@ def uvicorn_config(app: ASGIApp, *, close_s: int) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
         # Longer than clients keep idle connections, so that no connection is closed just when a client uses it.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=close_s,
@@ -91,7 +98,9 @@ class _Process:
     async def run(self) -> None:
         holder = ServiceHolder()
         apps = make_apps(holder, api_key=self._options.api_key, apart=self._options.updates is not None)
-        servers = [_Server(uvicorn_config(app, close_s=CLOSE_S)) for app in apps[: len(self._sockets)]]
+        servers = [
+            _Server(uvicorn_config(app, close_s=CLOSE_S, tls=self._options.tls)) for app in apps[: len(self._sockets)]
+        ]
         self._install_stop_handlers()
         serving = [
             asyncio.create_task(server.serve([listening])) for server, listening in zip(servers, self._sockets, strict=True)
@@ -136,7 +145,7 @@ class _Process:
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
         holder.open(service)
-        urls = [_url(listening) for listening in self._sockets]
+        urls = [_url(listening, self._options.tls is not None) for listening in self._sockets]
         ready = Ready(url=urls[0], pid=os.getpid(), update_url=urls[-1])
         slots = f"{self._options.engine.slots} slots of {service.loaded.max_length} tokens"
         print(f"{service.name} is served at {ready.url}, {slots}", file=sys.stderr, flush=True)
@@ -178,11 +187,12 @@ def _listen(address: Address) -> socket.socket:
         raise UserError(f"can't listen on {address.host}:{address.port}: {reason}; choose another port") from error
 
 
-def _url(listening: socket.socket) -> str:
+def _url(listening: socket.socket, encrypted: bool) -> str:
     """The URL for clients on this machine."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - any address: the loopback one is among them
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _load_in_background(options: ServeOptions) -> Future[Loaded]:

@@ -88,7 +88,8 @@ def model_facts(path: str) -> ModelFacts:
     from transformers import AutoConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
 
     from pipelinerl.errors import ModelLoadError  # noqa: PLC0415
-    from pipelinerl.models.loading import load_tokenizer, resolve_path, stop_token_ids  # noqa: PLC0415 - as above
+    from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - as above
+    from pipelinerl.models.loading import load_tokenizer, stop_token_ids  # noqa: PLC0415 - as above
 
     folder = resolve_path(path)
     try:
@@ -108,7 +109,7 @@ def kv_cache_bytes(path: str, *, slots: int, max_length: int, item_bytes: int) -
     """Memory for the KV cache of all slots at full length, so that vLLM never has to preempt and recompute a request."""
     from transformers import AutoConfig  # noqa: PLC0415 - as above
 
-    from pipelinerl.models.loading import resolve_path  # noqa: PLC0415 - as above
+    from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - as above
 
     config = AutoConfig.from_pretrained(resolve_path(path)).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from pipelinerl.errors import UserError
+from pipelinerl.serving.vllm.key import KEY_VARIABLE
 from pipelinerl.serving.vllm.messages import BACKEND
 
 HOST = "127.0.0.1"
@@ -30,27 +32,36 @@ class VllmSettings:
     kv_cache_bytes: int | None = None
     device: str = "cpu"
     threads: int = 1
+    tls: tuple[Path, Path] | None = None
 
 
-def command_line(settings: VllmSettings, port: int) -> list[str]:
-    """The command that starts vLLM as an engine; docs/vllm.md explains each flag."""
+def command_line(settings: VllmSettings, port: int, host: str = HOST, *, guarded: bool = False) -> list[str]:
+    """The command that starts vLLM as an engine; docs/vllm.md explains each flag.
+
+    `guarded`: all its routes ask for the key of `environment`. vLLM's own key does not protect the routes for weights.
+    """
     command = [settings.python, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", settings.model, "--served-model-name", "policy", "--host", HOST, "--port", str(port)]
+    command += ["--model", settings.model, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     command += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
     command += ["--max-num-seqs", str(settings.slots), "--logprobs-mode", "processed_logprobs"]
     command += ["--enable-scale-out", "--no-enable-prefix-caching", "--generation-config", "vllm"]
     if settings.device == "cpu":
         command += ["--enforce-eager"]
     command += ["--weight-transfer-config", msgspec.json.encode({"backend": BACKEND}).decode()]
+    if settings.tls is not None:
+        command += ["--ssl-certfile", str(settings.tls[0]), "--ssl-keyfile", str(settings.tls[1])]
+    if guarded:
+        command += ["--middleware", "pipelinerl.serving.vllm.key.RequireKey"]
     if settings.kv_cache_bytes is not None:
         command += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
     return command
 
 
-def environment(settings: VllmSettings, outer: Mapping[str, str]) -> dict[str, str]:
-    """The environment for vLLM: `outer`, with the variables that vLLM needs."""
+def environment(settings: VllmSettings, outer: Mapping[str, str], key: str | None = None) -> dict[str, str]:
+    """The environment for vLLM: `outer`, with the variables that vLLM needs. `key`: of a guarded server."""
     return {
         **outer,
+        **({} if key is None else {KEY_VARIABLE: key}),
         **_visible(settings.device, outer),
         "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for weight updates
         "VLLM_PLUGINS": BACKEND,

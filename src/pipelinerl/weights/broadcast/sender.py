@@ -35,7 +35,8 @@ from pipelinerl.weights.broadcast.group import (
     staging_device,
 )
 from pipelinerl.weights.delta import encode
-from pipelinerl.weights.layout import Layout, complaint, layout_of
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.sending import complaint, layout_of
 
 BUCKET_BYTES = 64 << 20
 _CLOSED = "the weight sender has closed"

@@ -15,7 +15,8 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import reserve
 from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt, WeightTransfer
-from pipelinerl.weights.layout import Layout, complaint, layout_of
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.sending import complaint, layout_of
 from pipelinerl.weights.shared.file import CONTROL_BYTES, Control, Offer, buffer_views, file_bytes
 
 _POLL_S = 0.0005

@@ -90,6 +90,11 @@ def test_a_run_has_its_schedule_and_settings_and_nothing_that_takes_time() -> No
     assert (config.trainer.threads, config.trainer.steps, config.trainer.checkpoint_every) == (2, 8, 0)
     assert (config.seed, config.run_dir, config.evaluation.problems) == (3, "x", 0)
     assert config.trainer.learning_rate == base.trainer.learning_rate
+    ranks = run_config(
+        base, Contender("conventional", 4), settings._replace(trainer_ranks=2), seed=3, steps=8, run_dir=Path("x")
+    )
+    assert ranks.trainer.ranks == 2
+    assert settings._replace(trainer_ranks=2).folder != settings.folder
     assert run_config(base, Contender("pipeline"), settings, seed=0, steps=8, run_dir=Path("x")).schedule.max_lag == 4
 
 
@@ -127,6 +132,9 @@ def test_what_is_tried_on_two_cores() -> None:
     assert set(layout(START)) == {START, START._replace(engine_threads=2), START._replace(processes=2, slots=4)}
     assert [one.slots for one in slots(START)] == [8, 16, 32]
     assert [one.trainer_threads for one in trainer(START)] == [1, 2]
+    in_turn = axes(config, cores=2, most_in_progress=None, slot_factors=(1,), in_turn=True)[2]
+    assert [(one.trainer_ranks, one.trainer_threads) for one in in_turn(START)] == [(1, 1), (1, 2), (2, 1)]
+    assert [one.trainer_threads for one in trainer(START._replace(trainer_ranks=2))] == [1]
     bounded = axes(config, cores=2, most_in_progress=16, slot_factors=(1, 2, 4))[1]
     assert [one.slots for one in bounded(START)] == [8, 16]
     assert [one.slots for one in bounded(START._replace(processes=2))] == [8]

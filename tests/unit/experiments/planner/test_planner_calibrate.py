@@ -105,9 +105,9 @@ def test_overhead_is_what_decode_steps_leave() -> None:
         DecodeCost(active=active, step_s=step_s, step_s_p25=step_s, step_s_p75=step_s, steps=1)
         for active, step_s in ((1, 0.1), (4, 0.4))
     ]
-    production = Production(groups=[], first=[], wall_s=2.0, tokens=9, rollouts=5, active=[0, 4, 4, 2, 1])
+    production = Production(groups=[], first=[], busy_s=2.0, tokens=9, rollouts=5, active=[0, 4, 4, 2, 1])
     assert rollout_overhead_s(production, decode) == pytest.approx((2.0 - (0.4 + 0.4 + 0.2 + 0.1)) / 5)
-    fast = Production(groups=[], first=[], wall_s=0.5, tokens=9, rollouts=5, active=[4, 4])
+    fast = Production(groups=[], first=[], busy_s=0.5, tokens=9, rollouts=5, active=[4, 4])
     assert rollout_overhead_s(fast, decode) == 0.0
 
 

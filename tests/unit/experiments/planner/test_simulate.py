@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -19,6 +20,7 @@ from pipelinerl.experiments.planner.simulation.scenario import (
     GroupWork,
     ReplayedWorkload,
     Scenario,
+    Stragglers,
     first_fifth,
 )
 from pipelinerl.interfaces import Verdict
@@ -86,6 +88,19 @@ class Waiting:
         self.factor = factor
 
 
+SENT = replace(BUSY, transfer_s=150 * TICK, publish_s=11 * TICK)
+
+
+class Uneven(Stragglers):
+    """Factors that keep sums of times exact."""
+
+    def of_step(self, version):
+        return 1 + version % 3
+
+    def of_engine(self, index):
+        return 1 + index / 2
+
+
 CASES = {
     "pipeline": scenario(PipelineSchedule(16)),
     "one engine": scenario(PipelineSchedule(16), engines=1, seed=1),
@@ -114,6 +129,13 @@ CASES = {
     "rewards take time, async": scenario(AsyncSchedule(16, 2), workload=Waiting(5), capacity=16),
     "conventional": scenario(ConventionalSchedule(16, 4), capacity=32, seed=10),
     "conventional, G = 1, engines idle": scenario(ConventionalSchedule(16, 1), engines=7, seed=11),
+    "weights on their way": scenario(PipelineSchedule(16), costs=SENT, seed=14),
+    "weights slower than steps": scenario(PipelineSchedule(16), costs=replace(SENT, transfer_s=2000 * TICK), seed=15),
+    "weights on their way, lag bound": scenario(PipelineSchedule(16, 3), costs=SENT, engines=3, seed=16),
+    "weights on their way, conventional": scenario(ConventionalSchedule(16, 4), costs=SENT, capacity=32, seed=17),
+    "weights on their way, async": scenario(AsyncSchedule(16, 2), costs=SENT, capacity=16, engines=3, seed=18),
+    "stragglers": scenario(PipelineSchedule(16), stragglers=Uneven(), engines=3, seed=19),
+    "stragglers, conventional": scenario(ConventionalSchedule(16, 2), stragglers=Uneven(), engines=3, seed=20),
     "async": scenario(AsyncSchedule(16, 2), capacity=16, seed=12),
     "async, G = 1": scenario(AsyncSchedule(16, 1), engines=4, seed=13),
 }

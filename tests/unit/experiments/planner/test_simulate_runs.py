@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -10,6 +12,8 @@ from pipelinerl.config.help import render
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.planner.calibration import write_calibration
+from pipelinerl.experiments.planner.cluster import shape_of
+from pipelinerl.experiments.planner.hardware import QWEN_235B
 from pipelinerl.experiments.planner.simulation.run import simulate
 from pipelinerl.experiments.planner.simulation.scenario import (
     calibrated_costs,
@@ -18,9 +22,13 @@ from pipelinerl.experiments.planner.simulation.scenario import (
     read_measured,
     read_workload,
     run_scenario,
+    shared_costs,
+    speeds_on,
 )
 from pipelinerl.files import JsonLines
-from pipelinerl.metrics.records import EvaluationRecord, StepRecord
+from pipelinerl.launch.share import Threads
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.records import StepRecord
 from tests.unit.experiments.parts import CALIBRATION, group, invoke, turn, write_rollouts
 
 SETTINGS = ["--engine.slots", "8", "--actor.group_size", "2", "--trainer.batch_size", "8", "--trainer.steps", "5"]
@@ -220,3 +228,126 @@ def test_a_run_that_would_never_end(calibration_file, run_dir):
     (run_dir / "rollouts" / "rollouts.jsonl").write_bytes(msgspec.json.encode(GROUPS[1]) + b"\n")
     with pytest.raises(UserError, match="this run would never end"):
         simulate_command("--compare", run_dir, *calibration_file, "--preprocess.zero_advantage", "drop")
+
+
+# ------------------------------------------------------------------------------------------------ cores that are shared
+
+
+def handed_out(cores, generating, training, weight, pieces=4000):
+    """The shares of the threads if each tiny piece of time goes to the one that has least for its weight, at most 1."""
+    had = [[0.0, weight] for _ in range(generating)] + [[0.0, 1.0] for _ in range(training)]
+    for _ in range(pieces * cores):
+        open_ones = [one for one in had if one[0] < 1]
+        if open_ones:
+            min(open_ones, key=lambda one: one[0] / one[1])[0] += 1 / pieces
+    return [one[0] for one in had[:generating]], [one[0] for one in had[generating:]]
+
+
+@pytest.mark.parametrize("engines", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("weight", [1.0, 110 / 1024])
+@pytest.mark.parametrize("training_s", [0.02, 0.05, 0.2])
+def test_speeds_on_shared_cores_against_time_slices(engines, ranks, weight, training_s):
+    both = [shares[0] for shares in handed_out(2, engines, ranks, weight)]
+    alone = [min(1.0, 2 / engines), min(1.0, 2 / ranks)]
+    waiting, trained = 0.0, 0.0
+    for _ in range(40_000):  # of a millisecond; the trainer waits for a rollout, the engines while 3 wait
+        trains, generates = waiting > 0.5, waiting < 3
+        done = 0.001 * (both if generates else alone)[1] / training_s if trains else 0.0
+        made = 0.001 * engines * (both if trains else alone)[0] / 0.05 if generates else 0.0
+        waiting, trained = waiting + made - done, trained + done
+    first = weight < 1
+    speeds = speeds_on(
+        2, engines=engines, ranks=ranks, threads=Threads(1, 1), generation_s=0.05, training_s=training_s, trainer_first=first
+    )
+    rate = min(engines * speeds.generation / 0.05, speeds.training / training_s)
+    assert rate == pytest.approx(trained / 40, rel=0.03)
+
+
+def test_speeds_without_contention_and_in_turn():
+    alone = speeds_on(8, engines=2, ranks=3, threads=Threads(1, 1), generation_s=1.0, training_s=1.0)
+    assert alone == (1.0, 1.0)
+    turns = speeds_on(4, engines=8, ranks=2, threads=Threads(1, 4), generation_s=1.0, training_s=1.0, in_turn=True)
+    assert turns == (0.5, 0.5)
+
+
+def test_costs_on_shared_cores_are_slower_and_not_on_gpus():
+    settings = [*SETTINGS, "--engine.processes", "3", "--trainer.ranks", "2"]
+    config = load_config(None, settings)
+    costs = calibrated_costs(CALIBRATION, slots=8, group_size=2)
+    calibration = msgspec.structs.replace(CALIBRATION, machine=msgspec.structs.replace(CALIBRATION.machine, cores=2))
+    workload = calibrated_workload(calibration, config, seed=0)
+    shared = shared_costs(config, calibration, costs, workload)
+    slower = shared.decode_step_s[8] / costs.decode_step_s[8]
+    assert slower > 1.2
+    assert shared.rollout_s == pytest.approx(slower * costs.rollout_s)
+    assert shared.train_token_s > costs.train_token_s
+    scenarios = [run_scenario(config, one, workload, steps=30) for one in (costs, shared)]
+    rates = [simulate(scenario).samples_per_s_later for scenario in scenarios]
+    assert rates[1] < 0.9 * rates[0]
+    many = msgspec.structs.replace(calibration, machine=msgspec.structs.replace(CALIBRATION.machine, cores=64))
+    assert shared_costs(config, many, costs, workload) == costs
+    gpu = load_config(None, [*settings, "--engine.device", "cuda:0", "--trainer.device", "cuda:1"])
+    assert shared_costs(gpu, calibration, costs, workload) is costs
+
+
+def test_a_calibration_of_ranks_has_their_time_per_token():
+    ranks = msgspec.structs.replace(CALIBRATION, training=msgspec.structs.replace(CALIBRATION.training, ranks=2))
+    whole = CALIBRATION.training.token_s
+    assert calibrated_costs(ranks, slots=8, group_size=2, trainers=2).train_token_s == whole
+    assert calibrated_costs(ranks, slots=8, group_size=2, trainers=4).train_token_s == whole / 2
+
+
+# ------------------------------------------------------------------------------------------------ accelerators
+
+
+def test_simulating_accelerators(capsys, tmp_path):
+    path = tmp_path / "prediction.json"
+    arguments = ["--shape", "qwen2.5-7b", "--engines", "3", "--trainers", "12", "--devices", "2", "--lengths", "uniform:200"]
+    run = ["--trainer.steps", "10", "--trainer.batch_size", "64", "--actor.group_size", "8", "--json", str(path)]
+    assert invoke(command.add_to, "simulate", *arguments, *run) == 0
+    assert "from data sheets" in capsys.readouterr().out
+    found = msgspec.json.decode(path.read_bytes())["prediction"]
+    assert (found["engines"], found["steps"], found["slots"]) == (3, 10, 128)
+    assert invoke(command.add_to, "simulate", *arguments, *run, "--network", "0.01") == 0
+    assert msgspec.json.decode(path.read_bytes())["prediction"]["time_s"] > 2 * found["time_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--shape", "gpt"], "--shape gpt: give qwen2.5-1.5b"),
+        (["plan", "--shape", "qwen2.5-7b", "--tau", "3"], "--tau has no meaning with --shape"),
+        (["plan", "--shape", "qwen2.5-7b", "--hardware", "cal.json"], "with --shape give h100, h200"),
+        (["plan", "--shape", "qwen2.5-7b", "--mfu", "3"], "--mfu"),
+        (["plan", "--shape", "qwen3-235b-a22b", "--accelerators", "16"], "at least 68"),
+        (["plan", "--stragglers", "0.1"], "--stragglers needs a model's --shape"),
+    ],
+)
+def test_mistakes_about_accelerators(arguments, message):
+    with pytest.raises(UserError, match=message):
+        invoke(command.add_to, *arguments)
+
+
+def test_planning_for_accelerators(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    settings = ["--weights.kind", "collective", "--weights.encoding", "delta", "--trainer.batch_size", "512"]
+    flags = ["--shape", "qwen2.5-7b", "--accelerators", "64", "--json", path]
+    assert invoke(command.add_to, "plan", *flags, *settings) == 0
+    assert "speed-up" in capsys.readouterr().out
+    found = msgspec.json.decode(path.read_bytes())
+    assert found["updates"]["encoding"] == "delta"
+    assert (found["batch_size"], found["accelerators"]) == (512, 64)
+    assert found["speed_up"] == pytest.approx(found["pipeline"]["rate"] / found["conventional"]["rate"])
+    assert found["pipeline"]["update"]["bytes"] < 15.2e9 / 20
+
+
+def test_a_shape_from_a_config_file(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4,'
+        '"head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}'
+    )
+    assert replace(shape_of(str(tmp_path)), name="qwen3-235b-a22b") == QWEN_235B
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="not the config"):
+        shape_of(str(tmp_path))

@@ -109,6 +109,7 @@ class SimulatedEngine:
         self.update_steps = [0]
         self.update_versions = [self.version]
         self._costs = scenario.costs
+        self._slowness = scenario.stragglers.of_engine(index)
         self._schedule = scenario.schedule
         in_rounds = scenario.schedule.trains_in_rounds()
         self._max_open = open_limit(scenario.max_open_rollouts, scenario.slots, in_rounds=in_rounds)
@@ -168,7 +169,8 @@ class SimulatedEngine:
         self.active += entering
         if self.active:
             steps = self._ends[0] - self.steps_done
-            step_s, prefill_s = self._costs.decode_step_s[self.active], len(prompts) * self._costs.prompt_s
+            step_s = self._costs.decode_step_s[self.active] * self._slowness
+            prefill_s = len(prompts) * self._costs.prompt_s
             self.segment = Segment(now_s, self._pause_s, prefill_s, step_s, steps)
             if self._rewards:
                 self.segment = self.segment._replace(steps=min(steps, self.segment.steps_until(self._rewards[0][0])))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -17,8 +18,11 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import side_by_side
-from pipelinerl.metrics.records import EVALUATIONS_FILE, METRICS_FILE, EvaluationRecord, StepRecord, read_records
+from pipelinerl.launch.share import Threads, side_by_side, trainer_goes_first
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.report.series import RecordedGroup, RecordedRollout, read_groups, read_summary
 from pipelinerl.schedule import make_schedule, stream_capacity
@@ -32,7 +36,9 @@ class Costs:
     prompt_s        added to a step for each prompt prefilled in it (a group's attempts share one prompt)
     rollout_s       the actor's time for each rollout that ended, after the step in which it ended
     update_pause_s  an engine's pause to take new weights
-    train_step_s    fixed part of an optimizer step, publishing the weights included
+    transfer_s      from the end of an optimizer step until engines can take its weights; the next ones are sent after that
+    train_step_s    fixed part of an optimizer step
+    publish_s       added to a step that publishes its weights (a calibration has it in train_step_s)
     train_token_s   the trainer's time for each token that goes through the model, prompts included
     prepare_s       the trainer's time for each rollout that it takes from the stream
     """
@@ -41,9 +47,39 @@ class Costs:
     prompt_s: float = 0.0
     rollout_s: float = 0.0
     update_pause_s: float = 0.0
+    transfer_s: float = 0.0
     train_step_s: float = 0.0
+    publish_s: float = 0.0
     train_token_s: float = 0.0
     prepare_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """Unequal speeds: `ranks` of the trainer draw one for each step, an engine one for the run.
+
+    Times are normal with coefficient of variation `cv`. A step lasts as long as its slowest rank. Pure functions of
+    (seed, index).
+    """
+
+    cv: float = 0.0
+    ranks: int = 1
+    seed: int = 0
+
+    def of_step(self, version: int) -> float:
+        """Factor on the time of the step from `version`: the largest of `ranks` factors; 1 on average for one rank."""
+        return self._factor(f"step/{version}", self.ranks)
+
+    def of_engine(self, index: int) -> float:
+        """Factor on the decode steps of this engine."""
+        return self._factor(f"engine/{index}", 1)
+
+    def _factor(self, of: str, count: int) -> float:
+        if not self.cv:
+            return 1.0
+        share = random.Random(f"{self.seed}/{of}").uniform(1e-12, 1 - 1e-12)
+        # The largest of n numbers is below z with probability Phi(z)^n.
+        return max(0.1, 1 + self.cv * NormalDist().inv_cdf(share ** (1 / count)))
 
 
 class GroupWork(NamedTuple):
@@ -90,6 +126,7 @@ class Scenario:
     capacity: int | None = None
     when_full: Literal["block", "drop_oldest"] = "block"
     max_open_rollouts: int | None = None
+    stragglers: Stragglers = Stragglers()
 
     def __post_init__(self) -> None:
         for name in ("engines", "slots", "group_size", "batch_size", "steps", "capacity"):
@@ -180,8 +217,8 @@ def calibrated_costs(calibration: Calibration, *, slots: int, group_size: int, t
 
     A rollout's measured overhead includes its share of its group's prefill. The part for the prompt's tokens is charged to
     the step that prefills the prompt. The rest (the fixed cost of a step with prefill, admission, environment, records) is
-    charged when the rollout ends. With more trainers the costs per token and per rollout are divided by `trainers`; the
-    fixed cost of a step stays.
+    charged when the rollout ends. With other numbers of trainers (ranks) than in the calibration, the cost per token changes
+    in proportion. The fixed cost of a step stays, and so does that of a rollout, which rank 0 alone prepares.
     """
     generation, training = calibration.generation, calibration.training
     prompt_s = generation.prefill_s_per_token * generation.prompt_tokens_mean
@@ -191,8 +228,98 @@ def calibrated_costs(calibration: Calibration, *, slots: int, group_size: int, t
         rollout_s=max(0.0, generation.rollout_overhead_s - prompt_s / group_size),
         update_pause_s=generation.update_pause_s,
         train_step_s=training.step_s,
-        train_token_s=training.token_s / trainers,
-        prepare_s=training.rollout_s / trainers,
+        train_token_s=training.token_s * training.ranks / trainers,
+        prepare_s=training.rollout_s,
+    )
+
+
+class Speeds(NamedTuple):
+    """Of an engine and of a rank of the trainer, as shares of their speeds on cores of their own."""
+
+    generation: float
+    training: float
+
+
+def speeds_on(
+    cores: int,
+    *,
+    engines: int,
+    ranks: int,
+    threads: Threads,
+    generation_s: float,
+    training_s: float,
+    in_turn: bool = False,
+    trainer_first: bool = False,
+) -> Speeds:
+    """The speeds of processes that share `cores`. One engine takes `generation_s` for a rollout, all ranks `training_s`.
+
+    Neither side works much more than the other uses: the trainer waits for rollouts, and the schedule limits those that wait
+    for the trainer. So the slower side always works, at one speed while the other works too and at another while it waits.
+    The result is its average, and the other's speed while it works. `in_turn`: each side has all cores while it works.
+    `trainer_first`: generation has a lower priority (`yield_to_the_trainer`).
+    """
+    generating, training = engines * threads.generation, ranks * threads.training
+    alone = Speeds(min(1.0, cores / generating), min(1.0, cores / training))
+    if in_turn:
+        return alone
+    both = _fair_shares(cores, generating, training, weight=GENERATION_WEIGHT if trainer_first else 1.0)
+    rollout_s = generation_s / engines
+    if both.generation / rollout_s < both.training / training_s:  # the trainer waits
+        busy_s = training_s / both.training  # of the trainer, for a rollout
+        rate = alone.generation / (rollout_s + busy_s * (alone.generation - both.generation))
+        return Speeds(rate * rollout_s, both.training)
+    busy_s = rollout_s / both.generation
+    rate = alone.training / (training_s + busy_s * (alone.training - both.training))
+    return Speeds(both.generation, rate * training_s)
+
+
+GENERATION_WEIGHT = 110 / 1024
+"""Linux's weight of a process of niceness 10 (GENERATION_NICENESS) over that of niceness 0."""
+
+
+def _fair_shares(cores: int, generating: int, training: int, *, weight: float) -> Speeds:
+    """The share of a core of each generating and each training thread. Generating ones have `weight`, the others 1."""
+    unit = cores / (generating * weight + training)
+    if unit >= 1:  # training threads have a core each
+        return Speeds(min(1.0, (cores - training) / generating), 1.0)
+    if unit * weight >= 1:
+        return Speeds(1.0, min(1.0, (cores - generating) / training))
+    return Speeds(unit * weight, unit)
+
+
+def shared_costs(config: RunConfig, calibration: Calibration, costs: Costs, workload: Workload) -> Costs:
+    """`costs` where the run's processes share the calibrated machine's cores. On GPUs nothing is shared."""
+    if config.engine.device != "cpu" or config.trainer.device != "cpu":
+        return costs
+    schedule, cores = make_schedule(config), calibration.machine.cores
+    groups = [workload.group(index) for index in range(BLOCK)]
+    tokens = fmean(length for group in groups for length in group.lengths)
+    used = fmean(
+        (length + workload.prompt_tokens) * used
+        for group in groups
+        for length, used in zip(group.lengths, group.used, strict=True)
+    )
+    slots, K, B = config.engine.slots, config.actor.group_size, config.trainer.batch_size
+    speeds = speeds_on(
+        cores,
+        engines=config.engine.processes,
+        ranks=config.trainer.ranks,
+        threads=Threads(calibration.generation.threads, calibration.training.threads),
+        generation_s=tokens * costs.decode_step_s[slots] / slots + costs.prompt_s / K + costs.rollout_s,
+        training_s=costs.train_step_s / B + costs.train_token_s * used + costs.prepare_s,
+        in_turn=not side_by_side(config, schedule),
+        trainer_first=trainer_goes_first(config, schedule, cores),
+    )
+    slower, trainer = 1 / speeds.generation, 1 / speeds.training
+    return replace(
+        costs,
+        decode_step_s=tuple(step_s * slower for step_s in costs.decode_step_s),
+        prompt_s=costs.prompt_s * slower,
+        rollout_s=costs.rollout_s * slower,
+        update_pause_s=costs.update_pause_s * slower,
+        train_step_s=costs.train_step_s * trainer,
+        train_token_s=costs.train_token_s * trainer,
+        prepare_s=costs.prepare_s * trainer,
     )
 
 

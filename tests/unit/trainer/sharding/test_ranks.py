@@ -14,8 +14,8 @@ import pytest
 from pipelinerl.channel import Channel, dial
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError
-from pipelinerl.trainer import ranks
-from pipelinerl.trainer.ranks import Close, Gather, Message, Peers, Saved, Update, backend_of, device_of
+from pipelinerl.trainer.sharding import ranks
+from pipelinerl.trainer.sharding.ranks import Close, Gather, Message, Peers, Saved, Update, backend_of, device_of
 
 KEY = "key"
 LONG_S = 60.0

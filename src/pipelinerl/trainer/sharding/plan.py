@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Any
 
 from pipelinerl.trainer.micro_batch import Packer
 
@@ -21,12 +22,17 @@ Grid = list[list[list[int]]]
 """Row -> rank -> indices of samples. Only places in the last row may be empty."""
 
 
-def token_cost(lengths: Sequence[int], quadratic: float) -> float:
-    """The cost of sequences of these lengths, in units of one token's matrix products.
+def attention_cost(model: Any) -> float:
+    """The cost of a token's attention to one other token, in units of one token's matrix products."""
+    text = model.config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    return float(text.num_hidden_layers * text.num_attention_heads * width / matrices)
 
-    `quadratic`: the cost of a token's attention to one other token, in the same unit.
-    """
-    return sum(length + quadratic * length * length for length in lengths)
+
+def token_cost(lengths: Sequence[int], attention: float) -> float:
+    """The cost of sequences of these lengths, in units of one token's matrix products. `attention`: of `attention_cost`."""
+    return sum(length + attention * length * length for length in lengths)
 
 
 def plan(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int, pack: Packer) -> Grid:

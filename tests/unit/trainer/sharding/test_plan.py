@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.preprocess.packing import pack
-from pipelinerl.trainer.plan import plan, token_cost
+from pipelinerl.trainer.sharding.plan import plan, token_cost
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=40)
 

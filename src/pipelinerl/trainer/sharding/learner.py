@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,16 +27,19 @@ from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow, sampled_logits
 from pipelinerl.models.sharded import gather, host_model, load_for_sharding, load_rows, reshard, rows_of, shard
 from pipelinerl.models.state import local, named_weights, not_finite
-from pipelinerl.trainer import ranks
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
 from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.trainer.optimizer import Optimizer
-from pipelinerl.trainer.plan import plan, token_cost
-from pipelinerl.trainer.ranks import Team
+from pipelinerl.trainer.sharding import ranks
+from pipelinerl.trainer.sharding.plan import attention_cost, plan, token_cost
+from pipelinerl.trainer.sharding.ranks import Team
 from pipelinerl.trainer.step import Learner, OnMicroBatch, Sums
 from pipelinerl.types import Segment, TrainingSample
 
-_IDLE = Segment(token_ids=(0, 0), sampled=((1, 2),))
+if TYPE_CHECKING:
+    from pipelinerl.trainer.sharding.reference import ShardedReference
+
+IDLE = Segment(token_ids=(0, 0), sampled=((1, 2),))
 """What is computed in an empty place."""
 
 
@@ -130,10 +133,7 @@ class ShardedLearner(Learner):
             skip_zero_advantage=skip_zero_advantage,
             lora=policy.lora,
         )
-        text = policy.model.config.get_text_config()
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        matrices = sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
-        self._quadratic = text.num_hidden_layers * text.num_attention_heads * width / matrices
+        self._attention_cost = attention_cost(self.model)
 
     def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
         """Raises RuntimeError if a parameter to train is not sharded: the optimizer would train a gathered copy."""
@@ -147,7 +147,7 @@ class ShardedLearner(Learner):
 
     # ---- Rank 0
 
-    def _order(self, order: ranks.Message) -> None:
+    def _order(self, order: ranks.Order) -> None:
         if self._team.rank == 0:
             self._team.peers.send(order)
 
@@ -155,7 +155,8 @@ class ShardedLearner(Learner):
         self, used: Sequence[TrainingSample], version: int, normalizer: int, on_micro_batch: OnMicroBatch | None
     ) -> tuple[int, Sums]:
         lengths = [sample.length for sample in used]
-        costs = [token_cost([len(segment.token_ids) for segment in sample.segments], self._quadratic) for sample in used]
+        turns = [[len(segment.token_ids) for segment in sample.segments] for sample in used]
+        costs = [token_cost(found, self._attention_cost) for found in turns]
         grid = plan(lengths, costs, self._team.size, self._config.micro_batch_tokens, self._pack)
         peers = self._team.peers
         peers.send(ranks.Differentiate(version, normalizer, len(grid)))
@@ -229,7 +230,7 @@ class ShardedLearner(Learner):
         if samples:
             super()._accumulate(samples, version, normalizer, sums)
             return
-        logits_PV = sampled_logits(self.model, PackedRow.of([_IDLE], self._device))
+        logits_PV = sampled_logits(self.model, PackedRow.of([IDLE], self._device))
         (logits_PV.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
     def _gather(self) -> None:
@@ -253,8 +254,11 @@ class ShardedLearner(Learner):
 
     # ---- Ranks above 0
 
-    def follow(self) -> None:
-        """Carry out the orders of rank 0, until it says that training has ended. Raises RankLostError if it is lost."""
+    def follow(self, reference: ShardedReference | None = None) -> None:
+        """Carry out the orders of rank 0, until it says that training has ended. Raises RankLostError if it is lost.
+
+        `reference`: this rank's part of the reference model, if there is one.
+        """
         peers = self._team.peers
         while True:
             match peers.next():
@@ -269,6 +273,8 @@ class ShardedLearner(Learner):
                     self._gather()
                 case ranks.SaveOptimizer(folder):
                     peers.send(ranks.Saved(self._save_rows(Path(folder))))
+                case ranks.Score(rows) if reference is not None:
+                    reference.follow(rows)
                 case ranks.Close():
                     return
                 case other:

@@ -10,13 +10,15 @@ the main thread is inside a collective operation then, and does not return from 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any, Literal, TypeVar
@@ -26,7 +28,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipelinerl.channel import POLL_S, Channel, ProtocolError, dial
+from pipelinerl.channel import POLL_S, Channel, ProtocolError, dial, listen
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError, UserError
 from pipelinerl.types import Segment, TrainingSample
@@ -36,7 +38,8 @@ GRACE_S = 3.0
 """How long the main thread has to end by itself once a rank is lost."""
 COLLECTIVE_BOUND = timedelta(minutes=30)
 """The last resort: lost ranks are noticed by their heartbeats, ranks that hang by the run's watchdog."""
-LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's address."""
 _distributed: Any = distributed  # Its type declarations are incomplete.
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
@@ -87,6 +90,18 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     segments: tuple[Segment, ...]
 
 
+class Score(msgspec.Struct, frozen=True, tag="score"):
+    """Compute log-probabilities under the reference model. `Unscored` follows for each of `rows`; send back a tensor."""
+
+    rows: int
+
+
+class Unscored(msgspec.Struct, frozen=True, tag="unscored"):
+    """A rank's segments in one row; none for an empty place."""
+
+    segments: tuple[Segment, ...]
+
+
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
     """Gather all weights on rank 0."""
 
@@ -109,7 +124,8 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     error: str = ""
 
 
-Message = Hello | Form | Beat | Differentiate | Place | Update | Forward | Gather | SaveOptimizer | Saved | Close
+Order = Differentiate | Update | Forward | Score | Gather | SaveOptimizer | Close
+Message = Order | Hello | Form | Beat | Place | Unscored | Saved
 Line = Channel[Any]
 
 
@@ -266,9 +282,18 @@ class Team(msgspec.Struct, frozen=True):
 
 @contextmanager
 def lead(
-    listener: socket.socket, key: str, config: TrainerConfig, *, bound_s: float, stall_s: float, end: Callable[[str], None]
+    listener: socket.socket,
+    key: str,
+    config: TrainerConfig,
+    *,
+    bound_s: float,
+    stall_s: float,
+    end: Callable[[str], None],
+    one_gpu: bool = False,
 ) -> Iterator[Team]:
     """Be rank 0: wait at most `bound_s` until all ranks have connected to `listener`, and form the group with them.
+
+    The group, too, uses the address of `listener`. `one_gpu`: each rank sees only its own GPU.
 
     At the end the others are told that training has ended, or with which error. Raises RankLostError that names the ranks
     that did not connect in time.
@@ -276,13 +301,14 @@ def lead(
     lines, pids = _accept_all(listener, key, config.ranks, bound_s)
     peers = Peers(lines, pids, stall_s=stall_s, end=end)
     with _closing(peers), peers.naming_the_lost():
-        store_listener = socket.create_server((LOOPBACK, 0))
+        host = listener.getsockname()[0]
+        store_listener = listen(host)
         port = store_listener.getsockname()[1]
         store = _distributed.TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=store_listener.detach()
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=store_listener.detach()
         )
         peers.send(Form(port))
-        with _group(config, store, 0, peers) as team:
+        with _group(config, store, 0, peers, host, one_gpu=one_gpu) as team:
             yield team
 
 
@@ -296,6 +322,7 @@ def follow(
     bound_s: float,
     stall_s: float,
     end: Callable[[str], None],
+    one_gpu: bool = False,
 ) -> Iterator[Team]:
     """Be another rank: connect to rank 0, which may start later, and form the group with it.
 
@@ -311,7 +338,7 @@ def follow(
     peers = Peers({0: line}, {0: pid}, stall_s=stall_s, end=end)
     with _closing(peers), peers.naming_the_lost():
         store = _distributed.TCPStore(address[0], peers.receive(Form).store_port, wait_for_workers=False)
-        with _group(config, store, rank, peers) as team:
+        with _group(config, store, rank, peers, line.local_host, one_gpu=one_gpu) as team:
             yield team
 
 
@@ -371,14 +398,18 @@ def device_of(config: TrainerConfig, rank: int) -> torch.device:
 
 
 @contextmanager
-def _group(config: TrainerConfig, store: Any, rank: int, peers: Peers) -> Iterator[Team]:
-    """Form the default group of torch.distributed. Raises UserError if this PyTorch lacks the backend."""
-    backend, device = backend_of(config), device_of(config, rank)
+def _group(config: TrainerConfig, store: Any, rank: int, peers: Peers, host: str, *, one_gpu: bool) -> Iterator[Team]:
+    """Form the default group of torch.distributed, whose members reach this one at `host`.
+
+    Raises UserError if this PyTorch lacks the backend.
+    """
+    backend, device = backend_of(config), device_of(config, 0 if one_gpu else rank)
     if not distributed.is_available() or not distributed.is_backend_available(backend):
         raise UserError(f"trainer.backend: this PyTorch ({torch.__version__}) has no {backend}")
     if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise the mesh chooses another GPU
         torch.cuda.set_device(device)
-    with _gloo_on_loopback():
+    with _at_interface_of(host):
         distributed.init_process_group(
             "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
             store=store,
@@ -392,15 +423,32 @@ def _group(config: TrainerConfig, store: Any, rank: int, peers: Peers) -> Iterat
 
 
 @contextmanager
-def _gloo_on_loopback() -> Iterator[None]:
-    """Gloo listens at the address of the machine's name unless its variable names a network interface."""
-    name = "GLOO_SOCKET_IFNAME"
-    loopback = next((found for _, found in socket.if_nameindex() if found in {"lo", "lo0"}), None)
-    if name in os.environ or loopback is None:
+def _at_interface_of(host: str) -> Iterator[None]:
+    """Have gloo and nccl listen at the network interface with the address `host`, unless their variables name another.
+
+    Otherwise gloo listens at the address of the machine's name. nccl reads its variable later. On the loopback interface it
+    gets none, since the process may also send weights by nccl to other machines.
+    """
+    name, interface = "GLOO_SOCKET_IFNAME", _interface_of(host)
+    if interface is not None and not host.startswith("127."):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    if name in os.environ or interface is None:
         yield
         return
-    os.environ[name] = loopback
+    os.environ[name] = interface
     try:
         yield
     finally:
         del os.environ[name]
+
+
+def _interface_of(host: str) -> str | None:
+    """The name of the network interface with this IPv4 address; None if there is none, or if this system can't say."""
+    for _, name in socket.if_nameindex():
+        if host == "127.0.0.1" and name in {"lo", "lo0"}:
+            return name
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):  # not all have an address
+            answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(answer[20:24]) == host:
+                return name
+    return None

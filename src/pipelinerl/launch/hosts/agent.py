@@ -1,0 +1,244 @@
+"""What acts for the launcher on another machine: starts the processes of that machine, and keeps its status board.
+
+    launcher ──calls──▶ agent ──starts──▶ workers (as on one machine: `host.LocalWorker`)
+                          ▲  ╲
+        heartbeats, Redis │   ╲──mirror──▶ the machine's status board ◀─▶ Redis
+
+An agent does not know what carries the calls; all arguments and results are strings, numbers and JSON. Workers hold the end
+of a pipe of their agent and end with it. The agent ends when it is told to, or when it has not heard the launcher's beats
+for `launch.lost_s`: then the launcher is gone, or the network between them, and another run may need the machine.
+
+The run directory is shared by all machines, which is checked with a file that the launcher has just written there. What
+processes share by maps or locks is in a scratch folder of each machine, which network file systems can't offer.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl import __version__
+from pipelinerl.channel import listen
+from pipelinerl.child import KILL_TIMEOUT_S
+from pipelinerl.errors import PipelineRLError, StreamError
+from pipelinerl.launch.hosts.host import Channels, LocalWorker
+from pipelinerl.launch.memory import Memory, this_machine
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Here, Session, read_session
+from pipelinerl.launch.stages.streams import redis_of
+from pipelinerl.launch.stages.weights import remove_weights_of
+from pipelinerl.redis_connection import RedisConnection
+from pipelinerl.status.board import MmapBoard
+from pipelinerl.status.mirror import Heartbeats, Mirror, RedisBoard
+
+LAUNCHER = "launcher"
+"""The launcher's name among the heartbeats. Machines have their own."""
+MIRROR_EVERY_S = 0.02
+BEAT_EVERY_S = 0.5
+LAST_WORDS_S = 2.0
+"""Time in which the launcher can still hear why an agent ends."""
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """The part of a `Setup` that every version of this package can read."""
+
+    version: str
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent needs to begin.
+
+    version         of this package, on the launcher's machine
+    nonce           name and contents of the file in the run directory
+    machine         its own name
+    stages          the stages that run on its machine
+    ahead_s         its clock minus the launcher's (`time.monotonic`)
+    records_from_s  `Session.records_from_s`, by the launcher's clock
+    working_folder  relative paths in the run file are relative to it
+    """
+
+    version: str
+    run_dir: str
+    nonce: tuple[str, str]
+    machine: str
+    stages: tuple[str, ...]
+    ahead_s: float
+    records_from_s: float
+    lost_s: float
+    working_folder: str
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """A process to start. `gpus`: positions in the agent's own GPUs. `listens`: it gets the sockets of `listen`."""
+
+    role: str
+    here: Here
+    gpus: tuple[int, ...] = ()
+    listens: bool = False
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process ended. `kind`, `message` and `notes` are of its error (a class in `errors`), if there is one."""
+
+    role: str
+    status: int
+    kind: str | None = None
+    message: str = ""
+    notes: tuple[str, ...] = ()
+    peak_memory_bytes: int | None = None
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What has happened: all processes that have ended, and why the agent itself is about to end."""
+
+    ended: tuple[Ended, ...] = ()
+    problem: str | None = None
+
+
+class Agent:
+    """`gpus` are the names of its GPUs, as CUDA_VISIBLE_DEVICES has them."""
+
+    gpus: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self._workers: dict[str, LocalWorker] = {}
+        self._channels = Channels()
+        self._problem: str | None = None
+        self._mirroring = threading.Lock()
+        self._closing = threading.Event()
+        self._scratch: Path | None = None
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def memory(self, device: str) -> Memory | None:
+        """The memory of `cpu`, or of one of the agent's GPUs (`cuda:POSITION`)."""
+        return this_machine(device)
+
+    def open(self, setup: bytes) -> str:
+        """Begin. Returns what is wrong on this machine, or "" if nothing is."""
+        if (theirs := msgspec.json.decode(setup, type=Greeting).version) != __version__:
+            return f"it has pipelinerl {__version__}, and the launcher {theirs}: install the same version on all machines"
+        self._setup = msgspec.json.decode(setup, type=Setup)
+        root, (name, contents) = Path(self._setup.run_dir), self._setup.nonce
+        try:
+            found = (root / name).read_text()
+        except OSError:
+            found = None
+        if found != contents:
+            return f"it does not have the run directory {root}: set run_dir to a folder that all machines share"
+        self._scratch = Path(tempfile.mkdtemp(prefix="pipelinerl-"))
+        if Path(self._setup.working_folder).is_dir():
+            os.chdir(self._setup.working_folder)
+        try:
+            self._session = self._read_session(root, self._scratch)
+            self._board = MmapBoard(self._scratch)
+            url, prefix, patience_s = redis_of(self._session.config, self._session.run, self._session.plan.redis_url)
+            self._redis = RedisConnection(url, "agent", patience_s)
+            shared = RedisBoard(self._redis, prefix)
+            self._mirror = Mirror(
+                shared, self._board, self._setup.stages, machine=self._setup.machine, ahead_s=self._setup.ahead_s
+            )
+            self._heartbeats = Heartbeats(self._redis, prefix, self._setup.machine)
+            self._heartbeats.beat()
+        except (OSError, PipelineRLError) as error:
+            return str(error)
+        threading.Thread(target=self._keep, name="mirror", daemon=True).start()
+        return ""
+
+    def listen(self, address: str) -> list[int]:
+        """Open the sockets of `Channels`, at this address of the machine. Returns their ports."""
+        listeners = [listen(address) for _ in Channels._fields]
+        ports = [listener.getsockname()[1] for listener in listeners]
+        self._channels = Channels(*(listener.detach() for listener in listeners))
+        return ports
+
+    def start(self, order: bytes) -> int:
+        """Start a process; returns its id."""
+        wanted = msgspec.json.decode(order, type=Order)
+        here = msgspec.structs.replace(wanted.here, machine=self._setup.machine, scratch=str(self._scratch))
+        channels = self._channels if wanted.listens else Channels()
+        fds = [worker.parent_fd for worker in self._workers.values()]
+        visible = ",".join(self.gpus[position] for position in wanted.gpus)
+        environment = {"CUDA_VISIBLE_DEVICES": visible} if wanted.gpus or self.gpus else {}
+        worker = LocalWorker(self._session, wanted.role, here, channels=channels, fds=fds, environment=environment)
+        self._workers[wanted.role] = worker
+        return worker.pid
+
+    def look(self) -> bytes:
+        """A `Look`. The last statuses of processes that have ended are in Redis before."""
+        ended = [worker for worker in self._workers.values() if not worker.running]
+        if ended and self._problem is None:
+            self._copy()
+        return msgspec.json.encode(Look(ended=tuple(map(_ended, ended)), problem=self._problem))
+
+    def signal(self, role: str, what: str) -> None:
+        """`stop`: ask the process to stop. `kill`: kill it and its children. `stacks`: have it write its stacks."""
+        worker = self._workers[role]
+        {"stop": worker.ask_to_stop, "kill": worker.kill, "stacks": worker.dump_stacks}[what]()
+
+    def close(self) -> None:
+        """Kill what still runs, and remove what is on this machine only."""
+        self._closing.set()
+        for worker in self._workers.values():
+            worker.kill()
+        for worker in self._workers.values():
+            worker.wait(KILL_TIMEOUT_S)
+            remove_weights_of(worker.pid)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _read_session(self, root: Path, scratch: Path) -> Session:
+        records_from_s = self._setup.records_from_s + self._setup.ahead_s
+        return read_session(RunDirectory(root, scratch), records_from_s, Here(machine=self._setup.machine))
+
+    def _keep(self) -> None:
+        """Copy statuses and send heartbeats until the end. The thread of this."""
+        beaten_s = 0.0
+        with closing(self._redis):
+            while not self._closing.wait(MIRROR_EVERY_S):
+                try:
+                    self._copy()
+                    if time.monotonic() - beaten_s > BEAT_EVERY_S:
+                        beaten_s = time.monotonic()
+                        self._heartbeats.beat()
+                except (OSError, ValueError, StreamError) as error:
+                    self._end(str(error))
+                if (silent_s := self._heartbeats.silent_s(LAUNCHER)) > self._setup.lost_s:
+                    self._end(f"the launcher has not been heard for {silent_s:.0f} s (launch.lost_s)")
+
+    def _copy(self) -> None:
+        with self._mirroring:
+            self._mirror.push()
+            self._mirror.pull()
+
+    def _end(self, problem: str) -> None:
+        """End this machine's part of the run, and this process."""
+        if self._closing.is_set():
+            return
+        self._problem = problem
+        with self._session.run.log(f"agent-{self._setup.machine}").open("a") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the agent ends: {problem}\n")
+        self.close()
+        time.sleep(LAST_WORDS_S)
+        os._exit(1)
+
+
+def _ended(worker: LocalWorker) -> Ended:
+    error = worker.failure()
+    return Ended(
+        role=worker.role,
+        status=worker.status or 0,
+        kind=None if error is None else type(error).__name__,
+        message="" if error is None else str(error),
+        notes=() if error is None else tuple(getattr(error, "__notes__", ())),
+        peak_memory_bytes=worker.peak_memory_bytes(),
+    )

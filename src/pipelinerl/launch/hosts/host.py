@@ -1,0 +1,215 @@
+"""Where the processes of a run are started: a `Host`. This machine is one (`LocalHost`), a Ray cluster another (`ray`).
+
+A host only starts processes and knows how they end. What is started, what a death means and when the run is over is the same
+for all hosts (`processes`). Workers do not know what started them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self
+
+import msgspec
+
+from pipelinerl import errors
+from pipelinerl.child import ChildProcess
+from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.interfaces import Board
+from pipelinerl.launch.roles import server_roles, worker_roles
+from pipelinerl.launch.session import Here, Session, WorkerReport
+from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
+from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
+from pipelinerl.status.board import MmapBoard
+
+
+class Channels(NamedTuple):
+    """File descriptors between the workers; -1 for a process that does not use one."""
+
+    weights: int = -1
+    ranks: int = -1
+    """The socket at which rank 0 of a sharded trainer listens."""
+
+    @property
+    def opened(self) -> list[int]:
+        return [fd for fd in self if fd >= 0]
+
+
+class Worker(Protocol):
+    """A process of the run, as the launcher sees it. `machine` is "" on this machine."""
+
+    role: str
+    machine: str
+    asked_to_stop: bool
+    log: Path
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def running(self) -> bool: ...
+
+    def failure(self) -> PipelineRLError | None:
+        """The error that it ended with. None if it still runs, ended with status 0, or was stopped on request."""
+        ...
+
+    def peak_memory_bytes(self) -> int | None:
+        """Known once it has ended without being killed."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Have it write the stacks of all its threads to its log (see faulthandler)."""
+        ...
+
+    def ask_to_stop(self) -> None: ...
+
+    def kill(self) -> None:
+        """Kill it with all processes that it started. Does not wait."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended, for at most `timeout_s`. Returns whether it has."""
+        ...
+
+
+class Host(Protocol):
+    """A context: processes may be started inside, and have ended at its end."""
+
+    board: Board
+
+    def start(self, role: str) -> Worker:
+        """Start a process. Servers come first: workers may hold what servers need."""
+        ...
+
+    def failure(self) -> PipelineRLError | None:
+        """Why the host can't go on, if it is not because of a single process: a machine is lost, for example."""
+        ...
+
+    def cause(self, failure: PipelineRLError) -> PipelineRLError:
+        """What caused the failure of a process, which may be known only a little later; or the failure itself."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class LocalWorker(ChildProcess):
+    """A process on this machine."""
+
+    log: Path
+
+    def __init__(
+        self,
+        session: Session,
+        role: str,
+        here: Here,
+        *,
+        channels: Channels = Channels(),  # noqa: B008 - it does not change
+        fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the process, which inherits `fds` and those of `channels`.
+
+        Its report of an earlier session is removed; its log is appended to.
+        """
+        run = session.run
+        self.role = role
+        self.machine = here.machine
+        self._report_file = run.report(role)
+        self._report_file.unlink(missing_ok=True)
+        said = msgspec.json.encode(here).decode()
+        arguments = [role, str(run.root), *map(str, channels), str(session.records_from_s), said]
+        super().__init__(
+            [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
+            log=run.log(role),
+            environment={**thread_environment(here.threads), "PYTHONUNBUFFERED": "1", **(environment or {})},
+            fds=[*fds, *channels.opened],
+            watches_parent=True,
+        )
+
+    def dump_stacks(self) -> None:
+        self.send_signal(signal.SIGUSR1)
+
+    def peak_memory_bytes(self) -> int | None:
+        report = self._report()
+        return None if report is None else report.peak_memory_bytes
+
+    def failure(self) -> PipelineRLError | None:
+        status = self.status
+        if not status or (self.asked_to_stop and status == -signal.SIGTERM):
+            return None
+        report = self._report()
+        if report is None or report.error is None:
+            return StageDiedError(f"{named(self)} {self.how_it_ended()}{self.log_excerpt()}")
+        kind = getattr(errors, report.error.kind, StageDiedError)
+        error: PipelineRLError = kind(report.error.message)
+        error.add_note(report.error.traceback)
+        return error
+
+    def _report(self) -> WorkerReport | None:
+        """What the worker wrote when it ended."""
+        try:
+            return msgspec.json.decode(self._report_file.read_bytes(), type=WorkerReport)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+
+def named(worker: Worker) -> str:
+    """A process as messages name it."""
+    place = f" on {worker.machine}" if worker.machine else ""
+    return f"the {worker.role} process (pid {worker.pid}{place})"
+
+
+class LocalHost:
+    """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed."""
+
+    def __init__(self, session: Session, lock_fd: int) -> None:
+        self.board: Board = MmapBoard(session.run.scratch)
+        self._session, self._lock_fd = session, lock_fd
+        self._workers: list[LocalWorker] = []
+        self._stack = ExitStack()
+        roles = [*server_roles(session.config), *worker_roles(session.config)]
+        self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
+
+    def start(self, role: str) -> LocalWorker:
+        share = self._shares[role]
+        here = Here(threads=share.threads, yields=share.yields)
+        if role in server_roles(self._session.config):
+            worker = LocalWorker(self._session, role, here, fds=[self._lock_fd])
+        else:
+            # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
+            fds = [self._lock_fd, *(worker.parent_fd for worker in self._servers)]
+            worker = LocalWorker(self._session, role, here, channels=self._channels, fds=fds)
+        self._workers.append(worker)
+        return worker
+
+    def failure(self) -> PipelineRLError | None:
+        return None
+
+    def cause(self, failure: PipelineRLError) -> PipelineRLError:
+        return failure
+
+    def __enter__(self) -> Self:
+        ranks = -1
+        if self._session.config.trainer.ranks > 1:
+            from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
+
+            ranks = listen().detach()
+        self._channels = Channels(make_channel(self._session.config), ranks)
+        for fd in self._channels.opened:
+            self._stack.callback(os.close, fd)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+        for worker in self._workers:
+            remove_weights_of(worker.pid)
+
+    @property
+    def _servers(self) -> list[LocalWorker]:
+        return [worker for worker in self._workers if worker.role in server_roles(self._session.config)]

@@ -1,0 +1,469 @@
+"""A Ray cluster as host of a run. Needs the extra `ray`.
+
+Ray places and watches, and does nothing else: one actor per machine (`agent.Agent`) starts the processes of that machine.
+What they share goes through Redis and the run directory. Actors belong to the launcher, and Ray ends them with it.
+
+What Ray says about an actor is taken as follows. Died: the machine is lost. Unavailable: not known yet. In the end only
+heartbeats count: a machine that has not sent one for `launch.lost_s` is lost, whatever Ray says.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
+
+import msgspec
+
+from pipelinerl import __version__, errors
+from pipelinerl.config.schema import LaunchConfig, RunConfig
+from pipelinerl.errors import (
+    MissingDependencyError,
+    PipelineRLError,
+    RankLostError,
+    RunDirectoryError,
+    StageDiedError,
+    StreamError,
+    UserError,
+)
+from pipelinerl.files import write_atomically
+from pipelinerl.interfaces import Board
+from pipelinerl.launch.hosts.agent import BEAT_EVERY_S, LAUNCHER, Agent, Ended, Look, Order, Setup
+from pipelinerl.launch.memory import Memory, check_memory, judge_machine
+from pipelinerl.launch.placement import Machine, Place, place, roles_of, shares_on
+from pipelinerl.launch.roles import TRAINING, rank_roles, stages_of
+from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
+from pipelinerl.launch.session import Here, Session
+from pipelinerl.launch.share import Share
+from pipelinerl.launch.stages.streams import redis_of
+from pipelinerl.redis_connection import RedisConnection
+from pipelinerl.status.mirror import Heartbeats, RedisBoard
+
+try:
+    import ray
+    from ray import exceptions
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as error:
+    raise MissingDependencyError(
+        "launch.kind ray needs Ray, which is not installed: pip install 'pipelinerl[ray]'"
+    ) from error
+
+NAMESPACE = "pipelinerl"
+CONNECT_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 60.0
+"""For calls that only start something. An agent that does not answer in this time is lost."""
+CLOSE_TIMEOUT_S = 15.0
+POLL_S = 0.02
+TRY_S = 1.0
+"""How long the launcher tries to reach Redis at a time."""
+CLOCK_CALLS = 5
+CAUSE_PATIENCE_S = 3.0
+"""After a failure: the time in which a lost machine, which may be its cause, stops answering."""
+QUIET_S = 1.5
+"""An agent that has been silent for longer (it beats every half second) may be lost."""
+
+
+class Cluster(NamedTuple):
+    """The machines of the cluster, with Ray's ids of them, and the address of this one."""
+
+    machines: tuple[Machine, ...]
+    ids: dict[str, str]
+    address: str
+
+
+class RayAgent(Agent):
+    """The agent as a Ray actor: its GPUs are those that Ray gave the actor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def authenticated(self) -> bool:
+        return _authenticated()
+
+
+@contextmanager
+def connected(config: LaunchConfig) -> Iterator[Cluster]:
+    """Connected with the cluster inside. Raises UserError if there is none."""
+    if ray.is_initialized():
+        yield _cluster()
+        return
+    address = config.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdigit():  # Ray tries for minutes
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError, exceptions.RayError) as error:
+        where = "of this machine" if address == "auto" else address
+        raise UserError(
+            f"launch.ray_address: no connection with the Ray cluster {where} ({_first_line(error)}); start one with "
+            "`ray start --head`, and this command on one of its machines"
+        ) from error
+    try:
+        cluster = _cluster()
+        if len(cluster.machines) > 1 and not _authenticated() and not config.ray_without_token:
+            raise UserError(
+                "launch.kind: this Ray cluster has no token authentication, so whoever reaches its ports can run code on "
+                "its machines; start it with RAY_AUTH_MODE=token (docs/cluster.md), or set launch.ray_without_token to true"
+            )
+        yield cluster
+    finally:
+        ray.shutdown()
+
+
+def placement_of(config: RunConfig, cluster: Cluster) -> list[Place]:
+    """Where the run's processes go. Raises UserError if that is impossible."""
+    return place(roles_of(config), cluster.machines, config.launch.place)
+
+
+class RemoteWorker:
+    """A process on another machine, as its agent reported it last."""
+
+    def __init__(self, role: str, pid: int, log: Path, seat: Seat, look: Callable[[], None]) -> None:
+        self.role, self.machine, self.pid, self.log = role, seat.machine.name, pid, log
+        self.asked_to_stop = False
+        self._seat, self._look = seat, look
+
+    @property
+    def running(self) -> bool:
+        self._look()
+        return self.role not in self._seat.ended and self._seat.lost is None
+
+    def failure(self) -> PipelineRLError | None:
+        ended = self._seat.ended.get(self.role)
+        if ended is None or ended.kind is None:
+            return None
+        kind = getattr(errors, ended.kind, StageDiedError)
+        error: PipelineRLError = kind(ended.message)
+        for note in ended.notes:
+            error.add_note(note)
+        return error
+
+    def peak_memory_bytes(self) -> int | None:
+        ended = self._seat.ended.get(self.role)
+        return None if ended is None else ended.peak_memory_bytes
+
+    def dump_stacks(self) -> None:
+        self._seat.tell(self.role, "stacks")
+
+    def ask_to_stop(self) -> None:
+        if self.running:
+            self.asked_to_stop = True
+            self._seat.tell(self.role, "stop")
+
+    def kill(self) -> None:
+        self._seat.tell(self.role, "kill")
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while self.running and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        return not self.running
+
+
+class Seat:
+    """An agent, as the launcher sees it. `lost` says why its machine is lost, if it is."""
+
+    def __init__(self, machine: Machine, actor: Any, roles: Sequence[str]) -> None:
+        self.machine, self.actor, self.roles = machine, actor, roles
+        self.ended: dict[str, Ended] = {}
+        self.lost: str | None = None
+        self.unavailable = False
+        self._looking: Any = None
+
+    def call(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Call the agent. Raises StageDiedError if it does not answer."""
+        try:
+            return ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
+        except exceptions.RayTaskError as error:
+            raise StageDiedError(f"{self.name}: {type(error.cause).__name__}: {error.cause}") from error
+        except exceptions.RayError as error:
+            raise StageDiedError(f"{self.name} does not answer ({_first_line(error)})") from error
+
+    def tell(self, role: str, what: str) -> None:
+        """Send a signal to a process, without waiting for it."""
+        if self.lost is None:
+            self.actor.signal.remote(role, what)
+
+    def look(self) -> None:
+        """Take the answer to the last question, if it is there, and ask again. Never waits."""
+        if self.lost is not None:
+            return
+        if self._looking is None:
+            self._looking = self.actor.look.remote()
+        if not ray.wait([self._looking], timeout=0)[0]:
+            return
+        answered, self._looking = self._looking, None
+        try:
+            look = msgspec.json.decode(ray.get(answered), type=Look)
+        except exceptions.ActorDiedError as error:
+            self.lost = f"its agent died: {_reason(error)}"
+            return
+        except exceptions.RayError:
+            self.unavailable = True
+            return
+        self.unavailable = False
+        self.ended |= {ended.role: ended for ended in look.ended}
+        if look.problem is not None:
+            self.lost = look.problem
+
+    @property
+    def name(self) -> str:
+        """The machine as messages name it."""
+        return f"machine {self.machine.name}" + (
+            f" ({self.machine.address})" if self.machine.address != self.machine.name else ""
+        )
+
+
+class _LastBoard(RedisBoard):
+    """While Redis is not there, it returns the statuses of the last look. `problem`: Redis has been away for too long."""
+
+    def __init__(self, connection: RedisConnection, prefix: str, patience_s: float) -> None:
+        super().__init__(connection, prefix)
+        self._patience_s = patience_s
+        self._seen_s = time.monotonic()
+        self.problem: StreamError | None = None
+
+    def stages(self) -> Sequence[str]:
+        try:
+            found = super().stages()
+        except StreamError as error:
+            if time.monotonic() - self._seen_s > self._patience_s:
+                self.problem = error
+            return sorted(self._payloads)
+        self._seen_s = time.monotonic()
+        return found
+
+
+class RayHost:
+    """The machines of a cluster. Each that has a process of the run gets an agent."""
+
+    def __init__(
+        self,
+        session: Session,
+        cluster: Cluster,
+        places: Sequence[Place],
+        say: Callable[[str], object],
+    ) -> None:
+        """`say` shows a line to the user."""
+        self._session, self._cluster, self._say = session, cluster, say
+        self._places = {place.role: place for place in places}
+        self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
+        self._seats: dict[str, Seat] = {}
+        self._stack = ExitStack()
+        url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
+        # Two connections: the thread of heartbeats must not wait for anything else, nor the launcher for long.
+        here, beating = (self._stack.enter_context(closing(RedisConnection(url, "launcher", TRY_S))) for _ in range(2))
+        self._board = _LastBoard(here, prefix, patience_s)
+        self.board: Board = self._board
+        self._heartbeats = Heartbeats(beating, prefix, LAUNCHER)
+        self._looked_s = 0.0
+
+    def __enter__(self) -> Self:
+        try:
+            self._heartbeats.clear()
+            self._heartbeats.beat()
+            stop = threading.Event()
+            beating = threading.Thread(target=self._beat, args=(stop,), name="heartbeats", daemon=True)
+            beating.start()
+            self._stack.callback(beating.join)
+            self._stack.callback(stop.set)
+            self._stack.callback(self._end_agents)
+            for machine in self._cluster.machines:
+                if roles := [place.role for place in self._places.values() if place.machine == machine.name]:
+                    self._seats[machine.name] = Seat(machine, self._make_agent(machine), roles)
+            self._open_agents()
+            trainer = self._seats[self._places[TRAINING].machine]
+            self._trainer_at = trainer.machine.address
+            self._ports = trainer.call("listen", self._trainer_at)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def start(self, role: str) -> RemoteWorker:
+        found, share = self._places[role], self._shares[role]
+        seat = self._seats[found.machine]
+        weights_port, ranks_port = self._ports
+        here = Here(
+            threads=share.threads,
+            yields=share.yields,
+            address=seat.machine.address,
+            weights_from=(self._trainer_at, weights_port),
+            ranks_at=(self._trainer_at, ranks_port),
+        )
+        order = Order(role=role, here=here, gpus=found.gpus, listens=role == TRAINING)
+        pid = seat.call("start", msgspec.json.encode(order))
+        return RemoteWorker(role, pid, self._session.run.log(role), seat, self._look)
+
+    def failure(self) -> PipelineRLError | None:
+        self._look()
+        for seat in self._seats.values():
+            if seat.lost is not None:
+                ranks = {TRAINING, *rank_roles(self._session.config)}
+                kind = RankLostError if len(ranks) > 1 and ranks.intersection(seat.roles) else StageDiedError
+                return kind(f"{seat.name}, which runs {', '.join(seat.roles)}, is lost: {seat.lost}")
+        return self._board.problem
+
+    def cause(self, failure: PipelineRLError) -> PipelineRLError:
+        """Wait for a machine that may be lost: other processes notice its silence sooner than the launcher."""
+        begin_s = time.monotonic()
+        while (lost := self.failure()) is None:
+            waited_s = time.monotonic() - begin_s
+            quiet = any(seat.unavailable or self._silent_s(seat) > QUIET_S for seat in self._seats.values())
+            if waited_s > (self._session.config.launch.lost_s + CAUSE_PATIENCE_S if quiet else CAUSE_PATIENCE_S):
+                return failure
+            time.sleep(POLL_S)
+        return lost
+
+    def _make_agent(self, machine: Machine) -> Any:
+        """An actor of this run on the machine. Its name excludes a second run in the same directory.
+
+        After a launcher that was killed, Ray needs some seconds to end its actors.
+        """
+        gpus = sum(len(place.gpus) for place in self._places.values() if place.machine == machine.name)
+        where = NodeAffinitySchedulingStrategy(self._cluster.ids[machine.name], soft=False)
+        name = f"{self._session.run.root}:{machine.name}"
+        options = {"name": name, "num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": where}
+        deadline_s = time.monotonic() + ORPHAN_PATIENCE_S
+        while True:
+            try:
+                return cast(Any, ray.remote(RayAgent)).options(**options).remote()
+            except ValueError as error:
+                if time.monotonic() > deadline_s:
+                    raise RunDirectoryError(
+                        f"{self._session.run.root} is in use by another run on this cluster; wait for it or choose another "
+                        "--run_dir"
+                    ) from error
+                time.sleep(0.5)
+
+    def _open_agents(self) -> None:
+        """Have all agents begin. Raises UserError for what is wrong on a machine."""
+        session, run = self._session, self._session.run
+        nonce = (f"control/shared-{secrets.token_hex(8)}", secrets.token_hex(16))
+        write_atomically(run.root / nonce[0], nonce[1].encode())
+        begin_s, bound_s = time.monotonic(), session.config.launch.startup_timeout_s
+        try:
+            opening = {}
+            for name, seat in self._seats.items():
+                setup = Setup(
+                    version=__version__,
+                    run_dir=str(run.root),
+                    nonce=nonce,
+                    machine=name,
+                    stages=tuple(stage for role in seat.roles for stage in stages_of(session.config, role)),
+                    ahead_s=self._clock_ahead_s(seat, max(1.0, bound_s - (time.monotonic() - begin_s))),
+                    records_from_s=session.records_from_s,
+                    lost_s=session.config.launch.lost_s,
+                    working_folder=os.getcwd(),
+                )
+                opening[name] = msgspec.json.encode(setup)
+            for name, setup_json in opening.items():
+                if problem := self._seats[name].call("open", setup_json):
+                    raise UserError(f"{self._seats[name].name}: {problem}")
+                self._judge_memory(self._seats[name])
+        finally:
+            (run.root / nonce[0]).unlink(missing_ok=True)
+
+    def _judge_memory(self, seat: Seat) -> None:
+        """Show what the processes of a machine may need. Raises UserError if that can't fit."""
+        config, gpus = self._session.config, {role: self._places[role].gpus for role in seat.roles}
+        if (prediction := check_memory(config).prediction) is None:
+            return
+        try:
+            judged = judge_machine(config, prediction, gpus, lambda device: cast(Memory | None, seat.call("memory", device)))
+        except UserError as error:
+            raise UserError(f"{seat.name}: {error}") from error
+        for line in judged.lines:
+            self._say(f"{seat.machine.name}: {line}")
+
+    def _clock_ahead_s(self, seat: Seat, bound_s: float) -> float:
+        """The machine's clock minus this one's, from the fastest of some calls. The first waits for the agent's start."""
+        try:
+            seat.call("clock", timeout_s=bound_s)
+        except StageDiedError as error:
+            gpus = sum(len(self._places[role].gpus) for role in seat.roles)
+            raise UserError(
+                f"{seat.name}: no agent could be started in {bound_s:.0f} s ({error}); it needs {gpus} of the machine's "
+                f"{seat.machine.gpus} GPUs, which others may use"
+            ) from error
+        measured = []
+        for _ in range(CLOCK_CALLS):
+            asked_s = time.monotonic()
+            there_s = seat.call("clock")
+            answered_s = time.monotonic()
+            measured.append((answered_s - asked_s, there_s - (asked_s + answered_s) / 2))
+        return float(min(measured)[1])
+
+    def _look(self) -> None:
+        """Look at all agents, unless that was done just now."""
+        if time.monotonic() - self._looked_s < POLL_S:
+            return
+        self._looked_s = time.monotonic()
+        for seat in self._seats.values():
+            seat.look()
+            if seat.lost is None and (silent_s := self._silent_s(seat)) > self._session.config.launch.lost_s:
+                seat.lost = f"it has not been heard for {silent_s:.0f} s (launch.lost_s)"
+
+    def _silent_s(self, seat: Seat) -> float:
+        return self._heartbeats.silent_s(seat.machine.name)
+
+    def _beat(self, stop: threading.Event) -> None:
+        while not stop.wait(BEAT_EVERY_S):
+            with suppress(StreamError):
+                self._heartbeats.beat()
+
+    def _end_agents(self) -> None:
+        ending = [seat.actor.close.remote() for seat in self._seats.values() if seat.lost is None]
+        if ending:
+            with suppress(exceptions.RayError):
+                ray.wait(ending, num_returns=len(ending), timeout=CLOSE_TIMEOUT_S)
+        for seat in self._seats.values():
+            ray.kill(seat.actor)
+
+
+def _cluster() -> Cluster:
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes.sort(key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeName"], node["NodeID"]))
+    names = [node["NodeName"] for node in nodes]
+    machines, ids = [], {}
+    for node in nodes:
+        unique = names.count(node["NodeName"]) == 1
+        name = node["NodeName"] if unique else f"{node['NodeName']}-{node['NodeID'][:6]}"
+        resources = node["Resources"]
+        address = node["NodeManagerAddress"]
+        machines.append(Machine(name, address, max(1, int(resources.get("CPU", 0))), int(resources.get("GPU", 0))))
+        ids[name] = node["NodeID"]
+    return Cluster(tuple(machines), ids, ray.util.get_node_ip_address())
+
+
+def _authenticated() -> bool:
+    """Whether this process proves with a token to others that it belongs to the cluster, and asks the same of them."""
+    try:
+        from ray._private.authentication.authentication_utils import is_token_auth_enabled  # noqa: PLC0415 - since 2.52
+    except ImportError:
+        return False
+    return bool(is_token_auth_enabled())
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _reason(error: Exception) -> str:
+    """What Ray says at the end of its message about an actor that died."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    return next(
+        (line for line in reversed(lines) if line.startswith("The actor")), lines[-1] if lines else "no reason known"
+    )

@@ -1,0 +1,136 @@
+"""Decides on which machine and GPUs each process of a run is started. Pure: a function of the run file and the machines.
+
+Processes that need most GPUs are placed first, so that a smaller one never takes the last room of a larger one. Each goes
+where most GPUs, and then most CPUs, are free; one that belongs to another (`Role.beside`) goes to that one's machine if it
+fits there. GPUs are a limit; CPUs are not, they only balance the machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import UserError
+from pipelinerl.interfaces import Schedule
+from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
+from pipelinerl.launch.share import PREPROCESSING_THREADS, Share, shares_of
+
+
+class Machine(NamedTuple):
+    """A machine of the cluster, with the CPUs and GPUs that the run may use. `address`: where the others reach it."""
+
+    name: str
+    address: str
+    cpus: int
+    gpus: int = 0
+
+
+class Role(NamedTuple):
+    """A process to place. `cpus`: threads that it will use; None: half of its machine's.
+
+    `beside`: the role whose machine it should share, if that has room; a process without it is spread.
+    """
+
+    name: str
+    gpus: int = 0
+    cpus: int | None = 1
+    beside: str | None = None
+
+
+class Place(NamedTuple):
+    """Where a process runs: the machine's name, and the GPUs of that machine that it has, counted from 0."""
+
+    role: str
+    machine: str
+    gpus: tuple[int, ...] = ()
+
+
+def roles_of(config: RunConfig) -> list[Role]:
+    """The processes of a run and what they need. A GPU is never shared: each process on a GPU has one of its own."""
+    engine, trainer = config.engine, config.trainer
+    on_gpu = {"engine": int(engine.device.startswith("cuda")), "trainer": int(trainer.device.startswith("cuda"))}
+    roles = [Role(TRAINING, on_gpu["trainer"], trainer.threads)]
+    for name in rank_roles(config):  # on GPUs they are together, as they exchange most; on CPUs they need each machine's
+        roles.append(Role(name, on_gpu["trainer"], trainer.threads, beside=roles[-1].name if on_gpu["trainer"] else None))
+    if config.launch.preprocessor == "process":
+        reference = on_gpu["trainer"] if trainer.kl_coefficient else 0
+        roles.append(Role(PREPROCESSING, reference, PREPROCESSING_THREADS, beside=TRAINING))
+    roles += [Role(name, on_gpu["engine"], engine.threads) for name in server_roles(config)]
+    with_model = engine.kind == "local"
+    gpus, cpus = (on_gpu["engine"], engine.threads) if with_model else (0, 1)
+    return roles + [Role(name, gpus, cpus) for name in generation_roles(config)]
+
+
+def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str, str]) -> list[Place]:
+    """A place for each role, in the order of `roles`.
+
+    `pins`: role -> name or address of its machine, from the run file. Raises UserError, with numbers, if it is impossible.
+    """
+    pinned = {role: _named(machines, role, wanted) for role, wanted in pins.items()}
+    if unknown := pinned.keys() - {role.name for role in roles}:
+        names = ", ".join(role.name for role in roles)
+        raise UserError(f"launch.place: this run has no process {min(unknown)}; it has {names}")
+    free_gpus = {machine.name: list(range(machine.gpus)) for machine in machines}
+    free_cpus = {machine.name: float(machine.cpus) for machine in machines}
+    places: dict[str, Place] = {}
+    for role in sorted(roles, key=lambda role: (role.name not in pinned, -role.gpus)):
+        wanted = [pinned[role.name]] if role.name in pinned else machines
+        fitting = [machine for machine in wanted if len(free_gpus[machine.name]) >= role.gpus]
+        if not fitting:
+            raise _impossible(role, roles, wanted, free_gpus)
+        near = places[role.beside].machine if role.beside in places else None
+
+        def rank(machine: Machine, near: str | None = near) -> tuple[bool, int, float]:
+            return machine.name == near, len(free_gpus[machine.name]), free_cpus[machine.name]
+
+        best = max(fitting, key=rank)
+        taken, free_gpus[best.name] = free_gpus[best.name][: role.gpus], free_gpus[best.name][role.gpus :]
+        free_cpus[best.name] -= best.cpus / 2 if role.cpus is None else role.cpus
+        places[role.name] = Place(role.name, best.name, tuple(taken))
+    return [places[role.name] for role in roles]
+
+
+def shares_on(
+    config: RunConfig, schedule: Schedule, places: Sequence[Place], machines: Sequence[Machine]
+) -> dict[str, Share]:
+    """The share that each process has of the CPUs of its machine."""
+    shares: dict[str, Share] = {}
+    for machine in machines:
+        here = [place.role for place in places if place.machine == machine.name]
+        shares |= shares_of(config, schedule, here, machine.cpus)
+    return shares
+
+
+def placement_lines(places: Sequence[Place], machines: Sequence[Machine]) -> list[str]:
+    """The placement as text, one machine a line."""
+    lines = ["placement:"]
+    for machine in machines:
+        here = [
+            place.role + (f" (GPU {', '.join(map(str, place.gpus))})" if place.gpus else "")
+            for place in places
+            if place.machine == machine.name
+        ]
+        known = machine.name if machine.name == machine.address else f"{machine.name} ({machine.address})"
+        has = f"{machine.cpus} CPUs, {machine.gpus} GPUs"
+        lines.append(f"  {known}, {has}: {', '.join(here) or 'nothing'}")
+    return lines
+
+
+def _named(machines: Sequence[Machine], role: str, wanted: str) -> Machine:
+    found = [machine for machine in machines if wanted in (machine.name, machine.address)]
+    if not found:
+        names = ", ".join(machine.name for machine in machines)
+        raise UserError(f"launch.place: there is no machine {wanted} for {role}; the cluster has {names}")
+    return found[0]
+
+
+def _impossible(
+    role: Role, roles: Sequence[Role], wanted: Sequence[Machine], free_gpus: Mapping[str, Sequence[int]]
+) -> UserError:
+    needed = sum(role.gpus for role in roles)
+    rooms = ", ".join(f"{len(free_gpus[machine.name])} of {machine.gpus} on {machine.name}" for machine in wanted)
+    return UserError(
+        f"no machine has {role.gpus} free GPUs for {role.name}: the run's {len(roles)} processes need {needed} GPUs in all; "
+        f"when it is placed, {rooms} are free; add machines, or use fewer engines"
+    )

@@ -1,0 +1,67 @@
+"""Reads the records of a run directory, including those of a run that was killed or resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import read_json_lines
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
+
+T = TypeVar("T")
+RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
+
+
+def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lambda _old, _new: False) -> list[T]:
+    """The records of a JSON lines file of a run, without those that a later record `repeats(old, new)`.
+
+    A run that resumes from a checkpoint repeats the steps after it: the later lines count. A last line without a line break
+    is left out: it was being written when the process died.
+
+    Raises FileNotFoundError, and RunDirectoryError for a file that can't be read and for any other line that is not such a
+    record.
+    """
+    try:
+        written = read_json_lines(path, kind)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RunDirectoryError(f"damaged records: {error}; repair or delete the line") from error
+    records: list[T] = []
+    for record in written:
+        while records and repeats(records[-1], record):
+            records.pop()
+        records.append(record)
+    return records
+
+
+def read_records(path: Path, kind: type[RecordT]) -> list[RecordT]:
+    """The records of a JSONL file, in order of version; empty if the file is missing or empty.
+
+    Of equal versions the later line counts, and earlier lines with a later version than a repeated one are left out. The
+    same holds for online evaluations that used weights after the checkpoint. Raises RunDirectoryError as `read_lines` does.
+    """
+    try:
+        return read_lines(path, kind, _superseded)
+    except FileNotFoundError:
+        return []
+
+
+def _superseded(old: StepRecord | EvaluationRecord, new: StepRecord | EvaluationRecord) -> bool:
+    if isinstance(old, StepRecord) or isinstance(new, StepRecord):
+        return old.version >= new.version
+    return old.when == new.when and (old.version >= new.version or old.newest_version > new.version)
+
+
+def read_timeline(run_dir: Path) -> list[TimelineRecord]:
+    """The records of all engines of a run, by time. Raises RunDirectoryError for a file that can't be read or is damaged."""
+    records: list[TimelineRecord] = []
+    for path in sorted(run_dir.glob(f"{TIMELINE_STEM}*.jsonl")):
+        records += read_lines(path, TimelineRecord, lambda old, new: old.time_s >= new.time_s)
+    return sorted(records, key=lambda record: (record.time_s, record.worker))

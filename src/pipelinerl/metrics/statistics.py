@@ -1,0 +1,48 @@
+"""Statistics of a record: means, quantiles, and its finite numbers by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+REWARD = "/reward"
+"""Suffix of an environment's reward among the metrics of a mixture's rollouts: `NAME/reward`."""
+
+
+class MetricMeans(NamedTuple):
+    """Means of rollouts' metrics by name, each over the `counts` rollouts that have it."""
+
+    means: dict[str, float]
+    counts: dict[str, int]
+
+
+def mean_metrics(rollouts: Iterable[Mapping[str, float]]) -> MetricMeans:
+    """Means of the metrics of these rollouts, sorted by name. A mean that overflows a float is left out."""
+    values: dict[str, list[float]] = {}
+    for metrics in rollouts:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    means: dict[str, float] = {}
+    for name in sorted(values):
+        with suppress(OverflowError):
+            means[name] = fmean(values[name])
+    return MetricMeans(means, {name: len(values[name]) for name in means})
+
+
+def quantile(values: Sequence[float], q: float) -> float | None:
+    """The q-quantile with linear interpolation between order statistics; None if `values` is empty."""
+    return float(np.quantile(values, q)) if len(values) else None
+
+
+def flatten(prefix: str, values: dict[str, object], into: dict[str, float]) -> None:
+    """Add all finite numbers in `values`, which may be nested, to `into`, as `PREFIX/KEY/...`."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flatten(f"{prefix}{key}/", value, into)
+        elif isinstance(value, (int, float)) and math.isfinite(value):
+            into[prefix + key] = value

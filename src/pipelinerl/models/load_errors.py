@@ -1,0 +1,35 @@
+"""What an error of transformers means to the user who gave the model."""
+
+from __future__ import annotations
+
+_KNOWN_ERRORS = {
+    ("trust_remote_code",): (
+        "it comes with Python code of its own; read that code, then set model.trust_remote_code to true"
+    ),
+    ("Unrecognized configuration class", "for this kind of AutoModel: AutoModelForCausalLM"): (
+        "it is not a causal language model; give one that AutoModelForCausalLM can load"
+    ),
+    ("connect to", "offline", "Offline", "LocalEntryNotFound"): (
+        "it is not a folder here and the Hugging Face hub can't be reached; give a folder, or download the model first"
+    ),
+    ("is not a local folder and is not a valid model identifier", "404"): (
+        "it is neither a folder here nor a model on the Hugging Face hub (private ones need a login); check model.path"
+    ),
+    ("does not recognize this architecture",): (
+        "this version of transformers does not know its architecture (model_type); upgrade transformers"
+    ),
+    ("Couldn't instantiate the backend tokenizer",): (
+        "it has no tokenizer (tokenizer.json); copy it from the original model"
+    ),
+}
+"""Parts of transformers' error messages, and the message that the user gets instead."""
+
+
+def explain(error: Exception) -> str:
+    """One line that says what to do."""
+    text = " ".join(str(error).split())
+    for marks, meaning in _KNOWN_ERRORS.items():
+        if any(mark in f"{type(error).__name__}: {text}" for mark in marks):
+            return meaning
+    first = text.split(". ")[0]
+    return (first[:300] or type(error).__name__) + " (get a complete copy of the model)"

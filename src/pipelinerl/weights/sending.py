@@ -1,0 +1,58 @@
+"""What every sender of weights does: copy or lay out named tensors, and check an engine's receipt. Tied names stay tied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipelinerl.models.state import first_names
+from pipelinerl.types import UpdateReceipt
+from pipelinerl.weights.layout import Layout, Place, aligned
+
+
+def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type in which a tensor is sent: `dtype` for floating-point tensors; integers and booleans are not converted."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def copied(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Copies on the CPU; names that share one tensor share one copy."""
+    copies: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, first in first_names(tensors).items():
+            if name == first:
+                tensor = tensors[name]
+                copies[name] = torch.empty(tensor.shape, dtype=sent_dtype(tensor, dtype)).copy_(tensor)
+            else:
+                copies[name] = copies[first]
+    return copies
+
+
+def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
+    """The layout of `tensors`, sent as `dtype`; names that share one tensor share one place."""
+    places: dict[str, Place] = {}
+    end = 0
+    for name, first in first_names(tensors).items():
+        tensor = tensors[name]
+        start = places[first].start if first != name else end
+        dtype_name = str(sent_dtype(tensor, dtype)).removeprefix("torch.")
+        places[name] = Place(name, dtype_name, tuple(tensor.shape), start)
+        if first == name:
+            end = aligned(end + places[name].size)
+    return Layout(tuple(places.values()), end)
+
+
+def complaint(receipt: UpdateReceipt, version: int, checksum: str) -> str | None:
+    """An error message if the receipt does not prove that the engine holds the update (version, checksum), or None."""
+    if receipt.error is not None:
+        return f"engine {receipt.engine!r} did not apply weights of version {version}: {receipt.error}"
+    if receipt.version != version:
+        return f"engine {receipt.engine!r} answered for version {receipt.version}, not {version}"
+    if receipt.checksum != checksum:
+        return (
+            f"engine {receipt.engine!r} says it took weights of version {version}, but holds others: checksum "
+            f"{receipt.checksum}, sent {checksum} (are its parameters of the same type as those sent?)"
+        )
+    return None

@@ -1,0 +1,494 @@
+"""A run over the machines of a Ray cluster: the same promises as on one machine, and machines that are lost.
+
+All machines are this one, each with a raylet, a folder for temporary files and a name of its own. One test runs with the
+other slow tests; `make test-ray` runs all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import StartPlan
+from pipelinerl.launch.stages.streams import redis_of
+from pipelinerl.stream.redis_server import RedisServer, start_server
+from pipelinerl.types import StageStatus
+from tests.integration.runs import (
+    Ended,
+    alive,
+    assert_conserved,
+    assert_provenance,
+    assert_trained_once,
+    command,
+    flags,
+    start,
+    steps,
+    summary,
+    until,
+    wait,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("ray is not installed: pip install 'pipelinerl[ray]'", allow_module_level=True)
+for program in ("redis-server", "openssl"):
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed (apt-get install {program})", allow_module_level=True)
+
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
+ROOT = Path(__file__).parents[2]
+IN_TIME_S = 60.0
+"""For the end of a run after a loss: health checks take 4 s, the patience with a cause 3 s, `lost_s` is 5 s."""
+OTHERS = ("machine-1", "machine-2")
+
+
+class Machines:
+    """A cluster of three machines: `machine-0`, where runs are started, and `OTHERS`, which tests remove."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "tests.integration.ray_machines", str(folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self._there: set[str] = set()
+        self.address = self._answer()
+
+    def complete(self) -> None:
+        """Add the machines that are not there, or not any more."""
+        for name in OTHERS:
+            if name not in self._there:
+                self._tell("add", name)
+                self._there.add(name)
+
+    def remove(self, name: str) -> None:
+        self._there.remove(name)
+        self._tell("remove", name)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+    def _tell(self, command: str, name: str) -> None:
+        assert self._process.stdin is not None
+        print(command, name, file=self._process.stdin, flush=True)
+        assert self._answer() == "done"
+
+    def _answer(self) -> str:
+        """The next line that is not one of Ray's."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line == "done\n" or re.fullmatch(r"[\d.]+:\d+\n", line):
+                return line.strip()
+        raise AssertionError("the cluster has ended")
+
+
+CERTIFICATE, KEY = "certificate.pem", "key.pem"
+
+
+def certify(folder: Path) -> None:
+    """A certificate for this machine's address, which all processes of the cluster trust."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("8.8.8.8", 9))  # sends nothing
+        address = probe.getsockname()[0]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=pipelinerl"]
+    command += ["-addext", f"subjectAltName=IP:{address}", "-keyout", str(folder / KEY), "-out", str(folder / CERTIFICATE)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Machines]:
+    # A short path: Ray makes sockets there.
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as patch:
+        certify(Path(folder))
+        for name, value in {**TOKEN, "SSL_CERT_FILE": str(Path(folder) / CERTIFICATE)}.items():
+            patch.setenv(name, value)
+        machines = Machines(Path(folder))
+        patch.setenv("RAY_ADDRESS", machines.address)
+        try:
+            yield machines
+        finally:
+            machines.close()
+
+
+@pytest.fixture
+def machines(cluster: Machines) -> Machines:
+    cluster.complete()
+    return cluster
+
+
+SPREAD = {
+    "launch__kind": "ray",
+    "stream__kind": "redis",
+    "weights__kind": "collective",
+}
+APART = SPREAD | {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8, "launch__preprocessor": "process"}
+TWO_ACTORS = SPREAD | {"engine__processes": 2}
+ENDLESS = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2}
+
+
+def checked(run_dir: Path, ended: Ended) -> dict[str, Any]:
+    """All that any run promises."""
+    assert ended.status == 0, ended.error
+    assert ended.error == ""
+    counts = summary(run_dir)
+    assert counts["status"] == "finished"
+    assert_conserved(counts)
+    assert_trained_once(run_dir)
+    assert_provenance(run_dir)
+    assert not list((run_dir / "rollouts").glob("rollouts-*.jsonl")), "the files of the generation processes are joined"
+    return counts
+
+
+def resume_to_the_end(run_dir: Path, *arguments: str) -> dict[str, Any]:
+    """Two steps further than the latest checkpoint. Checks what any run promises, over both sessions."""
+    version = max([0, *(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))])
+    goal = f"--trainer.steps={version + 2}"
+    counts = checked(run_dir, command("train", "--resume", str(run_dir), goal, *arguments))
+    assert counts["version"] == version + 2
+    assert [step.version for step in steps(run_dir)] == list(range(1, version + 3))
+    return counts
+
+
+def statuses(run_dir: Path) -> dict[str, StageStatus]:
+    """The status board in Redis."""
+    import redis
+
+    run = RunDirectory(run_dir)
+    try:
+        plan = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
+        config = RunConfig.model_validate_json(run.settings.read_bytes())
+        url, prefix, _ = redis_of(config, run, plan.redis_url)
+        with redis.Redis.from_url(url) as client:
+            found: Any = client.hgetall(f"{{{prefix}}}board")
+    except (OSError, redis.ConnectionError, msgspec.DecodeError):
+        return {}
+    return {stage.decode(): msgspec.json.decode(payload, type=StageStatus) for stage, payload in found.items()}
+
+
+def version_of(run_dir: Path) -> int:
+    status = statuses(run_dir).get("trainer")
+    return getattr(status.progress, "version", 0) if status is not None else 0
+
+
+class Running:
+    """A run without an end that is training. `pids` by role, `agents` by machine, `launcher`; all end with the run."""
+
+    def __init__(self, run_dir: Path, **settings: Any) -> None:
+        self.run_dir = run_dir
+        self.process = start("train", *flags(run_dir, **{**ENDLESS, **settings}))
+        until(lambda: version_of(run_dir) >= 3, self.process)
+        found = statuses(run_dir)
+        self.machines = {stage: status.machine for stage, status in found.items()}
+        self.pids = {stage: status.pid for stage, status in found.items()}
+        self.pids |= workers_of(run_dir)
+        self.agents = {self.machines[stage]: parent_of(pid) for stage, pid in self.pids.items() if stage in self.machines}
+
+    @property
+    def plan(self) -> StartPlan:
+        return msgspec.json.decode(RunDirectory(self.run_dir).plan.read_bytes(), type=StartPlan)
+
+    def end(self) -> Ended:
+        """Wait for the end, which comes in time and leaves no process."""
+        begin_s = time.monotonic()
+        ended = wait(self.process)
+        assert time.monotonic() - begin_s < IN_TIME_S
+        assert "Traceback" not in ended.out + ended.error
+        self.nothing_is_left()
+        return ended
+
+    def nothing_is_left(self) -> None:
+        until(lambda: not any(map(alive, [self.process.pid, *self.pids.values(), *self.agents.values()])))
+
+
+def workers_of(run_dir: Path) -> dict[str, int]:
+    """The process ids of the run's processes, by role."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            _, *words = path.read_bytes().decode().split("\0")
+            if words[:2] == ["-m", "pipelinerl.launch.hosts.worker"] and words[3] == str(run_dir):
+                found[words[2]] = int(path.parent.name)
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def opened_by(pid: int) -> set[str]:
+    """The files that a process has open or mapped."""
+    fds = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists()}
+    maps = {line.split(maxsplit=5)[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if line.count("/")}
+    return fds | maps
+
+
+# ---------------------------------------------------------------------------------------------- runs to their end
+
+
+@pytest.mark.exhaustive
+def test_a_run_over_three_machines_and_on_from_its_checkpoint(machines: Machines, tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    dry = command("train", "--dry-run", *flags(run_dir, **APART))
+    assert dry.status == 0, dry.error
+    for line in ("machine-0 (", "training, preprocessing", "server-0", "server-1", "on all machines"):
+        assert line in dry.out
+    counts = checked(run_dir, command("train", *flags(run_dir, **APART, trainer__steps=4, schedule__max_lag=4)))
+    assert counts["peak_memory_bytes"].keys() == {"generation", "preprocessing", "training", "server-0", "server-1"}
+    assert counts["rollouts_trained"] == 4 * 16
+    assert counts["lag_max"] <= 4
+    assert not list(machines.folder.glob("*/pipelinerl-*/")), "scratch folders are removed"
+    resume_to_the_end(run_dir)
+
+
+def test_a_run_over_three_machines_loses_one_and_goes_on_with_two(machines: Machines, tmp_path: Path) -> None:
+    """Two actors on two machines: nothing on one is opened on the other. The removed machine ends the run and is named.
+
+    What is left conserves every rollout, and the summary is that of a run on one machine.
+    """
+    run = Running(tmp_path / "r", **TWO_ACTORS)
+    assert run.machines["trainer"] == "machine-0"
+    assert {run.machines["actor-0"], run.machines["actor-1"]} == {"machine-1", "machine-2"}
+    folders = {machine: str(machines.folder / machine) for machine in run.agents}
+    for stage, machine in run.machines.items():
+        opened = opened_by(run.pids[stage])
+        others = [folder for name, folder in folders.items() if name != machine]
+        assert any(name.startswith(folders[machine]) and name.endswith(".board") for name in opened)
+        assert not [name for name in opened if any(name.startswith(other) for other in others)]
+        shared = [name for name in opened if name.startswith(str(run.run_dir))]
+        assert not [name for name in shared if name.endswith((".board", ".lock", "admission"))]
+    machines.remove(run.machines["actor-1"])
+    ended = run.end()
+    assert ended.status == 4
+    assert f"machine {run.machines['actor-1']} " in ended.error
+    assert "which runs generation-1, is lost" in ended.error
+    counts = resume_to_the_end(run.run_dir)
+    here = {"launch__kind": "processes", "engine__processes": 2, "trainer__steps": 2}
+    local = checked(tmp_path / "local", command("train", *flags(tmp_path / "local", **here)))
+    assert counts.keys() == local.keys()
+    for one in (counts, local):
+        assert one["rollouts_trained"] == one["optimizer_steps"] * 16
+        assert one["peak_memory_bytes"].keys() == {"generation-0", "generation-1", "training"}
+
+
+# ------------------------------------------------------------------------------------------------- the long form
+
+
+@pytest.mark.exhaustive
+def test_servers_speak_https_and_ask_for_the_key(machines: Machines, tmp_path: Path) -> None:
+    files = {"engine__tls_certificate": machines.folder / CERTIFICATE, "engine__tls_key": machines.folder / KEY}
+    run = Running(tmp_path / "r", **APART, **files)
+    ready = msgspec.json.decode((run.run_dir / "control" / "server-0.ready.json").read_bytes())
+    assert ready["url"].startswith("https://")
+    for key, status in (("wrong", 401), (run.plan.servers_key, 200)):
+        answer = httpx2.get(f"{ready['url']}/v1/models", headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+    run.process.send_signal(signal.SIGINT)
+    assert run.end().status == 130
+    assert_conserved(summary(run.run_dir))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", ["training", "server-1", "preprocessing", "generation"])
+def test_a_machine_that_is_removed_under_any_role(victim: str, machines: Machines, tmp_path: Path) -> None:
+    """Afterwards the run goes on with the machines that are left."""
+    place = dict.fromkeys(("training", "server-0", "server-1", "preprocessing", "generation"), "machine-0")
+    run = Running(tmp_path / "r", **APART, launch__place=json.dumps(place | {victim: "machine-1"}))
+    machines.remove("machine-1")
+    ended = run.end()
+    assert ended.status == 4
+    assert f"which runs {victim}, is lost" in ended.error
+    resume_to_the_end(run.run_dir, "--launch.place={}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", ["training", "training-rank-1"])
+def test_a_machine_with_a_rank_of_the_trainer_is_removed(victim: str, machines: Machines, tmp_path: Path) -> None:
+    """The other rank notices it first, and the machine is named all the same."""
+    on = {"training": "machine-1", "training-rank-1": "machine-2", "generation": "machine-0"}
+    run = Running(tmp_path / "r", **SPREAD, trainer__ranks=2, launch__place=json.dumps(on))
+    assert run.pids.keys() >= on.keys()
+    machines.remove(on[victim])
+    ended = run.end()
+    assert ended.status == 4
+    assert f"machine {on[victim]} " in ended.error
+    assert f"which runs {victim}, is lost" in ended.error
+    counts = resume_to_the_end(run.run_dir, "--launch.place={}")
+    assert counts["peak_memory_bytes"].keys() == on.keys()
+
+
+@pytest.mark.exhaustive
+def test_a_rank_on_another_machine_that_is_stopped_is_named(machines: Machines, tmp_path: Path) -> None:
+    on = {"training": "machine-1", "training-rank-1": "machine-2", "generation": "machine-0"}
+    run = Running(tmp_path / "r", **SPREAD, trainer__ranks=2, launch__place=json.dumps(on), launch__watchdog_s=20)
+    os.kill(run.pids["training-rank-1"], signal.SIGSTOP)
+    ended = run.end()
+    assert ended.status == 4
+    assert f"rank 1 of the trainer (pid {run.pids['training-rank-1']}) sent nothing for 10 s" in ended.error
+    resume_to_the_end(run.run_dir, "--launch.watchdog_s=120")
+
+
+@pytest.mark.exhaustive
+def test_a_machine_that_is_removed_during_a_broadcast(machines: Machines, tmp_path: Path) -> None:
+    """The sender waits for a receiver that is stopped; then the receiver's machine is gone."""
+    run = Running(tmp_path / "r", **TWO_ACTORS)
+    os.kill(run.pids["actor-1"], signal.SIGSTOP)
+    until(lambda: stands_still(run.run_dir), run.process)
+    machines.remove(run.machines["actor-1"])
+    ended = run.end()
+    assert ended.status == 4
+    assert "which runs generation-1, is lost" in ended.error
+    resume_to_the_end(run.run_dir)
+
+
+def stands_still(run_dir: Path) -> bool:
+    """Whether the trainer takes no step for a while."""
+    before = version_of(run_dir)
+    time.sleep(1.0)
+    return version_of(run_dir) == before
+
+
+@pytest.mark.exhaustive
+def test_a_machine_that_is_removed_during_a_checkpoint(machines: Machines, tmp_path: Path) -> None:
+    """The trainer is stopped while a checkpoint is half written, and never goes on."""
+    settings = SPREAD | {"launch__place": json.dumps({"training": "machine-1"}), "trainer__checkpoint_every": 1}
+    run = Running(tmp_path / "r", **settings)
+    trainer = run.pids["trainer"]
+
+    def stopped_in_a_checkpoint() -> bool:
+        os.kill(trainer, signal.SIGSTOP)
+        if unfinished(run.run_dir):
+            return True
+        os.kill(trainer, signal.SIGCONT)
+        return False
+
+    until(stopped_in_a_checkpoint, run.process)
+    machines.remove("machine-1")
+    ended = run.end()
+    assert ended.status == 4
+    assert "which runs training, is lost" in ended.error
+    assert unfinished(run.run_dir)
+    resume_to_the_end(run.run_dir, "--launch.place={}")
+
+
+def unfinished(run_dir: Path) -> list[Path]:
+    return [path for path in (run_dir / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", path.name)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_agent_that_is_killed_or_frozen(signal_number: int, machines: Machines, tmp_path: Path) -> None:
+    """Nothing but the agent is wrong with its machine, and its processes go on for a while. They end with the run."""
+    run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=20)
+    machine = run.machines["actor-1"]
+    os.kill(run.agents[machine], signal_number)
+    ended = run.end()
+    assert ended.status == 4
+    assert f"machine {machine} " in ended.error
+    why = "its agent died" if signal_number == signal.SIGKILL else "it has not been heard for"
+    assert f"which runs generation-1, is lost: {why}" in ended.error
+    resume_to_the_end(run.run_dir)
+
+
+@pytest.mark.exhaustive
+def test_a_killed_launcher_takes_everything_with_it(machines: Machines, tmp_path: Path) -> None:
+    """And another launcher may go on at once: it waits for the agents of the first."""
+    run = Running(tmp_path / "r", **APART)
+    run.process.kill()
+    assert run.end().status == -signal.SIGKILL
+    resume_to_the_end(run.run_dir)
+
+
+@pytest.mark.exhaustive
+def test_a_frozen_launcher_is_given_up_by_its_agents(machines: Machines, tmp_path: Path) -> None:
+    run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=20)
+    run.process.send_signal(signal.SIGSTOP)
+    until(lambda: not any(map(alive, [*run.pids.values(), *run.agents.values()])))
+    (log,) = (run.run_dir / "logs").glob(f"agent-{run.machines['actor-1']}.log")
+    assert "the launcher has not been heard for" in log.read_text()
+    run.process.send_signal(signal.SIGCONT)
+    assert run.end().status == 4
+    resume_to_the_end(run.run_dir)
+
+
+@pytest.mark.exhaustive
+def test_a_killed_redis_of_the_run_ends_it(machines: Machines, tmp_path: Path) -> None:
+    run = Running(tmp_path / "r", **APART)
+    (configuration,) = (run.run_dir / "streams").glob("*/redis.conf")
+    assert configuration.stat().st_mode & 0o077 == 0, "the password is for this user only"
+    server = next(pid for pid in children(run.process.pid) if "redis-server" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(server, signal.SIGKILL)
+    ended = run.end()
+    assert ended.status == 4
+    assert "redis-server" in ended.error
+    assert "was killed by SIGKILL" in ended.error
+    resume_to_the_end(run.run_dir)
+
+
+@pytest.mark.exhaustive
+def test_a_redis_that_is_killed_and_comes_back_with_its_data_changes_nothing(machines: Machines, tmp_path: Path) -> None:
+    address, folder = machines.address.partition(":")[0], tmp_path / "redis"
+    with ExitStack() as stack:
+        server = stack.enter_context(start_server(folder, durable=True, address=address))
+        run = Running(tmp_path / "r", **TWO_ACTORS, stream__url=server.url)
+        for _ in range(2):
+            version = version_of(run.run_dir)
+            server.kill()
+            assert server.wait(10)
+            server = stack.enter_context(RedisServerAgain(server, folder))
+            until(lambda version=version: version_of(run.run_dir) > version + 2, run.process)
+        run.process.send_signal(signal.SIGINT)
+        ended = run.end()
+        assert ended.status == 130, ended.error
+        assert_conserved(summary(run.run_dir))
+        resume_to_the_end(run.run_dir)
+
+
+def RedisServerAgain(server: RedisServer, folder: Path) -> RedisServer:
+    """The same server with the same configuration."""
+    program = shutil.which("redis-server")
+    assert program is not None
+    return RedisServer(program, folder / "redis.conf", server.url, folder / "redis.log")
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(path.name) for path in Path("/proc").glob("[0-9]*") if alive(int(path.name)) and parent_of(int(path.name)) == pid
+    ]
+
+
+@pytest.mark.exhaustive
+def test_what_can_not_run_is_refused_in_one_line(machines: Machines, tmp_path: Path) -> None:
+    for name, settings, message in (
+        ("gpu", {"trainer__device": "cuda"}, "no machine has 1 free GPUs for training: .* need 1 GPUs in all"),
+        ("place", {"launch__place": '{"training": "far"}'}, "there is no machine far for training; the cluster has"),
+        ("cluster", {"launch__ray_address": "127.0.0.1:1"}, "no connection with the Ray cluster 127.0.0.1:1"),
+    ):
+        ended = command("train", *flags(tmp_path / name, **SPREAD, **settings))
+        assert ended.status == 2, ended.error
+        assert re.search(message, ended.error), ended.error
+        assert ended.error.count("\n") == 1
+    run = Running(tmp_path / "r", **SPREAD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))  # as on another machine, which does not see the first one's lock
+        second = command("train", "--resume", str(tmp_path / "r"))
+        assert second.status == 2
+        assert "in use by another run on this cluster" in second.error
+    run.process.send_signal(signal.SIGINT)
+    assert run.end().status == 130

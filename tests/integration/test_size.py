@@ -1,0 +1,51 @@
+"""How much of this package the processes of a default run import: a reader of that run reads no more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipelinerl
+
+MOST_LINES = 9000
+
+COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"
+NOTE_IMPORTS = """
+import atexit, os, sys
+from pathlib import Path
+
+def note():
+    files = [module.__file__ for name, module in list(sys.modules.items()) if name.split(".")[0] == "pipelinerl"]
+    if files:
+        Path(os.environ["IMPORTS"], f"{os.getpid()}").write_text("\\n".join(files))
+
+def noted_exit(code, leave=os._exit):  # a worker ends without the exit handlers
+    note()
+    leave(code)
+
+os._exit = noted_exit
+atexit.register(note)
+"""
+
+
+@pytest.mark.slow
+def test_no_process_of_a_default_run_imports_more_than_9000_lines(tmp_path: Path) -> None:
+    noted = tmp_path / "imports"
+    noted.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(NOTE_IMPORTS)
+    search = os.pathsep.join([str(tmp_path), str(Path(pipelinerl.__file__).parents[1])])
+    run = [sys.executable, "-c", COMMAND, "train", "--trainer.steps", "2", "--run_dir", str(tmp_path / "run")]
+    subprocess.run(run, env={**os.environ, "PYTHONPATH": search, "IMPORTS": str(noted)}, check=True, capture_output=True)
+    lines = {}
+    for note in noted.iterdir():
+        files = [Path(file) for file in note.read_text().splitlines()]
+        lines[max(files, key=lambda file: file.name in {"actor.py", "trainer.py"}).stem] = sum(
+            len(file.read_text().splitlines()) for file in files
+        )
+    assert len(lines) == 3, "the command, generation and training"
+    assert {"actor", "trainer"} < set(lines)
+    assert all(4000 < count <= MOST_LINES for count in lines.values()), lines

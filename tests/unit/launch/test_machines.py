@@ -1,0 +1,108 @@
+"""What several machines need: agents that refuse a wrong set-up, memory by machine, records that are joined exactly once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl import __version__
+from pipelinerl.config.load import load_config
+from pipelinerl.errors import UserError
+from pipelinerl.launch.hosts.agent import Agent, Setup
+from pipelinerl.launch.memory import HOST, Memory, Part, Prediction, Process, judge_machine
+from pipelinerl.launch.run_lock import join_rollouts
+
+RAY = ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"]
+
+
+def setup(run_dir: Path, **changes: Any) -> bytes:
+    whole = Setup(
+        version=__version__,
+        run_dir=str(run_dir),
+        nonce=("nonce", "1234"),
+        machine="m1",
+        stages=(),
+        ahead_s=0.0,
+        records_from_s=0.0,
+        lost_s=5.0,
+        working_folder="/",
+    )
+    return msgspec.json.encode(msgspec.structs.replace(whole, **changes))
+
+
+@pytest.mark.parametrize("found", [None, "4321"])
+def test_an_agent_that_does_not_see_the_run_directory_refuses(found: str | None, tmp_path: Path) -> None:
+    if found is not None:
+        (tmp_path / "nonce").write_text(found)
+    assert "it does not have the run directory" in Agent().open(setup(tmp_path))
+
+
+def test_an_agent_of_another_version_refuses(tmp_path: Path) -> None:
+    """It reads nothing but the version: another one may have another set-up."""
+    (tmp_path / "nonce").write_text("1234")
+    refusal = f"it has pipelinerl {__version__}, and the launcher 0.0.1: install the same version"
+    assert refusal in Agent().open(setup(tmp_path, version="0.0.1"))
+    assert refusal in Agent().open(b'{"version": "0.0.1"}')
+
+
+def test_memory_is_judged_by_machine() -> None:
+    config = load_config(None, [*RAY, "--trainer.device=cuda", "--trainer.ranks=2"])
+    roles = ("training", "training-rank-1", "generation")
+    on_gpu, on_host = Part("weights", 6, 6, "cuda:0"), Part("weights", 4, 4)
+    prediction = Prediction(tuple(Process(role, (on_gpu, on_host)) for role in roles))
+    asked: list[str] = []
+
+    def machine(device: str) -> Memory:
+        asked.append(device)
+        return Memory(8, None)
+
+    both = {"training": (0,), "training-rank-1": (1,)}
+    judged = judge_machine(config, prediction, both, machine)
+    assert asked == [HOST, "cuda:0", "cuda:1"], "each process has a GPU of its own"
+    assert judged.predicted_bytes == dict.fromkeys(both, 10)
+    with pytest.raises(UserError, match="needs at least"):
+        judge_machine(config, prediction, both | {"generation": (0,)}, machine)
+
+
+def killed_in_copy(source: Any, target: Any) -> None:
+    target.write(source.read()[:7])
+    raise KeyboardInterrupt
+
+
+def killed_at_unlink(number: int) -> Callable[..., None]:
+    """Instead of the unlink with this number, counted from 0."""
+    left = [number]
+    unlink = Path.unlink
+
+    def counting(path: Path, **options: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        unlink(path, **options)
+
+    return counting
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "killed"),
+    [(shutil, "copyfileobj", killed_in_copy), *((Path, "unlink", killed_at_unlink(number)) for number in range(4))],
+)
+def test_records_are_joined_exactly_once_wherever_the_launcher_is_killed(
+    owner: Any, name: str, killed: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tmp_path / "rollouts.jsonl"
+    whole.write_text('{"index": 0}\n{"ind')
+    (tmp_path / "rollouts-1.jsonl").write_text('{"index": 1}\n{"index": 2}\n{"in')
+    (tmp_path / "rollouts-2.jsonl").write_text('{"index": 3}\n')
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            join_rollouts(tmp_path)
+    join_rollouts(tmp_path)
+    assert whole.read_text() == "".join(f'{{"index": {index}}}\n' for index in range(4))
+    assert list(tmp_path.iterdir()) == [whole]

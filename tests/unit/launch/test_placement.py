@@ -1,0 +1,147 @@
+"""Where processes run: each once, no GPU twice, spread or together, and refused only if it is impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.config.load import load_config
+from pipelinerl.errors import UserError
+from pipelinerl.launch.placement import Machine, Place, Role, place, placement_lines, roles_of, shares_on
+from pipelinerl.launch.share import Share
+from pipelinerl.schedule import make_schedule
+
+RAY = ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"]
+
+
+def cluster(*gpus: int, cpus: int = 8) -> list[Machine]:
+    return [Machine(f"m{index}", f"10.0.0.{index}", cpus, count) for index, count in enumerate(gpus)]
+
+
+def possible(sizes: Sequence[int], gpus: Sequence[int]) -> bool:
+    """By trying everything."""
+    return any(
+        all(
+            sum(size for size, on in zip(sizes, choice, strict=True) if on == index) <= room
+            for index, room in enumerate(gpus)
+        )
+        for choice in product(range(len(gpus)), repeat=len(sizes))
+    )
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=5),
+    st.lists(st.integers(0, 6), min_size=1, max_size=3),
+)
+def test_every_role_once_no_gpu_twice_and_refused_only_if_impossible(sizes: list[int], gpus: list[int]) -> None:
+    roles = [Role(f"r{index}", size, beside="r0" if index % 2 else None) for index, size in enumerate(sizes)]
+    machines = cluster(*gpus)
+    if not possible(sizes, gpus):
+        with pytest.raises(UserError, match=rf"need {sum(sizes)} GPUs in all"):
+            place(roles, machines, {})
+        return
+    places = place(roles, machines, {})
+    assert [found.role for found in places] == [role.name for role in roles]
+    assert [len(found.gpus) for found in places] == sizes
+    used = [(found.machine, gpu) for found in places for gpu in found.gpus]
+    assert len(used) == len(set(used))
+    room = {machine.name: machine.gpus for machine in machines}
+    assert all(gpu < room[machine] for machine, gpu in used)
+
+
+def test_trainers_are_together_and_engines_are_spread() -> None:
+    trainers = [Role("training-0", 1), Role("training-1", 1, beside="training-0")]
+    servers = [Role(f"server-{index}", 1) for index in range(4)]
+    on = {found.role: found.machine for found in place([*trainers, *servers], cluster(4, 4), {})}
+    assert on["training-0"] == on["training-1"]
+    assert sorted(on.values()) == ["m0"] * 3 + ["m1"] * 3
+
+
+def test_on_cpus_engines_keep_off_the_trainers_machine_while_others_have_room() -> None:
+    config = load_config(None, [*RAY, "--engine.processes=2"])
+    on = {found.role: found.machine for found in place(roles_of(config), cluster(0, 0, 0), {})}
+    assert on == {"training": "m0", "generation-0": "m1", "generation-1": "m2"}
+
+
+def test_ranks_on_gpus_are_beside_each_other_while_there_is_room() -> None:
+    def machines_of_ranks(machines: list[Machine], *flags: str) -> str:
+        roles = roles_of(load_config(None, [*RAY, "--trainer.ranks=4", *flags]))
+        on = {found.role: found.machine for found in place(roles, machines, {})}
+        return " ".join(on[role.name] for role in roles if role.name.startswith("training"))
+
+    assert machines_of_ranks(cluster(4, 4), "--trainer.device=cuda") == "m0 m0 m0 m0"
+    assert machines_of_ranks(cluster(3, 2), "--trainer.device=cuda") == "m0 m0 m0 m1"
+    assert machines_of_ranks(cluster(0, 0, 0)) == "m0 m1 m2 m0", "without GPUs they are spread"
+
+
+def test_a_pinned_process_gets_its_machine_before_the_others_are_placed() -> None:
+    roles = [Role("training", 2), Role("server-0", 1), Role("server-1", 1)]
+    places = place(roles, cluster(2, 2), {"server-0": "10.0.0.0"})
+    assert places == [Place("training", "m1", (0, 1)), Place("server-0", "m0", (0,)), Place("server-1", "m0", (1,))]
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"server-0": "m7"}, "no machine m7 for server-0; the cluster has m0, m1"),
+        ({"server-9": "m0"}, "this run has no process server-9; it has training, server-0"),
+        ({"server-0": "m1"}, "no machine has 1 free GPUs for server-0.*0 of 0 on m1"),
+    ],
+)
+def test_a_pin_that_can_not_be_met_is_refused(pins: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        place([Role("training", 1), Role("server-0", 1)], cluster(2, 0), pins)
+
+
+def test_the_processes_of_a_run_and_what_they_need() -> None:
+    flags = ["--engine.kind=http", "--engine.servers=2", "--engine.device=cuda", "--trainer.device=cuda"]
+    config = load_config(None, [*RAY, *flags, "--launch.preprocessor=process", "--trainer.threads=4"])
+    assert [(role.name, role.gpus, role.cpus) for role in roles_of(config)] == [
+        ("training", 1, 4),
+        ("preprocessing", 0, 1),
+        ("server-0", 1, None),
+        ("server-1", 1, None),
+        ("generation", 0, 1),
+    ]
+    places = place(roles_of(config), cluster(2, 2), {})
+    lines = placement_lines(places, cluster(2, 2))
+    assert lines[0] == "placement:"
+    assert lines[1].startswith("  m0 (10.0.0.0), 8 CPUs, 2 GPUs: training (GPU 0), preprocessing")
+
+
+def test_cpus_are_shares_of_the_machine_that_a_process_is_on() -> None:
+    config = load_config(None, [*RAY, "--engine.processes=3"])
+    places = [Place("training", "m0"), *(Place(f"generation-{i}", name) for i, name in enumerate(("m0", "m1", "m1")))]
+    shares = shares_on(config, make_schedule(config), places, cluster(0, 0))
+    assert shares == {role: Share(4, False) for role in ("training", "generation-0", "generation-1", "generation-2")}
+    sharded = load_config(None, [*RAY, "--trainer.ranks=3"])
+    two = [Place("training", "m0"), Place("training-rank-1", "m0"), Place("training-rank-2", "m1"), places[-1]]
+    ranks = shares_on(sharded, make_schedule(sharded), [*two[:3], Place("generation", "m1")], cluster(0, 0))
+    assert [ranks[role].threads for role in ("training", "training-rank-1", "training-rank-2")] == [4, 4, 4]
+    small = shares_on(config, make_schedule(config), places, cluster(0, 0, cpus=1))
+    assert [share.yields for share in small.values()] == [False, True, False, False], "only where the trainer is"
+    alone = shares_on(config, make_schedule(config), [Place("training", "m0")], cluster(0))
+    assert alone == {"training": Share(8, False)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--stream.kind=files", "stream.kind: `files` does not reach other machines"),
+        ("--weights.kind=shared", "weights.kind: `shared` does not reach"),
+        ("--engine.device=cuda:1", "write cuda instead of cuda:1"),
+        ("--stream.url=redis://10.0.0.5:6379/0", "stream.url: .* a password"),
+        ("--launch.kind=processes", None),
+    ],
+)
+def test_what_several_machines_can_not_have_is_refused(flag: str, message: str | None) -> None:
+    if message is None:
+        load_config(None, [*RAY, flag])
+        return
+    with pytest.raises(UserError, match=message):
+        load_config(None, [*RAY, flag])
+    load_config(None, [*RAY, "--stream.url=redis://:secret@10.0.0.5:6379/0"])
