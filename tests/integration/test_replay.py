@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,16 @@ from pipelinerl.experiments.replay.replay import Request, replay
 from pipelinerl.experiments.replay.results import ReplayResult
 from pipelinerl.launch.stages.recording import REMOVED
 from pipelinerl.models.folder import resolve_path
-from tests.integration.runs import resume, run, run_processes, summary, trained, weights_checksum
+from tests.integration.runs import (
+    in_training,
+    resume,
+    run,
+    run_processes,
+    start_processes,
+    summary,
+    trained,
+    weights_checksum,
+)
 
 KL = {"trainer__kl_coefficient": 0.05, "preprocess__zero_advantage": "keep"}
 PUBLISHED = "published.jsonl"
@@ -84,7 +94,7 @@ def test_a_run_in_processes_is_repeated(tmp_path: Path) -> None:
         (run, {"schedule__kind": "async", "schedule__steps_per_round": 2}, 3),
         (run_processes, {"launch__preprocessor": "process", **KL}, 5),
         (run_processes, {"weights__kind": "collective", "weights__encoding": "delta"}, 5),
-        (run_processes, {"trainer__ranks": 2}, 5),
+        (run_processes, {"trainer__ranks": 2, **KL}, 5),
         (run_processes, {"engine__kind": "http", "engine__servers": 2}, 5),
     ],
     ids=["conventional, in the middle of a round", "async", "preprocessor apart", "deltas", "ranks", "servers"],
@@ -99,6 +109,20 @@ def test_a_resumed_run_with_adapters_and_a_reference_model_is_repeated(tmp_path:
     run(tmp_path / "r", trainer__steps=2, model__lora__rank=4, trainer__learning_rate=3e-3, **KL)
     resume(tmp_path / "r", trainer__steps=4)
     assert_repeated(tmp_path / "r", 5)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_repeated_without_the_steps_that_it_lost(tmp_path: Path) -> None:
+    """The record of a step that was taken twice counts as it was taken last."""
+    run_dir = tmp_path / "r"
+    settings = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2, "engine__processes": 2}
+    process = start_processes(run_dir, **settings)
+    with in_training(process, run_dir, version=4, workers=3) as pids:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+    last = trained(run_dir)[-1].version
+    resume(run_dir, trainer__steps=last + 2, launch__kind="embedded", engine__processes=1)
+    assert_repeated(run_dir, last + 3)
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
