@@ -1,6 +1,6 @@
 """Predicted rates on 8 to 4,096 H100 for models of 1.5B, 7B, 32B and 235B-A22B, and the paper's 128 as a check.
 
-    python -m benchmarks.scaling       # about 4 minutes; writes results/scaling.json; the machine's speed does not matter
+    python -m benchmarks.scaling       # about 4 minutes; writes results/scaling/; the machine's speed does not matter
 
 All of it follows from data sheets and assumptions (`experiments/planner/scaling.py`, docs/planner.md): nothing was measured.
 Lengths are long-tailed (lognormal, sigma 1, mean 2048, cut at 8192), prompts have 256 tokens, K = 8. A pipeline's lag is at
@@ -223,7 +223,7 @@ def updates() -> list[Record]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    parser.add_argument("--out", type=Path, default=common.RESULTS / "scaling")
     parser.add_argument("--no-simulation", action="store_true", help="formulas only")
     options = parser.parse_args()
     found: dict[str, Sequence[Record]] = {

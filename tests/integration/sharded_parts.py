@@ -116,8 +116,8 @@ def write_models(root: Path) -> None:
         model.save_pretrained(root / name)
 
 
-def configs(root: Path, scenario: Scenario) -> tuple[TrainerConfig, ModelConfig, CorrectionConfig]:
-    base = {"steps": STEPS, "learning_rate": 3e-5, "micro_batch_tokens": 100, "max_grad_norm": 0.05}
+def configs(root: Path, scenario: Scenario, device: str = "cpu") -> tuple[TrainerConfig, ModelConfig, CorrectionConfig]:
+    base = {"steps": STEPS, "learning_rate": 3e-5, "micro_batch_tokens": 100, "max_grad_norm": 0.05, "device": device}
     trainer = TrainerConfig(**(base | scenario.trainer))
     model = ModelConfig(path=str(root / ("untied" if scenario.untied else "tied")), **scenario.model)
     return trainer, model, CorrectionConfig(**scenario.correction)
@@ -225,24 +225,50 @@ def train(
     (folder / "outcome.json").write_bytes(msgspec.json.encode(outcome))
 
 
-def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = None) -> None:
+def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = None, device: str = "cpu") -> None:
     """The scenario in this process, as without ranks."""
     folder.mkdir(parents=True)
-    trainer, config, correction = configs(root, SCENARIOS[name])
+    trainer, config, correction = configs(root, SCENARIOS[name], device)
     lora = None
     if config.lora is None:
-        model = load_model(config.model_copy(update={"path": str(checkpoint)}) if checkpoint else config)
+        model = load_model(config.model_copy(update={"path": str(checkpoint)}) if checkpoint else config, device)
     else:
-        lora = LoraModel(load_model(config), config.lora, seed=0)
+        lora = LoraModel(load_model(config, device), config.lora, seed=0)
         model = lora.model
         if checkpoint is not None:
             lora.load_adapter(checkpoint)
     reference = None
     if trainer.kl_coefficient:
-        frozen, budget = lora.model if lora else load_model(of_reference(root, config)), trainer.micro_batch_tokens
+        frozen, budget = lora.model if lora else load_model(of_reference(root, config), device), trainer.micro_batch_tokens
         reference = FrozenModelScorer(frozen, temperature=0.9, micro_batch_tokens=budget, pack=pack, lora=lora)
     learner = Learner(model, trainer, temperature=0.9, pack=pack, correction=correction, lora=lora)
     train(learner, SCENARIOS[name], folder, checkpoint, reference)
+
+
+def train_as_rank(
+    root: Path, name: str, folder: Path, team: ranks.Team, checkpoint: Path | None = None, *, device: str = "cpu"
+) -> None:
+    """The scenario as one rank of `team`. Rank 0 writes to `folder`."""
+    trainer, config, correction = configs(root, SCENARIOS[name], device)
+    whole = checkpoint if checkpoint is not None and config.lora is None else None
+    policy = ShardedPolicy(
+        config.model_copy(update={"path": str(whole)}) if whole else config,
+        trainer,
+        team,
+        adapter=checkpoint if config.lora else None,
+    )
+    reference = None
+    if trainer.kl_coefficient:
+        reference = ShardedReference(policy, of_reference(root, config), trainer, team, temperature=0.9, pack=pack)
+    learner = ShardedLearner(policy, trainer, team, temperature=0.9, pack=pack, correction=correction)
+    if team.rank == 0:
+        folder.mkdir(parents=True)
+        train(learner, SCENARIOS[name], folder, checkpoint, reference)
+        team.peers.send(ranks.Close())
+    else:
+        if checkpoint is not None:
+            learner.load_optimizer(load_checkpoint(checkpoint))
+        learner.follow(reference)
 
 
 def checkpoint_of(root: Path, who: str, name: str) -> Path:
@@ -275,27 +301,7 @@ def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: 
     jobs += [(name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name)) for saver in savers for name in RESUMED]
     with entered as team:
         for name, who, checkpoint in jobs:
-            trainer, config, correction = configs(root, SCENARIOS[name])
-            whole = checkpoint if checkpoint is not None and config.lora is None else None
-            policy = ShardedPolicy(
-                config.model_copy(update={"path": str(whole)}) if whole else config,
-                trainer,
-                team,
-                adapter=checkpoint if config.lora else None,
-            )
-            reference = None
-            if trainer.kl_coefficient:
-                reference = ShardedReference(policy, of_reference(root, config), trainer, team, temperature=0.9, pack=pack)
-            learner = ShardedLearner(policy, trainer, team, temperature=0.9, pack=pack, correction=correction)
-            if rank == 0:
-                folder = root / who / name
-                folder.mkdir(parents=True)
-                train(learner, SCENARIOS[name], folder, checkpoint, reference)
-                team.peers.send(ranks.Close())
-            else:
-                if checkpoint is not None:
-                    learner.load_optimizer(load_checkpoint(checkpoint))
-                learner.follow(reference)
+            train_as_rank(root, name, root / who / name, team, checkpoint)
 
 
 def _fork(*jobs: Callable[[], None]) -> None:
@@ -305,6 +311,7 @@ def _fork(*jobs: Callable[[], None]) -> None:
         if not (child := os.fork()):
             status = 1
             try:
+                torch.set_num_threads(1)  # replaces the forked thread pool, before several threads need it
                 job()
                 status = 0
             except BaseException:  # noqa: BLE001 - this process must not return
@@ -323,9 +330,8 @@ def _ranks(root: Path, size: int, savers: Sequence[str]) -> list[Callable[[], No
 
 
 def main(root: Path) -> None:
-    torch.set_num_threads(1)
     names = list(SCENARIOS)
-    write_models(root)
+    _fork(partial(write_models, root))
     _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
     _fork(*_ranks(root, 3, ["alone"]))
     _fork(*_ranks(root, 2, ["alone", "by3"]))

@@ -46,3 +46,12 @@ def test_a_whole_calibration(tmp_path: Path, kind: str, monkeypatch: pytest.Monk
     assert said
     write_calibration(tmp_path / "calibration.json", found)
     assert read_calibration(tmp_path / "calibration.json") == found
+
+
+@pytest.mark.slow
+def test_a_calibration_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.ACTOR_SECONDS", 0.2)
+    monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.DECODE_SECONDS", 0.0)
+    found = calibrate(config("--trainer.ranks", "2", "--trainer.threads", "1"))
+    assert found.training.ranks == 2
+    assert found.training.token_s > 0

@@ -197,11 +197,15 @@ def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str)
     ends = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
     layer = max(0, shape.parameters - ends) // shape.layers
     # A unit is gathered while the one before it computes. Embedding and head stay gathered.
-    gathered = ends + 2 * layer if config.trainer.reshard_after_forward else shape.parameters
+    arriving = ends + 2 * layer
+    gathered = arriving if config.trainer.reshard_after_forward else shape.parameters
     share = -(-shape.parameters // ranks)
     if lora is None:
         trained, rows = share, 4 * share
-        parts = [_fixed("gradients of gathered weights", item * (ends + layer), device)]
+        # As computed, and at most at once: joined in float32 to be sent, and the rows that come back.
+        summed = ends + layer
+        most = (item + 4) * summed + 4 * summed // ranks
+        parts = [Part("gradients of gathered weights", item * summed, most, device)]
     else:
         trained, rows = sum(lora.rank * (n + m) for n, m in _adapted(shape, lora.target_modules)), item * share
         parts = [
@@ -211,6 +215,7 @@ def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str)
     parts += [
         _fixed("weights", rows, device),
         _fixed("gathered weights", item * gathered, device),
+        Part("buffers of gathering", 0, item * arriving, device),  # they arrive joined, and are then copied
         _fixed("gradients", 4 * trained, device),
         _fixed("Adam's moments", 8 * trained, device),
     ]

@@ -6,6 +6,8 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
@@ -104,6 +106,9 @@ def yield_to_the_trainer(here: Here) -> None:
     """Lower the priority of this process if it shall yield."""
     if here.yields:
         os.nice(GENERATION_NICENESS)
+        # Linux may compare sessions instead of processes (autogroup), and each process of a run has a session of its own.
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(GENERATION_NICENESS))
 
 
 def thread_environment(threads: int) -> dict[str, str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,17 @@ def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Thre
 )
 def test_engines_yield_to_the_trainer_only_where_they_share_its_cores(config: RunConfig, cores: int, first: bool) -> None:
     assert trainer_goes_first(config, make_schedule(config), cores) == first
+
+
+def test_a_process_that_yields_has_a_low_priority_also_among_sessions() -> None:
+    code = (
+        "import os\nfrom pathlib import Path\nfrom pipelinerl.launch.session import Here\n"
+        "from pipelinerl.launch.share import yield_to_the_trainer\nyield_to_the_trainer(Here(threads=1, yields=True))\n"
+        "group = Path('/proc/self/autogroup')\nprint(os.nice(0), group.read_text().split()[-1] if group.exists() else 10)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], start_new_session=True, check=True, capture_output=True, text=True)
+    before = os.nice(0)
+    assert ran.stdout.split() == [str(min(19, before + 10)), "10"]
 
 
 COLLECTIVE = WeightsConfig(kind="collective")

@@ -292,6 +292,8 @@ def test_costs_on_shared_cores_are_slower_and_not_on_gpus():
 
 
 def test_a_calibration_of_ranks_has_their_time_per_token():
+    config = load_config(None, [*SETTINGS, "--trainer.ranks", "2"])
+    assert any("trainer.ranks 1, the run has 2" in doubt for doubt in doubts(config, CALIBRATION))
     ranks = msgspec.structs.replace(CALIBRATION, training=msgspec.structs.replace(CALIBRATION.training, ranks=2))
     whole = CALIBRATION.training.token_s
     assert calibrated_costs(ranks, slots=8, group_size=2, trainers=2).train_token_s == whole
