@@ -103,13 +103,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
             raise CheckpointError(f"can't read the optimizer's state in {self.path}: {_first_line(error)}") from error
 
     def restore_rng(self) -> None:
-        """Restore the state of torch's generators. Generators of GPUs that this machine does not have are skipped."""
-        for device, encoded in self.state.rng.items():
-            state = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.uint8)
-            if device == "cpu":
-                torch.set_rng_state(state)
-            elif torch.cuda.is_available() and torch.device(device).index < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, device)
+        restore_rng(self.state.rng)
 
 
 def _rows(files: Sequence[Any], key: str, rows_of: Callable[[int], slice]) -> Tensor:
@@ -135,6 +129,16 @@ def rng_state() -> dict[str, str]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
     return {device: base64.b64encode(bytes(state.tolist())).decode() for device, state in states.items()}
+
+
+def restore_rng(states: Mapping[str, str]) -> None:
+    """Restore what `rng_state` returned. Generators of GPUs that this machine does not have are skipped."""
+    for device, encoded in states.items():
+        state = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.uint8)
+        if device == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available() and torch.device(device).index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, device)
 
 
 def save_checkpoint(
@@ -194,6 +198,17 @@ def save_weights(directory: Path, *, version: int, model: Any, tokenizer: Any) -
         _write_model(hidden, model, tokenizer)
         _write_state(hidden, CheckpointState(version=version))
     return directory / _name(version)
+
+
+def keep_latest(directory: Path, version: int, count: int, *, spared_every: int) -> None:
+    """Delete copies of weights, except the last `count` up to `version`, and versions that `spared_every` divides (0: none).
+
+    Raises CheckpointError if that fails.
+    """
+    found = _by_version(directory)
+    kept = {number for number in found if spared_every and number % spared_every == 0}
+    kept.update([number for number in found if number <= version][-count:])
+    _delete([path for number, path in found.items() if number not in kept])
 
 
 @contextmanager

@@ -79,6 +79,10 @@ class LogitsError(TrainingDivergedError):
     """An engine's logits are not finite, so no token can be sampled: its weights are broken."""
 
 
+class ReplayDifferenceError(PipelineRLError):
+    """A replay did not repeat what the run recorded; the message names the first step and parameter, rollout or token."""
+
+
 class StalledError(PipelineRLError):
     """No progress for longer than the watchdog allows; the message says which stage waits for which."""
 

@@ -238,6 +238,11 @@ class WeightSender(Protocol):
         """The latest transfer that is complete; None before the first."""
         ...
 
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """A digest of each tensor of the latest update, by name; empty before the first."""
+        ...
+
     def close(self) -> None: ...
 
 

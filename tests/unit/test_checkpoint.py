@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipelinerl import checkpoint as module
-from pipelinerl.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, rng_state, save_checkpoint
+from pipelinerl.checkpoint import checkpoints, keep_latest, latest_checkpoint, load_checkpoint, rng_state, save_checkpoint
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.sharded import rows_of
@@ -151,6 +151,16 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
         save(tmp_path, version, keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+
+
+def test_the_last_copies_of_weights_are_kept_and_those_that_are_spared(tmp_path: Path) -> None:
+    """Version 9 is of a past that was abandoned by a resume."""
+    for version in (1, 2, 3, 4, 5, 6, 9):
+        (tmp_path / f"step_{version:08d}").mkdir()
+    keep_latest(tmp_path, 6, 2, spared_every=3)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["3", "5", "6", "9"]
+    keep_latest(tmp_path, 6, 2, spared_every=0)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["5", "6"]
 
 
 def test_the_latest_is_found_by_number(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ class Actor:
         self.idle_s = IDLE_S
         self._stopping = False
         self._idle_iterations = 0
+        self._recorded: Group | None = None
         if not deadlines_work():
             logger.warning(
                 "actor.code_timeout_s has no effect here: code that never yields can be interrupted in the main thread of a "
@@ -139,12 +140,17 @@ class Actor:
         return ALLOWED
 
     def _write_oldest(self) -> bool:
-        """Write the oldest finished group. Called under the lock of `admission`, as other actors write the same files."""
+        """Write the oldest finished group. Called under the lock of `admission`, as other actors write the same files.
+
+        The record comes first, so that every group that is trained on has one, even if this process is killed in between.
+        """
         group = self._groups.finished[0]
+        if group is not self._recorded:
+            write_record(self._writer, group)
+            self._recorded = group
         if not self._writer.try_write(group):
             return False
         self._groups.handed_over()
-        write_record(self._writer, group)
         return True
 
     async def _idle(self, stepped: bool) -> None:

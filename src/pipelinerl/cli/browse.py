@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import Commands, refuse_settings, say, write
-from pipelinerl.config.load import config_from_yaml
+from pipelinerl.config.load import config_from_yaml, with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 
@@ -91,7 +91,7 @@ def _config(run_dir: Path) -> RunConfig | str:
     """The run's configuration, or why it can't be read, as rollouts can be browsed without it."""
     path = run_dir / "config.yaml"
     try:
-        return config_from_yaml(path.read_text(encoding="utf-8"), str(path))
+        return with_own_model(config_from_yaml(path.read_text(encoding="utf-8"), str(path)), run_dir)
     except OSError as error:
         return f"can't read {path}: {error.strerror}"
     except (UnicodeDecodeError, UserError) as error:

@@ -21,6 +21,7 @@ MODULES = {
     "eval": ("eval",),
     "plan": ("plan", "calibrate", "simulate"),
     "serve": ("serve", "check-engine"),
+    "replay": ("replay", "export"),
 }
 """The modules of this package that add subcommands, in the order of `pipelinerl --help`, and the names of theirs."""
 

@@ -61,6 +61,14 @@ def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
     return _Draft.of_text(text, source).config()
 
 
+def with_own_model(config: RunConfig, run_dir: Path) -> RunConfig:
+    """The same, with an absolute path if its model is a folder in `run_dir`, as it is in an export of a run."""
+    folder = run_dir / config.model.path
+    if config.model.path == "demo" or os.path.isabs(config.model.path) or not os.path.isdir(folder):
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder.absolute())})})
+
+
 def with_flags(config: RunConfig, flags: Sequence[str], keys: Collection[str]) -> RunConfig:
     """A copy of `config` with flags on top, for commands that use only the given keys of a run file.
 

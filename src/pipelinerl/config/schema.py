@@ -285,6 +285,10 @@ class TrainerConfig(Section, frozen=True):
     """Optimizer steps between copies of the weights in `weights/`, for `pipelinerl eval RUN_DIR@all`. All copies are kept;
     they are cheaper than checkpoints. 0: none.
     """
+    keep_versions: Count | Literal["all"] | None = None
+    """Also copy the weights of every published version to `weights/`, and keep the last N of them, or `all`. `pipelinerl
+    replay --verify` then repeats generation without training. Each takes as much disk as the model. null: none.
+    """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
     device: Device = "cpu"

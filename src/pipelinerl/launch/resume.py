@@ -49,7 +49,10 @@ def _set_aside(run: RunDirectory) -> Path:
     with errors_explained():
         kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
         kept.mkdir()
-        records = (run.metrics, run.evaluations, run.summary, run.curves, run.rollouts, run.root / "tensorboard")
+        records = (
+            *(run.metrics, run.evaluations, run.sessions, run.published, run.summary, run.curves, run.rollouts),
+            run.root / "tensorboard",
+        )
         for path in (*records, *run.root.glob("timeline-*.jsonl")):
             if path.exists():
                 path.rename(kept / path.name)

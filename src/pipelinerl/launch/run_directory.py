@@ -12,6 +12,8 @@ class RunDirectory:
     """The paths of a run's files.
 
     config, settings   the configuration, for people and as the processes of the session read it
+    sessions           a record of each session, and
+    published          the checksums of all published weights, for a replay
     plan               the `StartPlan` of the current or latest session; only this package writes it
     scratch            the folder for what processes of one machine share by maps and locks; in `control`, unless the run
                        directory is shared by several machines
@@ -23,6 +25,8 @@ class RunDirectory:
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
         self.evaluations = root / "evaluations.jsonl"
+        self.sessions = root / "sessions.jsonl"
+        self.published = root / "published.jsonl"
         self.summary = root / "summary.json"
         self.curves = root / "curves.png"
         self.rollouts = root / "rollouts"

@@ -145,7 +145,7 @@ def _remove_failed_start(run: RunDirectory) -> None:
     for path in run.checkpoints.glob("step_*"):
         shutil.rmtree(path)
     records = (*run.root.glob("timeline-*.jsonl"), *run.rollouts.glob("*.jsonl"))
-    for path in (run.evaluations, run.summary, run.config, *records, *run.control.iterdir()):
+    for path in (run.evaluations, run.sessions, run.published, run.summary, run.config, *records, *run.control.iterdir()):
         path.unlink(missing_ok=True)
 
 

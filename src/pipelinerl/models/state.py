@@ -50,18 +50,27 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return firsts
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
+def checksum(tensors: Mapping[str, Tensor], digests: Mapping[str, str] | None = None) -> str:
     """Checksum over name, type, shape and bytes of every tensor: 128 bits as 32 hex digits. Independent of the order.
+
+    `digests`: those of these tensors (`digests_of`), if the caller has computed them.
+    """
+    digests = digests_of(tensors) if digests is None else digests
+    whole = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        whole.update(f"{name}\n{tensor.dtype}\n{tuple(tensor.shape)}\n{digests[name]}\n".encode())
+    return whole.hexdigest()
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A digest of the bytes of each tensor: 128 bits as 32 hex digits.
 
     Tensors on other devices are copied to the CPU one at a time; a tied tensor is read once.
     """
     firsts = first_names(tensors)
     digests = {name: _digest(tensors[name]) for name in dict.fromkeys(firsts.values())}
-    whole = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        whole.update(f"{name}\n{tensor.dtype}\n{tuple(tensor.shape)}\n{digests[firsts[name]]}\n".encode())
-    return whole.hexdigest()
+    return {name: digests[first] for name, first in firsts.items()}
 
 
 def _digest(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pipelinerl.config.load import config_from_yaml
+from pipelinerl.config.load import config_from_yaml, with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -304,7 +304,7 @@ def read_config(run_dir: Path) -> RunConfig:
         missing = "it has no config.yaml" if run_dir.is_dir() else "there is no such folder"
         raise RunDirectoryError(f"{run_dir} is not a run directory: {missing}")
     try:
-        return config_from_yaml(path.read_text(encoding="utf-8"), str(path))
+        return with_own_model(config_from_yaml(path.read_text(encoding="utf-8"), str(path)), run_dir)
     except (OSError, UnicodeDecodeError) as error:
         raise RunDirectoryError(f"can't read {path}: {error}") from error
 

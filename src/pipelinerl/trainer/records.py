@@ -1,4 +1,4 @@
-"""Builds the metrics record of an optimizer step, and the record of which rollouts it trained on."""
+"""The records of an optimizer step: its metrics, the rollouts that it trained on, and the weights that it published."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from statistics import correlation, fmean, pstdev
 
 import msgspec
+import xxhash
 
 from pipelinerl.metrics.records import EngineRecord, StepRecord
 from pipelinerl.metrics.statistics import mean_metrics
@@ -108,25 +109,48 @@ TRAINED_FILE = "trained.jsonl"
 
 
 class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a step: its number of sampled tokens, and their smallest and largest lag."""
+    """One rollout of a step: its number of sampled tokens, their smallest and largest lag, and its advantage.
+
+    The digests are of what was trained on: `tokens_digest` of the token ids, which of them were sampled, and their versions;
+    `logprobs_digest` of the behaviour log-probabilities. With them a replay finds a rollout whose record was changed.
+    """
 
     id: str
     group_index: int
     tokens: int
     lag_min: int
     lag_max: int
+    advantage: float = 0.0
+    tokens_digest: str = ""
+    logprobs_digest: str = ""
+
+    @classmethod
+    def of(cls, sample: TrainingSample, version: int) -> TrainedSample:
+        """`version` is that of the weights before the step."""
+        content = msgspec.msgpack.encode((sample.segments, sample.versions))
+        return cls(
+            id=sample.id,
+            group_index=sample.group_index,
+            tokens=sample.sampled_count,
+            lag_min=version - max(sample.versions),
+            lag_max=version - min(sample.versions),
+            advantage=sample.advantage,
+            tokens_digest=xxhash.xxh3_64_hexdigest(content),
+            logprobs_digest=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(sample.behaviour_logprobs)),
+        )
 
 
 class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step. `version` is that of the weights after it.
+    """One optimizer step. `version` is that of the weights after it, and `samples` are in the order of the batch.
 
-    `dropped_lengths` are the sampled tokens of each rollout that the trainer dropped since the previous record, by reason;
-    `dropped_ids` are the ids of these rollouts. A resumed run repeats the steps after its checkpoint: if several lines have
-    the same version, the last one counts.
+    `refused` are the batches that the ESS guard rejected since the previous record. `dropped_lengths` are the sampled tokens
+    of each rollout that the trainer dropped since then, by reason; `dropped_ids` are the ids of these rollouts. A resumed
+    run repeats the steps after its checkpoint: if several lines have the same version, the last one counts.
     """
 
     version: int
     samples: tuple[TrainedSample, ...]
+    refused: tuple[tuple[TrainedSample, ...], ...] = ()
     dropped_lengths: dict[str, list[int]] = {}
     dropped_ids: dict[str, list[str]] = {}
 
@@ -135,22 +159,30 @@ def trained_record(
     samples: Sequence[TrainingSample],
     *,
     version: int,
+    refused: Sequence[Sequence[TrainingSample]] = (),
     dropped_lengths: Mapping[str, list[int]],
     dropped_ids: Mapping[str, list[str]],
 ) -> TrainedRecord:
     """The record of the step from the weights of `version` to those of `version + 1`."""
     return TrainedRecord(
         version=version + 1,
-        samples=tuple(
-            TrainedSample(
-                id=sample.id,
-                group_index=sample.group_index,
-                tokens=sample.sampled_count,
-                lag_min=version - max(sample.versions),
-                lag_max=version - min(sample.versions),
-            )
-            for sample in samples
-        ),
+        samples=tuple(TrainedSample.of(sample, version) for sample in samples),
+        refused=tuple(tuple(TrainedSample.of(sample, version) for sample in batch) for batch in refused),
         dropped_lengths=dict(dropped_lengths),
         dropped_ids=dict(dropped_ids),
     )
+
+
+class PublishedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `published.jsonl`: weights that the engines got. `digests`: the first 16 hex digits of each tensor's.
+
+    A resumed run publishes the weights of its checkpoint again: if several lines have the same version, the last one counts.
+    """
+
+    version: int
+    checksum: str
+    digests: dict[str, str]
+
+    @classmethod
+    def of(cls, version: int, checksum: str, digests: Mapping[str, str]) -> PublishedRecord:
+        return cls(version=version, checksum=checksum, digests={name: digest[:16] for name, digest in digests.items()})

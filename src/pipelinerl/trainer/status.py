@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.totals import actor_total, engine_total
 from pipelinerl.status.reporter import ALONE, StatusReporter
 from pipelinerl.trainer.queue import SampleQueue
-from pipelinerl.trainer.records import EngineWatch, step_record, trained_record
+from pipelinerl.trainer.records import EngineWatch, PublishedRecord, step_record, trained_record
 from pipelinerl.trainer.step import StepResult
 from pipelinerl.types import (
     TRAINER,
@@ -39,6 +39,7 @@ class TrainerOutput:
     board: Board
     sink: Sink
     trained_log: JsonLines | None = None
+    published_log: JsonLines | None = None
     engines: Sequence[str] = (ALONE.engine,)
     actors: Sequence[str] = (ALONE.actor,)
     clock: Callable[[], float] = time.monotonic
@@ -61,6 +62,7 @@ class TrainerStatus:
         self._engine = EngineWatch()
         self._busy_s = self._step_end_busy_s = self._saving_s = self._publish_s = 0.0
         self._latest: dict[str, float] = {}
+        self._refused: list[Sequence[TrainingSample]] = []
 
     def report(self, state: StageState, detail: str, *, now: bool = False) -> None:
         self._reporter.report(state, detail, self._progress, now=now)
@@ -75,6 +77,15 @@ class TrainerStatus:
     def count_as_busy(self) -> None:
         """Count the iteration as work. Without this, it counts as waiting."""
         self._busy_s += self._clock() - self._begin_s
+
+    def published(self, version: int, checksum: str, digests: Mapping[str, str]) -> None:
+        """Record weights that the engines get."""
+        if self._output.published_log is not None:
+            self._output.published_log.write(PublishedRecord.of(version, checksum, digests))
+
+    def refused(self, samples: Sequence[TrainingSample]) -> None:
+        """A batch that the ESS guard rejected; it is in the record of the next step."""
+        self._refused.append(samples)
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
@@ -130,7 +141,10 @@ class TrainerStatus:
         self._latest = record.headline()
         lengths, ids = queue.dropped_lengths(), queue.dropped_ids()
         if output.trained_log is not None:
-            output.trained_log.write(trained_record(samples, version=version - 1, dropped_lengths=lengths, dropped_ids=ids))
+            output.trained_log.write(
+                trained_record(samples, version=version - 1, refused=self._refused, dropped_lengths=lengths, dropped_ids=ids)
+            )
+        self._refused = []
 
     def probe_readings(self) -> Iterator[ProbeReading]:
         """The weight probes that the engines have published."""

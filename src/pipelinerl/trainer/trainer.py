@@ -5,7 +5,7 @@ stream ──groups──▶ SampleQueue ──B rollouts──▶ Learner.step 
                         └── drop stale rollouts ◀──┘ ESS too low
 
 consumes      groups from the rollout stream, only as many as the schedule needs for the next step
-produces      weights for the engines, a StepRecord and a TrainedRecord per step, checkpoints
+produces      weights for the engines, a StepRecord and a TrainedRecord per step, a PublishedRecord per update, checkpoints
 waits for     rollouts, while the schedule does not allow a step with those in the queue
 unblocked by  the actor, when it writes groups to the stream
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.checkpoint import WEIGHTS_FOLDER, Checkpoint, rng_state, save_checkpoint, save_weights
+from pipelinerl.checkpoint import WEIGHTS_FOLDER, Checkpoint, keep_latest, rng_state, save_checkpoint, save_weights
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.interfaces import Schedule, Verdict, WeightSender
@@ -193,6 +193,7 @@ class Trainer:
         Raises PolicyMismatchError if the batch was on-policy, since waiting for other data would not help.
         """
         self._ess_guard_trips += 1
+        self._status.refused(samples)
         self._queue.drop(samples, "ess_guard")
         self._queue.require(self._version, "ess_guard")
         # Published at once, so that the actor can start new groups.
@@ -212,7 +213,9 @@ class Trainer:
     def _publish(self) -> None:
         self._probe.expect(self._version)
         with self._status.publishing():
-            self._sender.send(self._version, self._learner.weights())
+            checksum = self._sender.send(self._version, self._learner.weights())
+        if checksum:  # otherwise the run is ending
+            self._status.published(self._version, checksum, self._sender.digests)
         self._published_version = self._version
 
     # ---- checkpoints and the end of the run
@@ -222,6 +225,8 @@ class Trainer:
         copy, checkpoint = (
             every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
         )
+        kept = self._config.keep_versions if self._published_version == self._version else None
+        copy = copy or kept is not None
         if self._checkpoints is None or not (copy or checkpoint):
             return
         with self._status.saving():
@@ -229,6 +234,8 @@ class Trainer:
                 self._status.report("working", f"writing the weights of version {self._version}", now=True)
                 folder = self._checkpoints.directory.parent / WEIGHTS_FOLDER
                 save_weights(folder, version=self._version, model=self._learner, tokenizer=self._checkpoints.tokenizer)
+                if isinstance(kept, int):
+                    keep_latest(folder, self._version, kept, spared_every=self._config.weights_every)
             if checkpoint:
                 self.checkpoint()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.state import checksum, first_names
+from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.types import UpdateReceipt, WeightTransfer
 from pipelinerl.weights.sending import complaint, copied
 
@@ -34,6 +34,7 @@ class MemoryWeightSender:
         self._dtype = dtype
         self._version = -1
         self.transfer: WeightTransfer | None = None
+        self.digests: Mapping[str, str] = {}
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
         """Copy the tensors, make the copies available, return their checksum. Versions must rise.
@@ -47,7 +48,8 @@ class MemoryWeightSender:
             raise WeightUpdateError(f"the engine took weights of version {self._channel.taken.version} without a receipt")
         begin_s = time.monotonic()
         copies = copied(tensors, self._dtype)
-        update = WeightUpdate(version, checksum(copies), copies)
+        self.digests = digests_of(copies)
+        update = WeightUpdate(version, checksum(copies, self.digests), copies)
         size = sum(copies[name].nbytes for name, first in first_names(copies).items() if name == first)
         self.transfer = WeightTransfer(version=version, bytes=size, time_s=time.monotonic() - begin_s)
         self._channel.offered = update

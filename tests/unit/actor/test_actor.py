@@ -961,6 +961,26 @@ def test_errors_of_our_own_are_not_blamed_on_the_environment(monkeypatch):
         run(Harness(), 5)
 
 
+def test_a_group_is_recorded_once_and_before_it_is_in_the_stream():
+    """Also while the stream is full: a process that is killed leaves no group in the stream without a record."""
+    harness = Harness(capacity=1, groups=3)
+    write, recorded_first = harness.try_write, []
+
+    def watched(item, encoded=None):
+        recorded_first.append(item in harness.records)
+        return write(item, encoded)
+
+    harness.try_write = watched
+    run(harness, 40)
+    assert len(recorded_first) > 3, "the stream was full"
+    assert all(recorded_first)
+    assert [group.index for group in harness.records] == [0, 1]
+    read = harness.read()
+    run(harness, 40)
+    assert [group.index for group in harness.records] == [0, 1, 2]
+    assert harness.records[: len(read)] == read
+
+
 def test_records_that_can_not_be_written_are_an_error_that_says_so():
     harness = Harness()
 

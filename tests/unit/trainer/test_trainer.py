@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,21 +21,23 @@ from pipelinerl.interfaces import Schedule
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import make_sink
-from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.models.state import checksum, digests_of, named_weights
 from pipelinerl.preprocess import PreparingReader, Preprocessor, pack
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
-from pipelinerl.trainer.records import TrainedRecord
+from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import (
     ActorProgress,
     Completion,
     Group,
     Problem,
     Rollout,
+    Segment,
     StageStatus,
     TrainerProgress,
+    TrainingSample,
     Turn,
     UpdateReceipt,
     spans_from_versions,
@@ -124,6 +127,7 @@ class Setup:
                 board=self.board,
                 sink=make_sink(run_dir),
                 trained_log=JsonLines(run_dir / "rollouts" / "trained.jsonl"),
+                published_log=JsonLines(run_dir / "published.jsonl"),
             ),
             checkpoints=CheckpointPlan(
                 directory=run_dir / "checkpoints", tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -237,6 +241,41 @@ def test_trained_records_tell_versions_and_lags(tmp_path: Path) -> None:
     assert (second.version, {(sample.lag_min, sample.lag_max) for sample in second.samples}) == (2, {(1, 1)})
 
 
+def test_records_have_what_was_published_and_what_it_was_trained_on(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, steps=2)
+    setup.drive()
+    published = read_json_lines(tmp_path / "published.jsonl", PublishedRecord)
+    assert [record.version for record in published] == [0, 1, 2]
+    held = named_weights(setup.learner.model)
+    assert published[-1].checksum == checksum(held)
+    assert published[-1].digests == {name: digest[:16] for name, digest in digests_of(held).items()}
+    assert published[0].digests.keys() == published[-1].digests.keys()
+    assert all(published[0].digests[name] != digest for name, digest in published[-1].digests.items())
+    trained = read_json_lines(tmp_path / "rollouts" / "trained.jsonl", TrainedRecord)
+    advantages = [sample.advantage for sample in trained[0].samples]
+    assert any(advantages)
+    assert sum(advantages) == 0
+    assert len({sample.logprobs_digest for record in trained for sample in record.samples}) == 8
+
+
+def test_digests_of_a_rollout_tell_what_was_changed() -> None:
+    segments = (Segment(token_ids=(1, 2, 3), sampled=((1, 3),)),)
+    sample = TrainingSample(
+        id="a", group_index=0, segments=segments, behaviour_logprobs=(-1.0, -2.0), versions=(0, 0), advantage=1.0, reward=1.0
+    )
+    changes: list[tuple[dict[str, Any], set[str]]] = [
+        ({"segments": (Segment(token_ids=(1, 2, 4), sampled=((1, 3),)),)}, {"tokens_digest"}),
+        ({"segments": (Segment(token_ids=(1, 2, 3), sampled=((0, 1), (2, 3))),)}, {"tokens_digest"}),
+        ({"behaviour_logprobs": (-1.0, -2.0000000000000004)}, {"logprobs_digest"}),
+        ({"advantage": 1.0000000000000002}, {"advantage"}),
+        ({"metrics": {"x": 1.0}}, set()),
+    ]
+    before = msgspec.structs.asdict(TrainedSample.of(sample, 3))
+    for change, fields in changes:
+        after = msgspec.structs.asdict(TrainedSample.of(msgspec.structs.replace(sample, **change), 3))
+        assert {name for name in before if before[name] != after[name]} == fields
+
+
 def test_records_tell_how_length_goes_with_lag_and_what_the_actor_dropped(tmp_path: Path) -> None:
     setup = Setup(tmp_path, steps=2, batch_size=6)
     counts = {"rollouts_dropped": {"timeout": 2}, "dropped_tokens": {"timeout": 90}, "started_length_mean": 7.5}
@@ -279,6 +318,9 @@ def test_the_ess_guard_drops_what_is_off_policy_and_goes_on_with_fresh_rollouts(
     assert setup.records()[-1].lag_max == 0
     assert not torch.equal(before[0], weights(setup)[0])
     assert setup.progress.trained + sum(setup.progress.dropped.values()) == 8 * K
+    first, second = read_json_lines(tmp_path / "rollouts" / "trained.jsonl", TrainedRecord)
+    assert first.refused == ()
+    assert [[sample.id for sample in batch] for batch in second.refused] == [[f"{g}/{a}" for g in (2, 3) for a in range(K)]]
 
 
 def test_after_a_refusal_stale_groups_of_the_stream_are_not_the_next_batch(tmp_path: Path) -> None:

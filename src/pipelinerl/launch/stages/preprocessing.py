@@ -36,12 +36,19 @@ def preparing(
     lora: LoraModel | None = None,
     reference: ReferenceScorer | None = None,
 ) -> PreparingReader:
-    """A reader that prepares the groups of `reader` as they are read.
+    """A reader that prepares the groups of `reader` as they are read (see `make_preprocessor`)."""
+    return PreparingReader(reader, make_preprocessor(config, lora, reference))
+
+
+def make_preprocessor(
+    config: RunConfig, lora: LoraModel | None = None, reference: ReferenceScorer | None = None
+) -> Preprocessor:
+    """The preprocessor of a run.
 
     The reference model of a KL penalty is `reference`, or else the base model under the adapters of `lora`; without both it
     is loaded.
     """
-    return PreparingReader(reader, Preprocessor(config.preprocess, reference or _reference(config, lora)))
+    return Preprocessor(config.preprocess, reference or _reference(config, lora))
 
 
 def prepared_groups(session: Session, lora: LoraModel | None, reference: ReferenceScorer | None) -> StreamReader[Prepared]:

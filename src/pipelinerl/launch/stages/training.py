@@ -23,6 +23,7 @@ from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.session import Session, write_error
 from pipelinerl.launch.stages.preprocessing import prepared_groups
+from pipelinerl.launch.stages.recording import record_session
 from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.models.loading import load_model, load_tokenizer
@@ -53,7 +54,7 @@ def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
     stopping = threading.Event()
     board = MmapBoard(session.run.scratch)
     with ExitStack() as stack:
-        team = stack.enter_context(_lead(session, board, ranks_fd)) if session.config.trainer.ranks > 1 else None
+        team = stack.enter_context(lead_ranks(session, board, ranks_fd)) if session.config.trainer.ranks > 1 else None
         starting(board, [TRAINER], "loads the model")
         _train(session, board, load_policy(session, team), weights_fd, stopping)
 
@@ -77,7 +78,8 @@ def run_rank(session: Session, role: str, ranks_fd: int) -> None:
 
 
 @contextmanager
-def _lead(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
+def lead_ranks(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
+    """Be rank 0 of a sharded trainer while inside; the others connect to the socket `ranks_fd`."""
     from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - as above
 
     starting(board, [TRAINER], "waits for the other ranks to start")
@@ -124,13 +126,15 @@ class TrainingLogs:
 
     metrics: Sink
     trained: JsonLines
+    published: JsonLines
 
 
 @contextmanager
 def open_logs(session: Session) -> Iterator[TrainingLogs]:
-    metrics = make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard)
-    with closing(metrics), JsonLines(session.run.rollouts / TRAINED_FILE) as trained:
-        yield TrainingLogs(metrics, trained)
+    run = session.run
+    metrics = make_sink(run.root, tensorboard=session.config.metrics.tensorboard)
+    with closing(metrics), JsonLines(run.rollouts / TRAINED_FILE) as trained, JsonLines(run.published) as published:
+        yield TrainingLogs(metrics, trained, published)
 
 
 @dataclass(frozen=True)
@@ -220,10 +224,11 @@ def build_trainer(
     sender: WeightSender,
     logs: TrainingLogs,
 ) -> Trainer:
-    """Make the trainer of `policy`, with the state of its checkpoint. Nothing is sent or trained yet."""
+    """Make the trainer of `policy`, with the state of its checkpoint, and record the session. Nothing is trained yet."""
     config = session.config
     learner = policy.learner(config)
     state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
+    record_session(session)
     queue = SampleQueue(
         reader,
         by_index=session.schedule.trains_in_rounds(),
@@ -241,6 +246,7 @@ def build_trainer(
             board=board,
             sink=logs.metrics,
             trained_log=logs.trained,
+            published_log=logs.published,
             engines=[stages.engine for stages in generation],
             actors=[stages.actor for stages in generation],
             started_s=session.records_from_s,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipelinerl.channel import POLL_S, Channel, ProtocolError
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
-from pipelinerl.models.state import checksum, first_names
+from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.types import MAX_RECEIVERS, Encoding, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.group import (
@@ -315,6 +315,7 @@ class CollectiveWeightSender:
         self._base = ""  # checksum of the previous update
         self._begin_s = 0.0
         self.transfer: WeightTransfer | None = None
+        self.digests: Mapping[str, str] = {}
         self._released = 0  # the last update that may be applied
         self._closing = threading.Event()
         self._outbox: queue.SimpleQueue[control.Offer | None] = queue.SimpleQueue()
@@ -352,7 +353,9 @@ class CollectiveWeightSender:
                 if name == owner:
                     staged[name].copy_(tensors[name])
         number = last.number + 1 if last else 1
-        offer = control.Offer(number=number, version=version, checksum=checksum(staged), layout=encoded)
+        self.digests = digests_of(staged)
+        whole = checksum(staged, self.digests)
+        offer = control.Offer(number=number, version=version, checksum=whole, layout=encoded)
         self._members.offer = offer
         self._outbox.put(offer)
         return offer.checksum

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import reserve
-from pipelinerl.models.state import checksum, first_names
+from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.sending import complaint, layout_of
@@ -63,6 +63,7 @@ class SharedWeightSender:
         self._inbox: list[UpdateReceipt] = []
         self._problem: str | None = None
         self.transfer: WeightTransfer | None = None
+        self.digests: Mapping[str, str] = {}
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
         """Copy the tensors into shared memory, publish them, return the checksum of the copies ("" if the run is ending).
@@ -87,7 +88,8 @@ class SharedWeightSender:
             for name, first in first_names(tensors).items():
                 if name == first:
                     buffer[name].copy_(tensors[name])
-        digest = checksum(buffer)
+        self.digests = digests_of(buffer)
+        digest = checksum(buffer, self.digests)
         self._control.write_offer(Offer(number, version, digest, number % 2, self._layout_bytes, layout.buffer_bytes))
         self._sent = _Sent(number, version, digest, time.monotonic())
         self.transfer = WeightTransfer(version=version, bytes=layout.buffer_bytes, time_s=self._sent.at_s - begin_s)

@@ -1,0 +1,348 @@
+"""`pipelinerl replay`: repeats a run, compares it with its records, and collects what differs.
+
+exact             the weights of every published version have the recorded checksum
+counterfactual    other settings of the loss, the correction, the advantages or the optimizer, on the same batches
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipelinerl.config.checks import mistakes
+from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import with_flags
+from pipelinerl.config.schema import EngineConfig, RunConfig
+from pipelinerl.errors import PolicyMismatchError, ReplayDifferenceError, RunDirectoryError, TrainingDivergedError, UserError
+from pipelinerl.experiments.evaluate.evaluate import LEVEL, RESAMPLES, EvaluationPlan, evaluate
+from pipelinerl.experiments.evaluate.models import find_targets
+from pipelinerl.experiments.evaluate.results import EvaluationSettings
+from pipelinerl.experiments.replay.generation import (
+    TOLERANCE,
+    GenerationResult,
+    Weights,
+    choose_groups,
+    repeat_groups,
+    versions_of,
+)
+from pipelinerl.experiments.replay.records import Batch, RecordedRun
+from pipelinerl.experiments.replay.results import HeldOut, ReplayResult, StepComparison, changed_text
+from pipelinerl.experiments.replay.training import TrainingReplay
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.stages.recording import this_machine
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.report import count, write_file, write_json, writing_to
+from pipelinerl.types import Group
+
+DEVICE_KEYS = ("trainer.device", "trainer.threads", "engine.device", "engine.threads")
+"""Settings with which a replay still repeats the run, though not always to the bit."""
+COUNTERFACTUAL_KEYS = (
+    *("trainer.loss", "trainer.clip_low", "trainer.clip_high", "trainer.dual_clip", "trainer.loss_normalization"),
+    *("trainer.kl_coefficient", "trainer.learning_rate", "trainer.ess_lr", "trainer.lr_schedule", "trainer.warmup_steps"),
+    *("trainer.betas", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.micro_batch_tokens"),
+    *("correction.token", "correction.token_low", "correction.token_high", "correction.sequence", "correction.sequence_low"),
+    *("correction.sequence_high", "correction.drift"),
+    *("preprocess.advantage", "preprocess.normalize_std", "preprocess.zero_advantage"),
+)
+"""Settings that a counterfactual may change: those of the training side that leave the batches as they are."""
+_COMPARED = ("loss", "grad_norm", "ess")
+"""The metrics of a step that must be the run's to the bit."""
+SAY_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to replay. `settings` are flags; `steps` None means all; `out` None: nothing is kept."""
+
+    run_dir: Path
+    settings: Sequence[str] = ()
+    steps: int | None = None
+    verify: int = 0
+    seed: int = 0
+    tolerance: float | None = None
+    held_out: int = 0
+    out: Path | None = None
+
+    @property
+    def exact(self) -> bool:
+        given = {setting.partition("=")[0].removeprefix("--") for setting in self.settings if setting.startswith("--")}
+        return given <= set(DEVICE_KEYS)
+
+    def change(self, config: RunConfig) -> RunConfig:
+        """The configuration with the request's settings. Raises ConfigError or UserError."""
+        changed = with_flags(config, self.settings, (*COUNTERFACTUAL_KEYS, *DEVICE_KEYS))
+        if changed == config:
+            return config
+        for mistake in mistakes(changed):
+            raise UserError(f"--{mistake}")
+        if (changed.preprocess.zero_advantage == "drop") != (config.preprocess.zero_advantage == "drop"):
+            raise UserError("--preprocess.zero_advantage: with or without `drop`, batches have other rollouts")
+        return changed
+
+
+def replay(request: Request, stop: Callable[[], bool], say: Callable[[str], None]) -> ReplayResult:
+    """Replay a run. `say` is called with lines on the progress.
+
+    Raises UserError for a request or records that make no sense, RunInterruptedError once `stop` returns True, and, in a
+    counterfactual, errors of training. Differences are in the result, not raised.
+    """
+    run = RecordedRun(request.run_dir)
+    if run.steps == 0:
+        raise RunDirectoryError(f"{request.run_dir} took no step, so there is nothing to replay")
+    steps = run.steps if request.steps is None else request.steps
+    if steps > run.steps:
+        raise UserError(f"--steps {steps}: {request.run_dir} took {run.steps}")
+    if not request.exact and (request.verify or not steps):
+        raise UserError("with other settings the replay trains: --steps 0 and --verify do not apply")
+    if request.held_out and not steps:
+        raise UserError("--held-out measures what the replay trains: give --steps 1 or more")
+    configs = [request.change(segment.config) for segment in run.segments]  # all mistakes before the work
+    with ExitStack() as stack:
+        folder = _folder(request.out, stack)
+        return _Replay(request, run, steps, folder, configs[-1], stop, say).result()
+
+
+def _folder(out: Path | None, stack: ExitStack) -> RunDirectory:
+    if out is None:
+        out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-replay-")))
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} exists; choose a new folder")
+    folder = RunDirectory(out.absolute())
+    with writing_to(out):
+        folder.make_folders()
+    return folder
+
+
+@dataclass
+class _Replay:
+    """One replay. It observes training (see `training.Observer`)."""
+
+    request: Request
+    run: RecordedRun
+    steps: int
+    folder: RunDirectory
+    config: RunConfig
+    stop: Callable[[], bool]
+    say: Callable[[str], None]
+    first_step: str = ""
+    changes: dict[tuple[int, str], list[str]] = field(default_factory=dict)
+    checked: set[int] = field(default_factory=set)
+    unrecorded: set[int] = field(default_factory=set)
+    metrics: list[StepComparison] = field(default_factory=list)
+    needed: set[int] = field(default_factory=set)
+    said_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        checksums = {version: record.checksum for version, record in self.run.published.items()}
+        self.weights = Weights(self.request.run_dir, self.config.model, self.folder.root / "versions", checksums)
+
+    def result(self) -> ReplayResult:
+        began_s = time.monotonic()
+        warnings = list(dict.fromkeys(self._warnings())) if self.request.exact else []
+        for warning in warnings:
+            self.say(f"warning: {warning}")
+        groups = self._choose() if self.request.verify else []
+        differences = self._train() if self.steps else []
+        differences += [changed_text(rollouts, version, what) for (version, what), rollouts in self.changes.items()]
+        generation = None
+        tolerance = self.request.tolerance or TOLERANCE[self.config.model.dtype]
+        if groups and not differences:
+            try:
+                generation = self._generate(groups)
+            except ReplayDifferenceError as error:
+                differences.append(str(error))
+            else:
+                beyond = [gap for gap in generation.gaps if not gap.difference <= tolerance]
+                differences += [f"{gap} (tolerance {tolerance:g})" for gap in beyond]
+        result = ReplayResult(
+            run=str(self.request.run_dir),
+            exact=self.request.exact,
+            settings=self._settings(),
+            steps=self.steps,
+            compared=len(self.checked),
+            unrecorded=tuple(sorted(self.unrecorded - self.checked)),
+            time_s=time.monotonic() - began_s,
+            differences=tuple(differences),
+            warnings=tuple(warnings),
+            metrics=tuple(self.metrics),
+            generation=generation,
+            tolerance=tolerance if generation else None,
+            held_out=tuple(self._held_out()) if self.request.held_out and not differences else (),
+        )
+        if self.request.out is not None:
+            write_file(self.folder.config, config_to_yaml(self.config).encode())
+            write_json(self.request.out / "replay.json", result)
+        return result
+
+    def _warnings(self) -> Iterator[str]:
+        """What is other here than where the run trained, so that bits may differ."""
+        here = this_machine()
+        for segment in self.run.segments:
+            there, threads, device = segment.record.machine, segment.record.threads, segment.config.trainer.device
+            if there.instructions != here.instructions:
+                yield f"the run computed with {there.instructions} instructions, this machine does with {here.instructions}"
+            for package in sorted(there.packages.keys() | here.packages.keys()):
+                before, now = there.packages.get(package, "none"), here.packages.get(package, "none")
+                if before != now:
+                    yield f"the run had {package} {before}, this machine has {now}"
+            if device != "cpu":
+                yield f"the run trained on {device}, where the order of sums may vary"
+            elif threads > 1:
+                yield f"the run trained with {threads} threads; only one thread promises the same bits"
+
+    def _settings(self) -> dict[str, Any]:
+        """The changed settings."""
+        before, after = self.run.segments[-1].config.model_dump(mode="json"), self.config.model_dump(mode="json")
+        keys = [key.split(".") for key in COUNTERFACTUAL_KEYS]
+        return {
+            f"{section}.{key}": after[section][key] for section, key in keys if after[section][key] != before[section][key]
+        }
+
+    # ---- training
+
+    def _train(self) -> list[str]:
+        """Repeat training. Returns the first difference."""
+        training = TrainingReplay(
+            run=self.run,
+            steps=self.steps,
+            folder=self.folder,
+            observer=self,
+            stop=self.stop,
+            change=self.request.change,
+            exact=self.request.exact,
+            keep_last=bool(self.request.held_out or self.request.out),
+        )
+        try:
+            training()
+        except ReplayDifferenceError as error:
+            return [str(error)]
+        except (PolicyMismatchError, TrainingDivergedError) as error:
+            if not self.request.exact:
+                raise
+            return [f"training ended, which the run's did not: {error}"]
+        return [self.first_step] if self.first_step else []
+
+    def published(self, version: int, tensors: Mapping[str, Tensor], checksum: str, digests: Mapping[str, str]) -> None:
+        if version in self.needed:
+            self.weights.save(version, tensors)
+        recorded = self.run.published.get(version)
+        if not self.request.exact or recorded is None:
+            self.unrecorded |= {version} if self.request.exact else set()
+            return
+        if recorded.checksum != checksum:
+            found = {name: digest[:16] for name, digest in digests.items()}
+            odd = [name for name in {**recorded.digests, **found} if recorded.digests.get(name) != found.get(name)]
+            first = f"{self.first_step}; " if self.first_step else ""
+            what = f"first in parameter {odd[0]} ({len(odd)} of {len(found)} differ)" if odd else "but in no parameter"
+            raise ReplayDifferenceError(f"{first}the weights of version {version} differ from the run's, {what}")
+        self.checked.add(version)
+
+    def stepped(self, record: StepRecord) -> None:
+        recorded = self.run.metrics.get(record.version)
+        if recorded is None:
+            raise RunDirectoryError(f"{self.run.run.metrics} lacks step {record.version}")
+        if not self.request.exact:
+            self.metrics.append(StepComparison.of(recorded, record))
+        elif not self.first_step:
+            odd = next((name for name in _COMPARED if getattr(recorded, name) != getattr(record, name)), None)
+            if odd is not None:
+                now, before = getattr(record, odd), getattr(recorded, odd)
+                self.first_step = f"step {record.version} has {odd} {now}, the run's had {before}"
+        if time.monotonic() - self.said_s > SAY_EVERY_S:
+            self.said_s = time.monotonic()
+            self.say(f"step {record.version} of {self.steps}")
+
+    def refused(self, batch: Batch, refused: bool) -> None:
+        if refused != batch.refused and self.request.exact:
+            did = {True: "rejected", False: "accepted"}
+            raise ReplayDifferenceError(
+                f"the ESS guard {did[refused]} a batch of step {batch.version}, which the run's {did[batch.refused]}"
+            )
+
+    def changed(self, rollout: str, version: int, what: str) -> None:
+        self.changes.setdefault((version, what), []).append(rollout)
+
+    # ---- generation
+
+    def _choose(self) -> list[Group]:
+        """Groups to repeat: trained on, and with weights that the run kept or that this replay will compute."""
+        kv, since = self.config.engine.kv_on_update, self._generated_since()
+        available = self.weights.kept | {version for version in self.run.published if self.steps and version <= self.steps}
+        found: dict[int, Group] = {}
+        for index in self.run.trained_groups():
+            for group in self.run.groups.read(index)[:1]:
+                versions = versions_of(group, kv)
+                if versions <= available and min(versions, default=-1) >= since:
+                    found[index] = group
+        if not found:
+            raise UserError(
+                "--verify: no group has weights for all its tokens; replay more steps, or keep weights during the run with "
+                "trainer.keep_versions"
+            )
+        groups = [found[index] for index in choose_groups(sorted(found), self.request.verify, self.request.seed)]
+        self.needed = {version for group in groups for version in versions_of(group, kv)} - self.weights.kept
+        return groups
+
+    def _generated_since(self) -> int:
+        """The version from which on all sessions generated like the last one."""
+        since = 0
+        for before, after in zip(self.run.segments, self.run.segments[1:], strict=False):
+            if _generation(before.config) != _generation(after.config):
+                since = after.start + 1  # a group of version `start` may be from before
+        return since
+
+    def _generate(self, groups: Sequence[Group]) -> GenerationResult:
+        self.say(f"repeating {count(len(groups), 'group')}")
+        return repeat_groups(groups, self.config, self.weights, stop=self.stop)
+
+    # ---- held-out reward
+
+    def _held_out(self) -> Iterator[HeldOut]:
+        """Of the initial model, the run's own weights of this version, if it kept them, and the replay's last weights."""
+        config, version = self.config, self.steps
+        write_file(self.folder.config, config_to_yaml(config).encode())
+        own = {"the run": f"{self.request.run_dir}@{version}"} if version in self.weights.kept else {}
+        named = {"the initial model": f"{self.request.run_dir}@0", **own, "the replay": f"{self.folder.root}@{version}"}
+        used = ("slots", "max_length", "prefill_tokens", "device", "threads")
+        plan = EvaluationPlan(
+            targets=find_targets(list(named.values())),
+            settings=EvaluationSettings(
+                environment=config.environment.kind,
+                environment_args=config.environment.args,
+                environment_seed=config.seed,
+                problems=self.request.held_out,
+                training_problems=False,
+                attempts=1,
+                temperature=config.evaluation.temperature,
+                top_p=config.actor.top_p,
+                top_k=config.actor.top_k,
+                max_tokens=config.actor.max_tokens,
+                pass_at=1.0,
+                seed=self.request.seed,
+                resamples=RESAMPLES,
+                level=LEVEL,
+            ),
+            engine=EngineConfig(**{name: getattr(config.engine, name) for name in used}),
+            api_key=None,
+            rollout_timeout_s=config.actor.rollout_timeout_s,
+            code_timeout_s=config.actor.code_timeout_s,
+            out=self.folder.root / "held_out",
+            overwrite=True,
+        )
+        for name, model in zip(named, evaluate(plan, self.stop, self.say).models, strict=False):
+            if model.estimates is not None:
+                reward, minus = model.estimates.reward, model.minus_first
+                difference = minus.reward.mean if minus else None
+                yield HeldOut(name=name, reward=reward.mean, low=reward.low, high=reward.high, minus_first=difference)
+
+
+def _generation(config: RunConfig) -> tuple[object, ...]:
+    """The settings that completions depend on, besides weights."""
+    return config.seed, config.model, config.engine.kv_on_update, config.actor.temperature

@@ -1,0 +1,137 @@
+"""The results of a replay: their record in `replay.json`, and what the command prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from pipelinerl.experiments.replay.generation import GenerationResult
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.report import count, new_table, number, rendered
+
+COLUMNS = {"gradient norm": "grad_norm", "ESS": "ess", "clipped": "masked_fraction", "truncated": "truncated_fraction"}
+"""Column of the table -> metric of a step. `clipped` includes tokens that the correction masks."""
+METRICS = (*COLUMNS.values(), "kl_behaviour_policy", "loss", "learning_rate")
+ROWS = 10
+NAMED = 3
+"""Number of differences, and of rollouts in one, that a message names."""
+
+
+class StepComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Metrics of the step to `version` in the run and in the replay."""
+
+    version: int
+    run: dict[str, float | None]
+    replay: dict[str, float | None]
+
+    @classmethod
+    def of(cls, run: StepRecord, replay: StepRecord) -> StepComparison:
+        run_values, replay_values = ({name: getattr(side, name) for name in METRICS} for side in (run, replay))
+        return cls(version=replay.version, run=run_values, replay=replay_values)
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean held-out reward of some weights with its 95% interval. `minus_first` is paired with the first of the list."""
+
+    name: str
+    reward: float
+    low: float
+    high: float
+    minus_first: float | None = None
+
+
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The results, as written to `replay.json`.
+
+    exact          the run was repeated as it was; otherwise `settings` are those that were changed
+    compared       numbers of steps, and of published versions whose checksum the run recorded and the replay has, too
+    unrecorded     published versions whose checksum the run did not record: it was ending when it published them
+    differences    empty if everything was repeated; the first one is the first in the run
+    warnings       what is other here than where the run trained
+    metrics        counterfactuals: the metrics of every step
+    """
+
+    run: str
+    exact: bool
+    settings: dict[str, Any] = {}
+    steps: int
+    compared: int = 0
+    unrecorded: tuple[int, ...] = ()
+    time_s: float = 0.0
+    differences: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    metrics: tuple[StepComparison, ...] = ()
+    generation: GenerationResult | None = None
+    tolerance: float | None = None
+    held_out: tuple[HeldOut, ...] = ()
+
+
+def result_text(result: ReplayResult) -> str:
+    """Everything but differences."""
+    parts = []
+    if not result.exact:
+        parts.append(_metrics_table(result))
+    elif result.steps and not result.differences:
+        parts.append(
+            f"{count(result.steps, 'step')} of {result.run} repeated in {result.time_s:.0f} s: {result.compared} published "
+            "versions have the checksums of the run\n"
+        )
+    if result.unrecorded:
+        parts.append(f"not compared, because the run recorded no checksum: {', '.join(map(str, result.unrecorded))}\n")
+    if (made := result.generation) is not None and result.tolerance is not None and not result.differences:
+        drawn = f"; its random numbers draw {made.drawn} of these tokens again" if made.drawn is not None else ""
+        largest = max((gap.difference for gap in made.gaps), default=0.0)
+        parts.append(
+            f"{count(made.groups, 'group')} repeated with {count(made.completions, 'completion')}, "
+            f"{count(made.tokens, 'token')} and {count(made.switches, 'weight update')} within completions: log-probs "
+            f"differ by at most {largest:.2g} (tolerance {result.tolerance:g}){drawn}\n"
+        )
+    if result.held_out:
+        table = new_table("held-out reward", "weights", "mean", "95% interval", "minus the first")
+        for one in result.held_out:
+            table.add_row(one.name, f"{one.reward:.3f}", f"{one.low:.3f} to {one.high:.3f}", number(one.minus_first, "+.3f"))
+        parts.append(rendered(table))
+    return "".join(parts)
+
+
+def difference_text(result: ReplayResult) -> str:
+    """One line that names the first differences."""
+    shown = "; ".join(result.differences[:NAMED])
+    more = len(result.differences) - NAMED
+    return f"{result.run} is not repeated: {shown}{f'; and {more} more' if more > 0 else ''}"
+
+
+def changed_text(rollouts: Sequence[str], version: int, what: str) -> str:
+    """The difference that these rollouts of a step are not what was trained on."""
+    names = ", ".join(rollouts[:NAMED]) + (f" and {len(rollouts) - NAMED} more" if len(rollouts) > NAMED else "")
+    return f"the batch of step {version} has other {what} than were trained on, in {names}"
+
+
+def _metrics_table(result: ReplayResult) -> str:
+    changes = ", ".join(f"{key} {value}" for key, value in result.settings.items()) or "the run's own settings"
+    table = new_table(f"{result.run} with {changes}: run → replay", "step", *COLUMNS)
+    every = max(1, math.ceil(len(result.metrics) / ROWS))
+    for one in result.metrics[every - 1 :: every]:
+        table.add_row(str(one.version), *(_cell(one.run[name], one.replay[name]) for name in COLUMNS.values()))
+    table.add_section()
+    table.add_row(
+        "mean",
+        *(
+            _cell(_mean([one.run[name] for one in result.metrics]), _mean([one.replay[name] for one in result.metrics]))
+            for name in COLUMNS.values()
+        ),
+    )
+    return rendered(table)
+
+
+def _cell(run: float | None, replay: float | None) -> str:
+    return f"{number(run, '.3g')} → {number(replay, '.3g')}"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None

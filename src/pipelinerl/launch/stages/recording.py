@@ -1,0 +1,102 @@
+"""What a run records about each of its sessions for a replay: one line of `sessions.jsonl`, without secrets."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from pipelinerl.checkpoint import rng_state
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.files import JsonLines
+from pipelinerl.launch.session import Session
+
+FORMAT = 1
+"""Version of the records that a replay reads: those of sessions, steps, rollouts and published weights together."""
+PACKAGES = ("pipelinerl", "torch", "transformers", "numpy", "safetensors", "peft")
+REMOVED = "(removed)"
+_SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|key|token|secret|passw(or)?d|credentials?|authorization)$", re.IGNORECASE)
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What bits may depend on besides the records. `instructions`: the vector instructions that torch uses."""
+
+    processor: str
+    instructions: str
+    packages: dict[str, str]
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One session of a run, from the weights of `version` on.
+
+    `config` is the session's configuration without secrets, `threads` the trainer's CPU threads, and `rng` the state of
+    torch's generators before the first step. If a later session begins at the same version or an earlier one, the steps of
+    this one from there on do not count.
+    """
+
+    version: int
+    config: dict[str, Any]
+    threads: int
+    machine: Machine
+    rng: dict[str, str]
+    format: int = FORMAT
+
+
+def record_session(session: Session) -> None:
+    """Append the record of this session. Called in the training process, when its model is loaded."""
+    record = SessionRecord(
+        version=session.plan.version,
+        config=without_secrets(session.config),
+        threads=torch.get_num_threads(),
+        machine=this_machine(),
+        rng=rng_state(),
+    )
+    with JsonLines(session.run.sessions) as lines:
+        lines.write(record)
+
+
+def this_machine() -> Machine:
+    return Machine(
+        processor=_processor(),
+        instructions=torch.backends.cpu.get_cpu_capability(),
+        packages={"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _installed(name))}},
+    )
+
+
+def without_secrets(config: RunConfig) -> dict[str, Any]:
+    """The configuration as JSON-like values, without passwords in addresses and without texts whose key names a secret."""
+    cleaned: dict[str, Any] = _clean(config.model_dump(mode="json"))
+    return cleaned
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: REMOVED if isinstance(item, str) and _SECRET_NAME.search(key) else _clean(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return _LOGIN.sub("", value) if isinstance(value, str) else value
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,391 @@
+"""A run that is repeated from its records: every bit of its weights, its log-probs, and what differs is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipelinerl.cli import main
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.experiments.replay.export import export_run
+from pipelinerl.experiments.replay.replay import Request, replay
+from pipelinerl.experiments.replay.results import ReplayResult
+from pipelinerl.launch.stages.recording import REMOVED
+from pipelinerl.models.folder import resolve_path
+from tests.integration.runs import (
+    in_training,
+    resume,
+    run,
+    run_processes,
+    start_processes,
+    summary,
+    trained,
+    weights_checksum,
+)
+
+KL = {"trainer__kl_coefficient": 0.05, "preprocess__zero_advantage": "keep"}
+PUBLISHED = "published.jsonl"
+ROLLOUTS = "rollouts/rollouts.jsonl"
+TRAINED = "rollouts/trained.jsonl"
+
+
+def replayed(run_dir: Path, *settings: str, **options: Any) -> ReplayResult:
+    return replay(Request(run_dir=run_dir, settings=settings, **options), lambda: False, lambda _: None)
+
+
+def assert_repeated(run_dir: Path, versions: int, verify: int = 3) -> ReplayResult:
+    """Training, to the bit, and generation."""
+    result = replayed(run_dir, verify=verify)
+    assert result.differences == ()
+    assert (result.compared, result.unrecorded) == (versions, ())
+    assert result.steps == summary(run_dir)["version"]
+    assert result.generation is not None
+    assert result.generation.groups == verify
+    assert result.generation.tokens > 0
+    return result
+
+
+@pytest.fixture(scope="module")
+def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipelined run in one process, resumed once with other settings, in which the ESS guard rejected batches."""
+    run_dir = tmp_path_factory.mktemp("replay") / "r"
+    run(run_dir, trainer__steps=4, trainer__ess_threshold=0.98, trainer__learning_rate=3e-3, engine__slots=32)
+    resume(run_dir, trainer__steps=7, trainer__learning_rate=2e-3)
+    assert any(record.refused for record in trained(run_dir))
+    return run_dir
+
+
+@pytest.fixture
+def copied(pipelined: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pipelined, tmp_path / "copy"))
+
+
+# ---- training and generation are repeated
+
+
+def test_a_resumed_run_is_repeated_with_the_batches_that_the_guard_rejected(pipelined: Path) -> None:
+    result = assert_repeated(pipelined, 8)
+    assert result.generation is not None
+    assert result.generation.drawn == result.generation.tokens
+
+
+@pytest.mark.slow
+def test_a_run_in_processes_is_repeated(tmp_path: Path) -> None:
+    run_processes(tmp_path / "r", trainer__steps=6, engine__slots=32)
+    assert_repeated(tmp_path / "r", 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("start", "settings", "versions"),
+    [
+        (run, {"schedule__kind": "conventional", "schedule__steps_per_round": 3, "trainer__steps": 5}, 3),
+        (run, {"schedule__kind": "async", "schedule__steps_per_round": 2}, 3),
+        (run_processes, {"launch__preprocessor": "process", **KL}, 5),
+        (run_processes, {"weights__kind": "collective", "weights__encoding": "delta"}, 5),
+        (run_processes, {"trainer__ranks": 2, **KL}, 5),
+        (run_processes, {"engine__kind": "http", "engine__servers": 2}, 5),
+    ],
+    ids=["conventional, in the middle of a round", "async", "preprocessor apart", "deltas", "ranks", "servers"],
+)
+def test_every_kind_of_run_is_repeated(start: Any, settings: dict[str, Any], versions: int, tmp_path: Path) -> None:
+    start(tmp_path / "r", **{"trainer__steps": 4, **settings})
+    assert_repeated(tmp_path / "r", versions)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_adapters_and_a_reference_model_is_repeated(tmp_path: Path) -> None:
+    run(tmp_path / "r", trainer__steps=2, model__lora__rank=4, trainer__learning_rate=3e-3, **KL)
+    resume(tmp_path / "r", trainer__steps=4)
+    assert_repeated(tmp_path / "r", 5)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_repeated_without_the_steps_that_it_lost(tmp_path: Path) -> None:
+    """The record of a step that was taken twice counts as it was taken last."""
+    run_dir = tmp_path / "r"
+    settings = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2, "engine__processes": 2}
+    process = start_processes(run_dir, **settings)
+    with in_training(process, run_dir, version=4, workers=3) as pids:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+    last = trained(run_dir)[-1].version
+    resume(run_dir, trainer__steps=last + 2, launch__kind="embedded", engine__processes=1)
+    assert_repeated(run_dir, last + 3)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_generation_is_repeated_from_the_versions_that_were_kept(kv: str, tmp_path: Path) -> None:
+    """Without training. A switch that is recorded one token too early is noticed."""
+    run_dir = tmp_path / "r"
+    settings = {"engine__kv_on_update": kv, "engine__slots": 32, "trainer__learning_rate": 5e-3}
+    run(run_dir, trainer__keep_versions="all", **settings)
+    assert len(list((run_dir / "weights").iterdir())) == 5
+    result = replayed(run_dir, steps=0, verify=1000)
+    assert result.differences == ()
+    assert result.generation is not None
+    assert result.generation.switches >= 10
+    assert result.generation.drawn == result.generation.tokens
+    changed = change_group(run_dir, _shift_first_switch)
+    (difference, *_) = replayed(run_dir, steps=0, verify=1000).differences
+    assert f"rollout {changed}, token" in difference
+    assert "its log-prob is" in difference
+
+
+def _shift_first_switch(rollout: dict[str, Any]) -> bool:
+    for turn in rollout["turns"]:
+        first, *others = turn["completion"]["weight_versions"]
+        if others and first["end"] - first["start"] > 1:
+            first["end"] -= 1
+            others[0]["start"] -= 1
+            return True
+    return False
+
+
+def test_versions_that_are_not_there_are_said(copied: Path) -> None:
+    """Training is not repeated, and only groups with tokens of later weights are recorded."""
+    shutil.rmtree(copied / "checkpoints")
+    later = [group for group in read(copied / ROLLOUTS) if _versions(group) != {0}]
+    assert later
+    write(copied / ROLLOUTS, later)
+    with pytest.raises(UserError, match=r"no group has weights for all its tokens; .* trainer\.keep_versions"):
+        replayed(copied, steps=0, verify=1)
+
+
+def _versions(group: dict[str, Any]) -> set[int]:
+    completions = [turn["completion"] for rollout in group["rollouts"] for turn in rollout["turns"]]
+    return {span["version"] for completion in completions for span in completion["weight_versions"]}
+
+
+# ---- what differs is named
+
+
+def change_group(run_dir: Path, change: Callable[[dict[str, Any]], bool]) -> str:
+    """Apply `change` to the recorded rollouts that were trained on, until it returns True. Returns the rollout's id."""
+    ids = {sample.id for record in trained(run_dir) for sample in record.samples}
+    groups = read(run_dir / ROLLOUTS)
+    for group in groups:
+        for rollout in group["rollouts"]:
+            if rollout["id"] in ids and change(rollout):
+                write(run_dir / ROLLOUTS, groups)
+                return str(rollout["id"])
+    raise AssertionError("no rollout could be changed")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def _another_token(rollout: dict[str, Any]) -> bool:
+    completion = rollout["turns"][0]["completion"]
+    completion["token_ids"][0] ^= 1
+    return True
+
+
+def _another_logprob(rollout: dict[str, Any]) -> bool:
+    completion = rollout["turns"][0]["completion"]
+    completion["logprobs"][0] -= 1e-9
+    return True
+
+
+def _another_reward(rollout: dict[str, Any]) -> bool:
+    rollout["reward"] += 0.25
+    return True
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [(_another_token, "tokens or versions"), (_another_logprob, "log-probs"), (_another_reward, "advantages")],
+)
+def test_a_changed_rollout_is_named_with_its_step(change: Any, what: str, copied: Path) -> None:
+    rollout = change_group(copied, change)
+    version = next(r.version for r in trained(copied) for sample in r.samples if sample.id == rollout)
+    named = f"the batch of step {version} has other {what} than were trained on, in "
+    (found,) = (text for text in replayed(copied).differences if text.startswith(named))
+    assert rollout in found or what == "advantages"
+
+
+def test_the_first_version_and_parameter_that_differ_are_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here: since the record says another learning rate than was used, from the second session on."""
+    first, second = read(copied / "sessions.jsonl")
+    second["config"]["trainer"]["learning_rate"] *= 1.001
+    write(copied / "sessions.jsonl", [first, second])
+    assert main(["replay", str(copied)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "is not repeated: the weights of version 5 differ from the run's, first in parameter model." in error
+
+
+def test_a_step_that_differs_is_named_if_its_version_was_not_published(tmp_path: Path) -> None:
+    run(tmp_path / "r", schedule__kind="conventional", schedule__steps_per_round=3, trainer__steps=3)
+    records = read(tmp_path / "r" / TRAINED)
+    records[1]["samples"].reverse()
+    write(tmp_path / "r" / TRAINED, records)
+    (difference,) = replayed(tmp_path / "r").differences
+    assert difference.startswith("step 2 has ")
+    assert "; the weights of version 3 differ" in difference
+
+
+def test_a_decision_of_the_guard_that_differs_is_named(copied: Path) -> None:
+    records = read(copied / TRAINED)
+    record = next(record for record in records if record["refused"])
+    record["refused"].append(record["samples"])
+    write(copied / TRAINED, records)
+    (difference,) = replayed(copied).differences
+    assert difference == f"the ESS guard accepted a batch of step {record['version']}, which the run's rejected"
+
+
+def test_kept_weights_that_the_run_did_not_publish_are_named(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    run(run_dir, trainer__keep_versions="all", trainer__steps=3, engine__slots=32)
+    shutil.rmtree(run_dir / "weights" / "step_00000002")
+    (run_dir / "weights" / "step_00000001").rename(run_dir / "weights" / "step_00000002")
+    (difference,) = replayed(run_dir, steps=0, verify=1000).differences
+    assert difference.endswith("are not those that the run published as version 2")
+
+
+# ---- records that can't be replayed
+
+
+def test_records_of_another_kind_are_refused(copied: Path) -> None:
+    sessions = read(copied / "sessions.jsonl")
+    write(copied / "sessions.jsonl", [{**session, "format": 2} for session in sessions])
+    with pytest.raises(RunDirectoryError, match="has records of format 2; this version of pipelinerl replays 1"):
+        replayed(copied)
+    (copied / "sessions.jsonl").unlink()
+    with pytest.raises(RunDirectoryError, match=r"it has no sessions\.jsonl, so it did not begin, or an earlier version"):
+        replayed(copied)
+
+
+def test_a_missing_rollout_is_named(copied: Path) -> None:
+    lost = trained(copied)[1].samples[0]
+    write(copied / ROLLOUTS, [group for group in read(copied / ROLLOUTS) if group["index"] != lost.group_index])
+    with pytest.raises(RunDirectoryError, match=rf"trained on rollout g{lost.group_index}\.a\d+, which is not in"):
+        replayed(copied)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "99"], "--steps 99: .* took 7"),
+        (["--trainer.steps", "3"], "--trainer.steps: not used by this command"),
+        (["--trainer.loss", "ppo", "--verify", "1"], "--steps 0 and --verify do not apply"),
+        (["--preprocess.zero_advantage", "drop"], "batches have other rollouts"),
+        (["--steps", "0", "--held-out", "3"], "give --steps 1 or more"),
+        (["--trainer.kl_coefficient", "1"], "--preprocess.zero_advantage: with trainer.kl_coefficient above 0"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(
+    flags: list[str], message: str, pipelined: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(pipelined), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+
+
+# ---- counterfactuals
+
+
+def test_a_counterfactual_with_the_runs_own_settings_is_the_run(tmp_path: Path) -> None:
+    run(tmp_path / "r", trainer__steps=4, engine__slots=32)
+    result = replayed(tmp_path / "r", "--trainer.loss=reinforce", out=tmp_path / "out", held_out=8)
+    assert (result.exact, result.settings) == (False, {})
+    assert [one.version for one in result.metrics] == [1, 2, 3, 4]
+    assert all(one.run == one.replay for one in result.metrics)
+    last = Path("checkpoints") / "step_00000004"
+    assert weights_checksum(tmp_path / "r" / last) == weights_checksum(tmp_path / "out" / last)
+    initial, own, again = result.held_out
+    assert (initial.name, own.name, again.name) == ("the initial model", "the run", "the replay")
+    assert (own.reward, own.low, own.high) == (again.reward, again.low, again.high)
+
+
+def test_a_counterfactual_trains_on_the_same_batches_with_other_settings(
+    pipelined: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--trainer.loss", "ppo", "--correction.token", "tv", "--steps", "6", "--out", str(tmp_path / "out")]
+    assert main(["replay", str(pipelined), *flags]) == 0
+    assert "with trainer.loss ppo, correction.token tv" in " ".join(capsys.readouterr().out.split())
+    result = json.loads((tmp_path / "out" / "replay.json").read_bytes())
+    assert result["settings"] == {"trainer.loss": "ppo", "correction.token": "tv"}
+    first, *later = result["metrics"]
+    assert len(later) == 5
+    assert first["run"]["ess"] == first["replay"]["ess"], "the first batch meets the same weights"
+    assert sum(one["run"]["grad_norm"] != one["replay"]["grad_norm"] for one in later) >= 4, "some have no gradient"
+    assert sum(one["replay"]["masked_fraction"] or 0 for one in later) > 0
+    assert main(["report", str(tmp_path / "out"), str(pipelined)]) == 0
+
+
+# ---- export
+
+
+SECRET = "s3cr3t"
+
+
+def test_an_export_is_replayed_elsewhere_and_has_no_secrets(tmp_path: Path) -> None:
+    """With a model folder of this machine, which is gone then."""
+    model, run_dir = tmp_path / "here" / "model", tmp_path / "here" / "r"
+    shutil.copytree(resolve_path(ModelConfig().path), model)
+    run(run_dir, model__path=model, trainer__steps=3, engine__slots=32)
+    hide_secrets(run_dir)
+    (run_dir / "rollouts" / "linked.jsonl").symlink_to("/etc/hostname")
+    done = export_run(run_dir, tmp_path / "r.tar")
+    assert done.notices == (f"{run_dir / 'rollouts' / 'linked.jsonl'} is a symbolic link, and is not in the export",)
+    assert SECRET.encode() not in (tmp_path / "r.tar").read_bytes()
+    assert str(tmp_path).encode() not in (tmp_path / "r.tar").read_bytes()
+    with tarfile.open(tmp_path / "r.tar") as tar:
+        assert all(member.isreg() and member.name.startswith("r/") and ".." not in member.name for member in tar)
+        tar.extractall(tmp_path / "there", filter="data")
+    shutil.rmtree(tmp_path / "here")
+    there = tmp_path / "there" / "r"
+    config = yaml.safe_load((there / "config.yaml").read_text())
+    assert (config["model"]["path"], config["run_dir"]) == ("model", None)
+    assert config["environment"]["args"] == {"api_key": REMOVED, "note": "redis://host/0"}
+    assert not (there / "control").exists()
+    assert_repeated(there, 4, verify=2)
+    assert main(["eval", f"{there}@0", str(there), "--environment.args", "{}", "--problems", "2", "--attempts", "1"]) == 0
+
+
+def hide_secrets(run_dir: Path) -> None:
+    """As if the run's environment had been given some."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["environment"]["args"] = {"api_key": SECRET, "note": f"redis://user:{SECRET}@host/0"}
+    config["stream"] |= {"url": f"redis://:{SECRET}@host:6379/0"}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    sessions = read(run_dir / "sessions.jsonl")
+    for session in sessions:
+        session["config"]["run_dir"] = str(run_dir)
+    write(run_dir / "sessions.jsonl", sessions)
+    (run_dir / "control" / "keys").write_text(SECRET)
+    (run_dir / "logs" / "embedded.log").write_text(SECRET)
+
+
+def test_an_export_without_weights_is_replayed_and_none_is_overwritten(pipelined: Path, tmp_path: Path) -> None:
+    with_weights, without = tmp_path / "with.tar", tmp_path / "without.tar"
+    assert main(["export", str(pipelined), str(with_weights)]) == 0
+    assert main(["export", str(pipelined), str(without), "--no-weights"]) == 0
+    assert without.stat().st_size < with_weights.stat().st_size
+    before = without.read_bytes()
+    with pytest.raises(UserError, match="already exists"):
+        export_run(pipelined, without)
+    assert without.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["with.tar", "without.tar"]
+    with tarfile.open(without) as tar:
+        tar.extractall(tmp_path, filter="data")
+    assert not (tmp_path / "r" / "checkpoints").exists()
+    assert_repeated(tmp_path / "r", 8)

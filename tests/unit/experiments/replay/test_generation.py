@@ -1,0 +1,205 @@
+"""Repeating completions: recorded sequences on timelines of one engine, with the log-probs that were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from pipelinerl.config.load import load_config
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.engine import LocalEngine
+from pipelinerl.experiments.replay.generation import (
+    GenerationResult,
+    Recorded,
+    Timeline,
+    arrange,
+    choose_groups,
+    recorded_completions,
+    repeat_groups,
+    versions_of,
+)
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.types import (
+    Completion,
+    GenerationRequest,
+    Group,
+    Problem,
+    Rollout,
+    SamplingParams,
+    Turn,
+    VersionSpan,
+    spans_from_versions,
+)
+from tests.parity.models import VOCABULARY, make_model
+
+TOLERANCE = 1e-4
+
+
+class Versions:
+    """A random model for each version."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __call__(self, version: int) -> Mapping[str, Tensor]:
+        self.loaded.append(version)
+        return named_weights(make_model("llama", seed=version))
+
+    def new_model(self, _device: str) -> Any:
+        return make_model("llama")
+
+
+def config_for(kv: str) -> RunConfig:
+    return load_config(None, {"engine.kv_on_update": kv, "engine.slots": 8, "actor.temperature": 0.7})
+
+
+def sampled(kv: str, prompts: Mapping[int, tuple[int, ...]], updates: Mapping[int, int]) -> Group:
+    """Completions of an engine that reads prompts in small pieces.
+
+    `prompts`: step -> a prompt that is submitted then. `updates`: step -> version that the engine gets then.
+    """
+    engine = LocalEngine(make_model("llama"), slots=3, max_length=64, prefill_tokens=4, kv_on_update=kv)
+    weights, done, step = Versions(), [], 0
+    while len(done) < len(prompts):
+        if step in updates:
+            tensors = weights(updates[step])
+            engine.update_weights(WeightUpdate(updates[step], checksum(tensors), tensors))
+        if step in prompts:
+            sampling = SamplingParams(max_tokens=12 + step, temperature=0.7, seed=step)
+            engine.submit(GenerationRequest(id=str(step), prompt_ids=prompts[step], sampling=sampling))
+        done += engine.step().finished
+        step += 1
+    turns = {completion.request_id: completion for completion in done}
+    rollouts = tuple(
+        Rollout(id=f"g0.a{step}", attempt=step, reward=0.0, turns=(Turn(prompt_ids=prompt, completion=turns[str(step)]),))
+        for step, prompt in prompts.items()
+    )
+    return Group(index=0, problem=Problem(id="p", payload={}), rollouts=rollouts, started=len(rollouts))
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    return tuple((7 * i + length) % VOCABULARY for i in range(length))
+
+
+def repeated(group: Group, kv: str) -> GenerationResult:
+    return repeat_groups([group], config_for(kv), Versions())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_sequences_that_began_at_different_steps_see_each_update_at_their_own_token(kv: str) -> None:
+    """The second one waits for a row of the engine; the last one's prompt is read by three versions."""
+    prompts = {0: prompt(3), 1: prompt(2), 2: prompt(4), 3: prompt(3), 8: prompt(11)}
+    group = sampled(kv, prompts, {4: 1, 9: 2, 10: 3, 15: 4, 16: 6, 24: 7})
+    versions = [len(r.turns[0].completion.weight_versions) for r in group.rollouts]
+    assert max(versions) >= 4
+    read_by = [len(r.turns[0].completion.prompt_versions) for r in group.rollouts]
+    assert (max(read_by) > 1) == (kv == "keep")
+    result = repeated(group, kv)
+    assert (result.completions, result.groups) == (5, 1)
+    assert result.switches == sum(versions) - 5
+    assert max(gap.difference for gap in result.gaps) < TOLERANCE
+    assert result.timelines <= 3
+
+
+def test_the_other_handling_of_the_cache_is_noticed() -> None:
+    group = sampled("keep", {0: prompt(3)}, {5: 1})
+    assert repeated(group, "keep").gaps[0].difference < TOLERANCE
+    assert repeated(group, "recompute").gaps[0].difference > 100 * TOLERANCE
+
+
+def test_the_token_that_differs_most_is_named() -> None:
+    group = sampled("keep", {0: prompt(3), 1: prompt(3)}, {5: 3})
+    (first, second) = (rollout.turns[0] for rollout in group.rollouts)
+    logprobs = list(second.completion.logprobs)
+    logprobs[7] += 0.5
+    completion = Completion(
+        request_id="x",
+        token_ids=second.completion.token_ids,
+        logprobs=tuple(logprobs),
+        weight_versions=second.completion.weight_versions,
+        finish_reason="length",
+    )
+    turns = (first, Turn(prompt_ids=second.prompt_ids, completion=completion))
+    rollout = Rollout(id="g0.a1", attempt=1, reward=0.0, turns=turns)
+    named = Group(index=0, problem=group.problem, rollouts=(rollout,), started=1)
+    gap = repeated(named, "keep").gaps[0]
+    assert (gap.rollout, gap.turn, gap.token, gap.version) == ("g0.a1", 1, 7, 3)
+    assert gap.difference == pytest.approx(0.5, abs=TOLERANCE)
+    assert str(gap).startswith("group 0, rollout g0.a1, turn 1, token 7 (version 3): its log-prob is ")
+
+
+# ---- timelines
+
+
+def recorded(name: str, versions: list[int], prompt_versions: tuple[VersionSpan, ...] = ()) -> Recorded:
+    completion = Completion(
+        request_id=name,
+        token_ids=(1,) * len(versions),
+        logprobs=(-1.0,) * len(versions),
+        weight_versions=spans_from_versions(versions),
+        finish_reason="length",
+        prompt_versions=prompt_versions,
+    )
+    rollout = Rollout(id=name, reward=0.0, turns=(Turn(prompt_ids=(1, 2, 3), completion=completion),))
+    group = Group(index=0, problem=Problem(id="p", payload={}), rollouts=(rollout,), started=1)
+    (found,) = recorded_completions(group, config_for("keep"))
+    return found
+
+
+def begins(timeline: Timeline) -> dict[str, int]:
+    return {one.rollout: begin for begin, one in timeline.members}
+
+
+def test_sequences_of_one_engine_share_a_timeline() -> None:
+    """They were started at steps 0, 2 and 5, and updates came before steps 4 and 7."""
+    of_step = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    members = [recorded(f"a{start}", of_step[start:]) for start in (0, 2, 5)]
+    (timeline,) = arrange(members, 8)
+    first = begins(timeline)["a0"]
+    assert {name: begin - first for name, begin in begins(timeline).items()} == {"a0": 0, "a2": 2, "a5": 5}
+    assert {version: (a - first, b - first) for version, (a, b) in timeline.used.items()} == {
+        0: (0, 4),
+        1: (4, 7),
+        2: (7, 10),
+    }
+
+
+def test_sequences_that_saw_an_update_at_other_distances_do_not_share_one() -> None:
+    one, other = recorded("a", [0, 0, 1, 1, 1, 2]), recorded("b", [0, 0, 1, 1, 2])
+    assert len(arrange([one, other], 8)) == 2
+
+
+def test_a_sequence_without_an_update_fits_where_there_is_room_for_it() -> None:
+    long, short, longer = recorded("a", [0, 1, 1, 1, 2]), recorded("b", [1, 1, 1]), recorded("c", [1, 1, 1, 1])
+    timelines = arrange([long, short, longer], 8)
+    assert [sorted(begins(timeline)) for timeline in timelines] == [["a", "b"], ["c"]]
+
+
+def test_a_timeline_has_no_more_sequences_than_the_engine() -> None:
+    assert [len(t.members) for t in arrange([recorded(str(n), [0, 0]) for n in range(5)], 2)] == [2, 2, 1]
+
+
+def test_a_prompt_that_several_versions_read_has_an_engine_of_its_own() -> None:
+    read = (VersionSpan(0, 0, 2), VersionSpan(1, 2, 3))
+    timelines = arrange([recorded("a", [1, 1], read), recorded("b", [1, 1])], 8)
+    assert len(timelines) == 2
+    (split,) = (t for t in timelines if "a" in begins(t))
+    assert split.members[0][1].steps.chunks == (2, 1)
+    assert split.used == {0: (0, 1), 1: (1, 3)}
+
+
+def test_groups_are_chosen_by_seed() -> None:
+    indices = list(range(0, 100, 3))
+    assert choose_groups(indices, 4, 0) == choose_groups(indices, 4, 0)
+    assert choose_groups(indices, 4, 0) != choose_groups(indices, 4, 1)
+    assert choose_groups(indices, 1000, 0) == indices
+
+
+def test_the_versions_that_a_group_needs_include_those_that_read_its_prompts() -> None:
+    group = sampled("keep", {0: prompt(11)}, {1: 1, 5: 2})
+    assert versions_of(group, "keep") == {0, 1, 2}
+    assert versions_of(group, "recompute") == {1, 2}

@@ -1,0 +1,47 @@
+"""What is recorded about a session has no secrets, and is still a configuration."""
+
+from __future__ import annotations
+
+from pipelinerl.config.load import load_config
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.launch.stages.recording import REMOVED, this_machine, without_secrets
+
+
+def test_passwords_and_keys_are_removed_and_nothing_else() -> None:
+    args = {
+        "api_key": "a",
+        "judge": {"token": "b", "OPENAI_API_KEY": "c", "max_tokens": 12, "stop": ["https://me:d@host/x", "plain @ text"]},
+        "key": 7,
+        "monkey": "banana",
+        "tokenizer": "gpt2",
+    }
+    config = load_config(
+        None,
+        {
+            "stream.kind": "redis",
+            "stream.url": "rediss://user:pass@10.0.0.5:6379/0",
+            "environment.args": args,
+            "engine.kind": "http",
+            "engine.urls": ["http://admin:pw@host:8000"],
+            "engine.api_key_env": "MY_KEY",
+        },
+    )
+    found = without_secrets(config)
+    assert found["environment"]["args"] == {
+        "api_key": REMOVED,
+        "judge": {"token": REMOVED, "OPENAI_API_KEY": REMOVED, "max_tokens": 12, "stop": ["https://host/x", "plain @ text"]},
+        "key": 7,
+        "monkey": "banana",
+        "tokenizer": "gpt2",
+    }
+    assert found["stream"]["url"] == "rediss://10.0.0.5:6379/0"
+    assert found["engine"]["urls"] == ["http://host:8000"]
+    assert found["engine"]["api_key_env"] == "MY_KEY", "the name of a variable is no secret"
+    assert RunConfig.model_validate(found).trainer == config.trainer
+
+
+def test_the_machine_is_described() -> None:
+    machine = this_machine()
+    assert {"python", "torch", "transformers"} <= machine.packages.keys()
+    assert machine.processor
+    assert machine.instructions
