@@ -92,24 +92,6 @@ class JsonLines:
         self._size = size
 
 
-def read_json_lines(path: Path, record_type: type[T]) -> list[T]:
-    """All complete lines of a JSON lines file. A last line without a newline is still being written, or partial: skipped.
-
-    Raises OSError, and ValueError naming file and line for a line that is not a `record_type`.
-    """
-    decoder = msgspec.json.Decoder(record_type)
-    records = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                records.append(decoder.decode(line))
-            except msgspec.DecodeError as error:  # includes ValidationError
-                raise ValueError(f"{path}, line {number}: {error}") from error
-    return records
-
-
 def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:
     """Number of bytes up to and including the last newline of the file."""
     with open(path, "rb") as file:

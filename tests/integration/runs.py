@@ -16,8 +16,7 @@ import msgspec
 import xxhash
 
 from pipelinerl import RunConfig, load_config, train
-from pipelinerl.files import read_json_lines
-from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.status.board import MmapBoard, last_statuses
 from pipelinerl.trainer.records import TrainedRecord

@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.errors import EnvironmentSetupError, RunInterruptedError, TooManyFailuresError
 from pipelinerl.experiments.evaluate.results import AttemptRecord, EvaluationSummary, PassRate
-from pipelinerl.files import read_json_lines
+from pipelinerl.metrics.reading import read_json_lines
 from tests.integration.runs import run, write_environment
 from tests.integration.test_serve import serving
 from tests.unit.experiments.evaluate.test_evaluate import run_command

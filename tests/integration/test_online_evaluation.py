@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.files import read_json_lines
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.reading import read_json_lines, read_records
 from tests.integration.runs import (
     assert_conserved,
     assert_provenance,

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.files import JsonLines, SharedRecord, map_file, read_json_lines, reserve, write_atomically
+from pipelinerl.files import JsonLines, SharedRecord, map_file, reserve, write_atomically
+from pipelinerl.metrics.reading import read_json_lines
 from tests.limits import small_files
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.actor.outstanding import SCHEMA, Outstanding, make_record
+from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.database import Database
 from pipelinerl.errors import StalledError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
@@ -161,14 +161,6 @@ class LocalAdmission(Admission):
         self._decoder = msgspec.json.Decoder(Outstanding)
         self._encoder = msgspec.json.Encoder()
         self._denial: _Denial | None = None
-
-    @classmethod
-    def alone(cls, path: Path, schedule: Schedule, board: Board) -> LocalAdmission:
-        """With a new record at `path`, already open: for a fresh run with a single actor."""
-        make_record(path)
-        admission = cls(path, schedule, board)
-        admission.open()
-        return admission
 
     def open(self) -> None:
         with self._locked():

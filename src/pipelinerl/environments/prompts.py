@@ -15,25 +15,8 @@ SHOWN_CHARACTERS = 60
 """Characters of a prompt quoted in an error message."""
 
 
-def chat_messages(system: str, question: str) -> list[Message]:
-    """The messages that ask a question; no system message if `system` is empty."""
-    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": question}]
-
-
 def has_chat_template(tokenizer: Tokenizer) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
-
-
-def check_chat(tokenizer: Tokenizer, chat: bool | None) -> bool:
-    """Whether to use the chat template: `chat`, or, if that is None, whether there is one.
-
-    Raises EnvironmentSetupError if `chat` is true without a chat template.
-    """
-    if chat and not has_chat_template(tokenizer):
-        raise EnvironmentSetupError(
-            "environment.args.chat is true, but the model's tokenizer has no chat template: set it to false, or remove it"
-        )
-    return has_chat_template(tokenizer) if chat is None else chat
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> tuple[int, ...]:

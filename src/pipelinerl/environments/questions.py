@@ -9,13 +9,30 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 
 from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import Message, chat_messages, check_chat
+from pipelinerl.environments.prompts import Message, has_chat_template
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 
 HELD_OUT_IN = 10
 FormatReward: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
 """The reward of a wrong answer in the right format: less than that of a right answer, 1."""
+
+
+def chat_messages(system: str, question: str) -> list[Message]:
+    """The messages that ask a question; no system message if `system` is empty."""
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": question}]
+
+
+def check_chat(tokenizer: Tokenizer, chat: bool | None) -> bool:
+    """Whether to use the chat template: `chat`, or, if that is None, whether there is one.
+
+    Raises EnvironmentSetupError if `chat` is true without a chat template.
+    """
+    if chat and not has_chat_template(tokenizer):
+        raise EnvironmentSetupError(
+            "environment.args.chat is true, but the model's tokenizer has no chat template: set it to false, or remove it"
+        )
+    return has_chat_template(tokenizer) if chat is None else chat
 
 
 class QuestionOptions(Options, kw_only=True):

@@ -11,11 +11,11 @@ import msgspec
 from rich.console import Console
 
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, RunInterruptedError
-from pipelinerl.files import read_json_lines, write_atomically
+from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.types import ActorProgress, StageStatus

@@ -6,14 +6,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import read_json_lines
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
+
+
+def read_json_lines(path: Path, record_type: type[T]) -> list[T]:
+    """All complete lines of a JSON lines file. A last line without a newline is still being written, or partial: skipped.
+
+    Raises OSError, and ValueError naming file and line for a line that is not a `record_type`.
+    """
+    decoder = msgspec.json.Decoder(record_type)
+    records = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                records.append(decoder.decode(line))
+            except msgspec.DecodeError as error:  # includes ValidationError
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    return records
 
 
 def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lambda _old, _new: False) -> list[T]:

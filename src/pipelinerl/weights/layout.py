@@ -40,24 +40,6 @@ class Layout(msgspec.Struct, frozen=True):
             for place in self.places
         }
 
-    def require_same(self, other: Layout) -> None:
-        """Raises WeightUpdateError, with the names, if `other` has different tensors."""
-        mine = {place.name: place for place in self.places}
-        theirs = {place.name: place for place in other.places}
-        names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
-        if names:
-            # A different tensor moves all tensors after it. Name the changed ones, unless only the tying changed.
-            changed = [name for name in names if _kind(mine.get(name)) != _kind(theirs.get(name))] or names
-            raise WeightUpdateError(
-                "the weights differ from those of earlier updates in names, types, shapes or tying: "
-                + ", ".join(changed[:8])
-                + (", ..." if len(changed) > 8 else "")
-            )
-
-
-def _kind(place: Place | None) -> tuple[str, tuple[int, ...]] | None:
-    return (place.dtype, place.shape) if place is not None else None
-
 
 def aligned(size: int, alignment: int = _ALIGNMENT) -> int:
     """`size`, rounded up to a multiple of `alignment`."""

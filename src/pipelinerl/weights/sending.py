@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import first_names
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.layout import Layout, Place, aligned
@@ -42,6 +43,25 @@ def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layou
         if first == name:
             end = aligned(end + places[name].size)
     return Layout(tuple(places.values()), end)
+
+
+def require_same(earlier: Layout, later: Layout) -> None:
+    """Raises WeightUpdateError, with the names, if `later` has other tensors than `earlier`."""
+    before = {place.name: place for place in earlier.places}
+    after = {place.name: place for place in later.places}
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if names:
+        # A different tensor moves all tensors after it. Name the changed ones, unless only the tying changed.
+        changed = [name for name in names if _kind(before.get(name)) != _kind(after.get(name))] or names
+        raise WeightUpdateError(
+            "the weights differ from those of earlier updates in names, types, shapes or tying: "
+            + ", ".join(changed[:8])
+            + (", ..." if len(changed) > 8 else "")
+        )
+
+
+def _kind(place: Place | None) -> tuple[str, tuple[int, ...]] | None:
+    return (place.dtype, place.shape) if place is not None else None
 
 
 def complaint(receipt: UpdateReceipt, version: int, checksum: str) -> str | None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from pipelinerl import database
 from pipelinerl.actor.admission import Admission, LocalAdmission
-from pipelinerl.actor.outstanding import SCHEMA, Outstanding
+from pipelinerl.actor.outstanding import SCHEMA, Outstanding, make_record
 from pipelinerl.config.load import load_config
 from pipelinerl.database import Database
 from pipelinerl.errors import StalledError, StreamError
@@ -460,7 +460,9 @@ def test_contention_pipeline_keeps_the_lag_bound(place: Place, tmp_path: Path) -
 
 def test_a_lock_that_stays_held_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.02)
-    worker = LocalAdmission.alone(tmp_path / "admission", PipelineSchedule(8), LocalPlace(str(tmp_path)).board)
+    make_record(tmp_path / "admission")
+    worker = LocalAdmission(tmp_path / "admission", PipelineSchedule(8), LocalPlace(str(tmp_path)).board)
+    worker.open()
     stopped = Database(tmp_path / "admission", SCHEMA)
     with stopped.transaction(), pytest.raises(StalledError, match="admission has been locked for"):
         worker.claim(0, 0, K)

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
-from pipelinerl.files import JsonLines, read_json_lines
+from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Schedule
-from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import make_sink
 from pipelinerl.models.state import checksum, digests_of, named_weights

@@ -12,7 +12,8 @@ from msgspec import Meta
 from pipelinerl.environments.chat.conversation import Conversation
 from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import chat_messages, check_chat, encode_prompt, try_prompt
+from pipelinerl.environments.prompts import encode_prompt, try_prompt
+from pipelinerl.environments.questions import chat_messages, check_chat
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 

@@ -13,7 +13,8 @@ from msgspec import Meta
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
-from pipelinerl.environments.prompts import Message, chat_messages, check_chat, encode_prompt, text_decoder
+from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
+from pipelinerl.environments.questions import chat_messages, check_chat
 from pipelinerl.environments.user.code import (
     describe,
     find_function,

@@ -32,12 +32,13 @@ from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
 from pipelinerl.experiments.compare.request import Request
 from pipelinerl.experiments.machine import load_average
-from pipelinerl.files import JsonLines, read_json_lines
+from pipelinerl.files import JsonLines
 from pipelinerl.launch.interrupts import counted_interrupts
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.share import thread_environment
 from pipelinerl.launch.summary import FINISHED
+from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report import write_json
 

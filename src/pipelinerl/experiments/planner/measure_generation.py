@@ -21,6 +21,7 @@ from pipelinerl.actor.admission import LocalAdmission
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
+from pipelinerl.actor.outstanding import make_record
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
@@ -152,11 +153,13 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
     config = generator.config
     folder.mkdir(parents=True, exist_ok=True)
     board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
+    make_record(folder / "admission")
     with (
         closing(FileStreamWriter(folder / "stream", Group)) as stream,
-        closing(LocalAdmission.alone(folder / "admission", schedule, board)) as admission,
+        closing(LocalAdmission(folder / "admission", schedule, board)) as admission,
         closing(_Records(stream, folder / "rollouts.jsonl")) as records,
     ):
+        admission.open()
         context = RolloutContext.of(
             config.actor,
             generator.environment,

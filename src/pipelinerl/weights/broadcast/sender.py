@@ -36,7 +36,7 @@ from pipelinerl.weights.broadcast.group import (
 )
 from pipelinerl.weights.delta import encode
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.sending import complaint, layout_of
+from pipelinerl.weights.sending import complaint, layout_of, require_same
 
 BUCKET_BYTES = 64 << 20
 _CLOSED = "the weight sender has closed"
@@ -333,7 +333,7 @@ class CollectiveWeightSender:
             raise WeightUpdateError(f"weight versions must rise: {version} was sent after {last.version}")
         layout, encoded = layout_of(tensors, self._dtype), ""
         if self._layout is not None:
-            self._layout.require_same(layout)
+            require_same(self._layout, layout)
         if not self._wait_for_answers():
             return ""
         if self._layout is None:

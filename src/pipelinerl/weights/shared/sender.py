@@ -16,7 +16,7 @@ from pipelinerl.files import reserve
 from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.sending import complaint, layout_of
+from pipelinerl.weights.sending import complaint, layout_of, require_same
 from pipelinerl.weights.shared.file import CONTROL_BYTES, Control, Offer, buffer_views, file_bytes
 
 _POLL_S = 0.0005
@@ -77,7 +77,7 @@ class SharedWeightSender:
         if self._layout is None:
             self._make_buffers(layout)
         else:
-            self._layout.require_same(layout)
+            require_same(self._layout, layout)
         if not self._wait_for_answers():
             return ""
 

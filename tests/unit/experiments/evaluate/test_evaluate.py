@@ -29,7 +29,7 @@ from pipelinerl.experiments.evaluate.results import (
     evaluation_table,
 )
 from pipelinerl.experiments.statistics import Interval, pass_at_k
-from pipelinerl.files import read_json_lines
+from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.types import GenerationRequest, Problem
 from tests.unit.experiments.parts import invoke
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
