@@ -14,10 +14,10 @@ from tests.integration.runs import (
     assert_finished,
     assert_gone_on,
     assert_provenance,
+    assert_trained_once,
     command,
     endless,
     flags,
-    groups,
     run_processes,
     wait,
 )
@@ -55,8 +55,8 @@ def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) ->
         wait(process)
     newest = max(int(re.sub(r"\D", "", path.name)) for path in (run_dir / "checkpoints").glob("step_*"))
     resume_to(run_dir, newest + 2)
-    indices = [group.index for group in groups(run_dir)]
-    assert len(indices) == len(set(indices))
+    assert_trained_once(run_dir)
+    assert_provenance(run_dir)
 
 
 def test_a_preprocessor_with_a_reference_model_goes_on_from_its_checkpoint(
