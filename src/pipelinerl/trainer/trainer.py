@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipelinerl.checkpoint import WEIGHTS_FOLDER, Checkpoint, keep_latest, rng_state, save_checkpoint, save_weights
+from pipelinerl.checkpoint import Checkpoint, rng_state, save_checkpoint, save_weights
+from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, Folders
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.interfaces import Schedule, Verdict, WeightSender
@@ -72,6 +73,7 @@ class CheckpointPlan:
     directory: Path
     tokenizer: Any
     config_checksum: str = ""
+    folders: Folders = field(default_factory=Folders)
 
 
 class Trainer:
@@ -232,10 +234,13 @@ class Trainer:
         with self._status.saving():
             if copy:
                 self._status.report("working", f"writing the weights of version {self._version}", now=True)
-                folder = self._checkpoints.directory.parent / WEIGHTS_FOLDER
-                save_weights(folder, version=self._version, model=self._learner, tokenizer=self._checkpoints.tokenizer)
+                plan, every = self._checkpoints, self._config.weights_every
+                folder = plan.directory.parent / WEIGHTS_FOLDER
+                save_weights(
+                    folder, version=self._version, model=self._learner, tokenizer=plan.tokenizer, folders=plan.folders
+                )
                 if isinstance(kept, int):
-                    keep_latest(folder, self._version, kept, spared_every=self._config.weights_every)
+                    plan.folders.keep_latest(folder, self._version, kept, spared_every=every)
             if checkpoint:
                 self.checkpoint()
 
@@ -262,6 +267,7 @@ class Trainer:
             counters=msgspec.to_builtins(counters),
             config_checksum=self._checkpoints.config_checksum,
             keep=self._config.keep_checkpoints,
+            folders=self._checkpoints.folders,
         )
         self._saved_version = self._version
         self._queue.commit(position)

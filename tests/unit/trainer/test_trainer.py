@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint, saved_versions
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint_folders import latest_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.files import JsonLines

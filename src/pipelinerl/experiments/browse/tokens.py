@@ -233,7 +233,7 @@ class Gaps:
         return [new - old for new, old in zip(scores, joined.behaviour_logprobs, strict=True)]
 
     def _load(self, config: RunConfig) -> FrozenModelScorer:
-        from pipelinerl.checkpoint import latest_checkpoint  # noqa: PLC0415 (loads torch)
+        from pipelinerl.checkpoint_folders import latest_checkpoint  # noqa: PLC0415
         from pipelinerl.models.loading import load_model  # noqa: PLC0415
         from pipelinerl.preprocess.packing import pack  # noqa: PLC0415
         from pipelinerl.trainer.logprobs import FrozenModelScorer  # noqa: PLC0415
