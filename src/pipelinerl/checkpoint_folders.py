@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,6 +82,8 @@ class Folders:
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
+        self.on_sent: Callable[[int], None] = lambda _: None
+        """Called with the bytes that were sent, while folders are sent to another machine."""
 
     def install(self, hidden: Path, target: Path, *, durable: bool) -> None:
         """Give the folder its name. If `durable`, it is on the disk before. Raises OSError and CheckpointError."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -131,8 +131,11 @@ class Outbox:
             time.sleep(LOOK_EVERY_S)
             waiting = self._connection.patiently(lambda: self._connection.client.llen(self._keys.outbox))
 
-    def ask(self, request: Request) -> None:
-        """Push the request, and wait until it is carried out. Raises CheckpointError if it can't be, StreamError."""
+    def ask(self, request: Request, on_sent: Callable[[int], None]) -> None:
+        """Push the request, and wait until it is carried out; `on_sent` is called with the bytes that were sent.
+
+        Raises CheckpointError if it can't be carried out, StreamError.
+        """
         client, keys = self._connection.client, self._keys
         self.push(request)
         while True:
@@ -140,6 +143,7 @@ class Outbox:
             answer = Answer() if found is None else msgspec.msgpack.decode(found, type=Answer)
             if answer.done:
                 break
+            on_sent(answer.sent_bytes)
             time.sleep(LOOK_EVERY_S)
         self._connection.patiently(lambda: client.hdel(keys.answers, request.id))
         if answer.error:
@@ -200,9 +204,8 @@ class AwayFolders(Folders):
 
     def keep_latest(self, directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> None:
         name = str(directory.relative_to(self._root))
-        self._outbox.ask(
-            KeepLatest(id=_new_id(), directory=name, version=version, count=count, spared_every=spared_every)
-        )
+        request = KeepLatest(id=_new_id(), directory=name, version=version, count=count, spared_every=spared_every)
+        self._outbox.ask(request, self.on_sent)
 
     def finished(self, file: Path) -> FileRecord:
         record = record_of(file)
@@ -219,34 +222,13 @@ class AwayFolders(Folders):
             durable=durable,
         )
         try:
-            self._outbox.ask(request)
+            self._outbox.ask(request, self.on_sent)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _new_id() -> str:
     return secrets.token_hex(8)
-
-
-class Tails:
-    """Sends what grows in this machine's folder: logs, and TensorBoard's files. `send` may be called from one thread."""
-
-    def __init__(self, root: Path, outbox: Outbox) -> None:
-        self._root, self._outbox = root, outbox
-        self._sent: dict[Path, int] = {}
-
-    def send(self) -> None:
-        """Raises OSError and StreamError."""
-        for folder in ("logs", "tensorboard"):
-            for path in sorted((self._root / folder).glob("*")):
-                sent = self._sent.get(path, 0)
-                while path.stat().st_size > sent:
-                    with path.open("rb") as file:
-                        file.seek(sent)
-                        data = file.read(LONGEST_PIECE)
-                    self._outbox.push(Append(str(path.relative_to(self._root)), data))
-                    sent += len(data)
-                    self._sent[path] = sent
 
 
 class ReadyFiles:
@@ -275,3 +257,26 @@ class ReadyFiles:
             if name not in self._known and Path(name).name == name:
                 write_atomically(self._control / name, data)
                 self._known.add(name)
+
+
+class Sending:
+    """What an agent sends of its machine's folder: what is new in logs and in TensorBoard's files, and ready files."""
+
+    def __init__(self, session: Session, connection: RedisConnection, prefix: str) -> None:
+        self._root = session.run.root
+        self._outbox = Outbox(connection, prefix)
+        self._ready = ReadyFiles(session.run.control, connection, prefix)
+        self._sent: dict[Path, int] = {}
+
+    def send(self) -> None:
+        """Raises OSError and StreamError."""
+        self._ready.exchange()
+        for path in [*(self._root / "logs").glob("*"), *(self._root / "tensorboard").glob("*")]:
+            sent = self._sent.get(path, 0)
+            while path.stat().st_size > sent:
+                with path.open("rb") as file:
+                    file.seek(sent)
+                    data = file.read(LONGEST_PIECE)
+                self._outbox.push(Append(str(path.relative_to(self._root)), data))
+                sent += len(data)
+                self._sent[path] = sent

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,9 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
         restart_notice = None if resume is None else _prepare_resume(config, run)
         with _running_broker(config, run, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None
+            if cluster is not None:
+                _take_what_is_left(config, run, redis_url)
+                join_rollouts(run.rollouts)
             begins = resume is None or restart_notice is not None
             plan = StartPlan() if begins else _plan_resume(config, run, redis_url)
             if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
@@ -67,6 +71,11 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
             notices = [*([restart_notice] if restart_notice else []), *memory.lines]
             with closing(_make_view(session, notices)) as view:
                 outcome = _run_stages(session, lock, cluster, broker, view)
+            if cluster is not None and (broker is None or broker.failure() is None):
+                try:
+                    _take_what_is_left(config, run, redis_url)
+                except PipelineRLError as error:
+                    outcome = replace(outcome, error=outcome.error or error)
             join_rollouts(run.rollouts)
             return _conclude(session, outcome)
 
@@ -143,6 +152,14 @@ def _wait_until_unused(run: RunDirectory) -> None:
     from pipelinerl.launch.hosts.ray import wait_until_unused  # noqa: PLC0415 - as above
 
     wait_until_unused(run.root)
+
+
+def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None) -> None:
+    """Between sessions: what machines without the run directory have sent."""
+    from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
+
+    url, prefix, _ = redis_of(config, run, redis_url)
+    take_what_is_left(url, prefix, run.root)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:

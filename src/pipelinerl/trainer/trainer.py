@@ -102,6 +102,8 @@ class Trainer:
         self._sender = sender
         self._probe = ProbeCheck(learner.model, learner.logits)
         self._checkpoints = checkpoints
+        if checkpoints is not None:
+            checkpoints.folders.on_sent = self._on_sent
         self._status = TrainerStatus(output, self._progress)
         self._version = state.version
         self._saved_version = state.version if state.version else -1
@@ -109,6 +111,7 @@ class Trainer:
         self._micro_batches = state.counters.micro_batches
         self._tokens_trained = state.counters.tokens_trained
         self._ess_guard_trips = state.counters.ess_guard_trips
+        self._sent_bytes = 0
         self._drop_stale()
 
     @property
@@ -287,6 +290,10 @@ class Trainer:
         self._micro_batches += 1
         self._status.report("working", f"step {self._version + 1}: micro-batch {done} of {total}")
 
+    def _on_sent(self, sent_bytes: int) -> None:
+        self._sent_bytes = sent_bytes
+        self._status.report("working", f"version {self._version}: {sent_bytes / 1e9:.2f} GB were sent to the launcher's machine")
+
     def _progress(self) -> TrainerProgress:
         return TrainerProgress(
             version=self._version,
@@ -299,4 +306,5 @@ class Trainer:
             published_version=self._published_version,
             goal_reached=self.goal_reached,
             probe_ids=self._probe.prompt_ids,
+            sent_bytes=self._sent_bytes,
         )

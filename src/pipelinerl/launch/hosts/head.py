@@ -69,7 +69,8 @@ class Head:
             pass
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
+        self._connection.close()
 
     def _take(self) -> bool:
         """Take the first entries. Returns whether there were any."""
@@ -218,7 +219,7 @@ class RunningHead:
 
 def take_what_is_left(url: str, prefix: str, root: Path) -> None:
     """Between sessions: take what the processes of the last one have sent, and forget them. Raises RunDirectoryError."""
-    with closing(RedisConnection(url, "head")) as connection, closing(Head(connection, prefix, root)) as head:
+    with closing(Head(RedisConnection(url, "head"), prefix, root)) as head:
         head.take_all()
         head.begin()
 
