@@ -20,7 +20,6 @@ to be written often, for evaluations after the run.
 from __future__ import annotations
 
 import base64
-import os
 import re
 import secrets
 import shutil

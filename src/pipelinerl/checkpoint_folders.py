@@ -1,7 +1,7 @@
 """The folders of checkpoints in a run directory: their names, and how they appear and disappear. Does not import torch.
 
-A folder is written under a hidden name, synced to disk, and renamed. One that is deleted is renamed first. So a folder with a
-version's name is always whole.
+A folder is written under a hidden name, synced to disk, and renamed. One that is deleted is renamed first. So a folder with
+a version's name is always whole.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
        │ └─▶ a folder of this machine instead of the run directory ──bytes of folders, by calls of the agent
        └──── answers
 
-The outbox is one list, in order: what was pushed first is in the run directory first. A record is in Redis when `write` returns,
-so what follows from it (its group in the stream, a checkpoint) never arrives without it, also if this machine is lost.
+The outbox is one list, in order: what was pushed first is in the run directory first. A record is in Redis when `write`
+returns, so what follows from it (its group in the stream, a checkpoint) never arrives without it, also if this machine is
+lost.
 
     {RUN}outbox     a list of `Entry`s
     {RUN}pushed     a hash: the number of each sender's last entry. One whose answer was lost is not pushed twice
@@ -50,7 +51,7 @@ return redis.call('LLEN', KEYS[1])
 
 
 class Append(msgspec.Struct, frozen=True, tag="append"):
-    """Append `data` to the file. All paths of entries are relative to the run directory. `empty`: remove the file before."""
+    """Append `data` to the file. All paths of entries are relative to the run directory. `empty`: what it has is removed."""
 
     path: str
     data: bytes
@@ -60,7 +61,7 @@ class Append(msgspec.Struct, frozen=True, tag="append"):
 class Install(msgspec.Struct, frozen=True, tag="install", kw_only=True):
     """Take these files of a hidden folder from `machine`, and rename the folder to `target`.
 
-    Without a `target`, it is not renamed yet: other machines have the rest. `durable`: a crash of the machine must not lose it.
+    Without a `target`, it is not renamed yet: other machines have the rest. `durable`: it must survive a crash.
     """
 
     id: str

@@ -292,7 +292,7 @@ class Trainer:
 
     def _on_sent(self, sent_bytes: int) -> None:
         self._sent_bytes = sent_bytes
-        self._status.report("working", f"version {self._version}: {sent_bytes / 1e9:.2f} GB were sent to the launcher's machine")
+        self._status.report("working", f"version {self._version}: {sent_bytes / 1e9:.2f} GB are sent to the launcher")
 
     def _progress(self) -> TrainerProgress:
         return TrainerProgress(

@@ -240,12 +240,12 @@ def damaged(machine: str, name: str, size: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("fetch", "message"), [(full, "No space left on device"), (damaged, "model has changed on its way from m")]
+    "failing", [(full, "No space left on device"), (damaged, "model has changed on its way from m")], ids=["full", "damaged"]
 )
 def test_a_checkpoint_that_does_not_arrive_leaves_nothing(
-    fetch: Any, message: str, url: str, outbox: Outbox, machine: Machine, tmp_path: Path
+    failing: tuple[Any, str], url: str, outbox: Outbox, machine: Machine, tmp_path: Path
 ) -> None:
-    root = tmp_path / "here"
+    (fetch, message), root = failing, tmp_path / "here"
     (root / "checkpoints" / "step_00000000").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=f"can't write checkpoint {root}/checkpoints/step_00000001: {message}"):
         carry_out(url, outbox, root, machine.request("model", "state.json"), fetch)
@@ -260,9 +260,7 @@ def test_old_folders_are_deleted(url: str, outbox: Outbox, tmp_path: Path) -> No
     assert sorted(path.name[-1] for path in (tmp_path / "weights").iterdir()) == ["0", "2", "3"]
 
 
-def test_a_request_of_an_earlier_session_is_forgotten(
-    url: str, outbox: Outbox, machine: Machine, tmp_path: Path
-) -> None:
+def test_a_request_of_an_earlier_session_is_forgotten(url: str, outbox: Outbox, machine: Machine, tmp_path: Path) -> None:
     outbox.push(machine.request())
     outbox.push(Append("a.jsonl", lines(1)))
     take(url, tmp_path)

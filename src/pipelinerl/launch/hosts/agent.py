@@ -8,9 +8,10 @@ An agent does not know what carries the calls; all arguments and results are str
 of a pipe of their agent and end with it. The agent ends when it is told to, or when it has not heard the launcher's beats
 for `launch.lost_s`: then the launcher is gone, or the network between them, and another run may need the machine.
 
-What processes share by maps or locks is in a scratch folder of each machine, since network file systems can't offer it. Whether
-a machine has the run directory is checked with a file that the launcher has just written there. One that does not have it is
-away: its processes get a folder in the scratch folder instead, and what they write there goes to the launcher (`launch.away`).
+What processes share by maps or locks is in a scratch folder of each machine, since network file systems can't offer it.
+Whether a machine has the run directory is checked with a file that the launcher has just written there. One that does not
+have it is away: its processes get a folder in the scratch folder instead, and what they write there goes to the launcher
+(`launch.away`).
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Agent:
             self._session = self._read_session(root, self._scratch)
             model = self._session.config.model.path
             if self._away and self._setup.model_folder and not Path(model).expanduser().is_dir():
-                return f"it does not have the folder {model} (model.path), nor the run's: copy the model there, or share a folder"
+                return f"it does not have the folder {model} (model.path): copy the model there, or share its folder"
             self._board = MmapBoard(self._scratch)
             url, prefix, patience_s = redis_of(self._session.config, self._session.run, self._session.plan.redis_url)
             self._redis = RedisConnection(url, "agent", patience_s)

@@ -1,11 +1,11 @@
 """The launcher's part of `launch.away`: takes what machines without the run directory send, and writes it there.
 
-Each line arrives exactly once, wherever the launcher is killed. Redis has the size of each file without the entries that are
-still in the outbox. To take some, the launcher cuts the file to that size, appends them and syncs it; then one script removes
-them from the outbox and sets the new size. Killed in between, the next launcher does the same again.
+Each line arrives exactly once, wherever the launcher is killed. Redis has the size of each file without the entries that
+are still in the outbox. To take some, the launcher cuts the file to that size, appends them and syncs it; then one script
+removes them from the outbox and sets the new size. Killed in between, the next launcher does the same again.
 
-Folders are pulled, piece by piece, so what is in memory is bounded. A folder gets its name when all of its files are there with
-their sizes and checksums.
+Folders are pulled, piece by piece, so what is in memory is bounded. A folder gets its name when all of its files are there
+with their sizes and checksums.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Head:
         self._connection.patiently(lambda: self._connection.client.delete(*self._keys))
 
     def take_all(self) -> None:
-        """Take what is in the outbox. Raises RunDirectoryError if it can't be written; it then stays in Redis. StreamError."""
+        """Take what is in the outbox. Raises StreamError, or RunDirectoryError if it can't be written: it stays in Redis."""
         while self._take():
             pass
 

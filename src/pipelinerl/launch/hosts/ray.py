@@ -1,8 +1,8 @@
 """A Ray cluster as host of a run. Needs the extra `ray`.
 
 Ray places and watches, and does nothing else: one actor per machine (`agent.Agent`) starts the processes of that machine.
-What they share goes through Redis and the run directory; for machines that do not have it, calls carry the bytes of checkpoints.
-Actors belong to the launcher, and Ray ends them with it.
+What they share goes through Redis and the run directory. Calls carry the bytes of checkpoints for machines without the run
+directory. Actors belong to the launcher, and Ray ends them with it.
 
 What Ray says about an actor is taken as follows. Died: the machine is lost. Unavailable: not known yet. In the end only
 heartbeats count: a machine that has not sent one for `launch.lost_s` is lost, whatever Ray says.

@@ -242,9 +242,7 @@ async def _generate(
     records = session.run.rollouts_of(generation.index, shared=session.config.launch.kind == "ray")
     with (
         closing(RolloutWriter(generation.writer, records, session.lines)) as rollout_writer,
-        closing(
-            TimelineWriter(session.run.root, generation.index, session.records_from_s, lines=session.lines)
-        ) as timeline,
+        closing(TimelineWriter(session.run.root, generation.index, session.records_from_s, lines=session.lines)) as timeline,
         closing(_actor_of(generation, rollout_writer, timeline)) as actor,
     ):
         try:
@@ -330,7 +328,8 @@ def make_actor(
 
 def _record(session: Session, evaluation: Evaluation) -> None:
     """Write the answers of an evaluation, and append its record."""
-    with session.lines(session.run.evaluation(evaluation.name), empty=True) as answers:  # it may be left from before a resume
+    path = session.run.evaluation(evaluation.name)
+    with session.lines(path, empty=True) as answers:  # it may be left from before a resume
         for problem in evaluation.problems:
             write_record(answers, problem)
     answered = [problem for problem in evaluation.problems if problem.failure is None]

@@ -252,9 +252,7 @@ def build_trainer(
             actors=[stages.actor for stages in generation],
             started_s=session.records_from_s,
         ),
-        checkpoints=CheckpointPlan(
-            directory=session.run.checkpoints, tokenizer=policy.tokenizer, folders=_folders(session)
-        ),
+        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer, folders=_folders(session)),
         state=state,
     )
 
