@@ -618,17 +618,3 @@ def test_a_full_disk_at_the_head_ends_the_run_with_one_error(apart: Machines, tm
     assert ended.error.count("\n") == 1
     assert f"can't write to {run_dir}/metrics.jsonl: No space left on device; make room on that disk" in ended.error
     resume_to_the_end(run_dir)
-
-
-@pytest.mark.exhaustive
-def test_a_model_that_only_the_launcher_has_is_refused(apart: Machines, tmp_path: Path) -> None:
-    from pipelinerl.models.folder import resolve_path
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        shutil.copytree(resolve_path("demo"), tmp_path / "model")
-        where = json.dumps(dict.fromkeys(("training", "generation"), "machine-1"))
-        ended = command("train", *flags(tmp_path / "r", **SPREAD, model__path="model", launch__place=where))
-    assert ended.status == 2, ended.error
-    assert ended.error.count("\n") == 1
-    assert "it does not have the folder model (model.path)" in ended.error
