@@ -1,8 +1,8 @@
 """A Ray cluster whose machines are all this one, in a process of its own: `python -m tests.integration.ray_machines FOLDER`.
 
 Ray reads its settings when it is imported, so they are set before. Commands on standard input, one a line: `add NAME`,
-`away NAME` (the same, for a machine that does not see run directories) and `remove NAME`. The first line of its output is the
-cluster's address, then each command is answered by a line. It ends at the end of its input.
+`away NAME` (the same, for a machine that does not see run directories) and `remove NAME`. The first line of its output is
+the cluster's address, then each command is answered by a line. It ends at the end of its input.
 """
 
 from __future__ import annotations

@@ -532,6 +532,8 @@ def test_a_run_without_a_shared_folder_leaves_the_same(settings: dict[str, Any],
     """The same files as with one, and it can be resumed."""
     run_dir = tmp_path / "r"
     more = {"evaluation__problems": 4, "trainer__weights_every": 1, "trainer__checkpoint_every": 2, "trainer__steps": 4}
+    dry = command("train", "--dry-run", *flags(run_dir, **settings, **more))
+    assert "machine machine-1 does not have the run directory: its records, logs and checkpoints are sent" in dry.out
     ended = command("train", *flags(run_dir, **settings, **more, metrics__view="plain"))
     checked(run_dir, msgspec.structs.replace(ended, error=""))
     assert "machine machine-1" in ended.out

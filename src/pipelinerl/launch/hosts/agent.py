@@ -146,7 +146,7 @@ class Agent:
         self._setup = msgspec.json.decode(setup, type=Setup)
         root, (name, contents) = Path(self._setup.run_dir), self._setup.nonce
         self._away = bool(self._setup.files)
-        if not self._away and not _has(root / name, contents):
+        if not self._away and not has(str(root / name), contents):
             return AWAY
         self._scratch = Path(tempfile.mkdtemp(prefix="pipelinerl-"))
         if Path(self._setup.working_folder).is_dir():
@@ -285,9 +285,10 @@ class Agent:
         os._exit(1)
 
 
-def _has(file: Path, contents: str) -> bool:
+def has(file: str, contents: str) -> bool:
+    """Whether this machine sees a file of the launcher's machine."""
     try:
-        return OWN_FOLDER not in os.environ and file.read_text() == contents
+        return OWN_FOLDER not in os.environ and Path(file).read_text() == contents
     except OSError:
         return False
 

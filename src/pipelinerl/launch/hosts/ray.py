@@ -39,7 +39,7 @@ from pipelinerl.errors import (
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.away import ReadyFiles
-from pipelinerl.launch.hosts.agent import AWAY, BEAT_EVERY_S, LAUNCHER, LONGEST_PIECE, Agent, Ended, Look, Order, Setup
+from pipelinerl.launch.hosts.agent import AWAY, BEAT_EVERY_S, LAUNCHER, LONGEST_PIECE, Agent, Ended, Look, Order, Setup, has
 from pipelinerl.launch.hosts.head import Head, RunningHead
 from pipelinerl.launch.hosts.placement import Machine, Place, place, roles_of, shares_on
 from pipelinerl.launch.memory import Memory, check_memory, judge_machine
@@ -146,6 +146,37 @@ def _in_use(root: Path) -> RunDirectoryError:
 def placement_of(config: RunConfig, cluster: Cluster) -> list[Place]:
     """Where the run's processes go. Raises UserError if that is impossible."""
     return place(roles_of(config), cluster.machines, config.launch.place)
+
+
+def machines_away(config: RunConfig, cluster: Cluster, places: Sequence[Place]) -> list[str]:
+    """What a run says about its machines that do not have its run directory. Writes a file beside it, and removes it."""
+    folder = Path(config.run_dir or "runs").absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    note, contents = folder / f".pipelinerl-{secrets.token_hex(8)}", secrets.token_hex(16)
+    try:
+        note.write_text(contents)
+    except OSError:
+        return []  # the run itself will say so
+    try:
+        asked = {}
+        for name in dict.fromkeys(place.machine for place in places):
+            where = NodeAffinitySchedulingStrategy(cluster.ids[name], soft=False)
+            look = ray.remote(num_cpus=0)(has).options(scheduling_strategy=where)
+            asked[name] = look.remote(str(note), contents)
+        away = [name for name, answer in asked.items() if not ray.get(answer, timeout=CALL_TIMEOUT_S)]
+    except exceptions.RayError as error:
+        raise UserError(f"the machines of the Ray cluster do not answer ({_first_line(error)})") from error
+    finally:
+        note.unlink()
+    training = {TRAINING, *rank_roles(config)}
+    trains = {place.machine for place in places if place.role in training}
+    return [_is_away(f"machine {name}", trains=name in trains) for name in away]
+
+
+def _is_away(name: str, *, trains: bool) -> str:
+    sends = "records, logs and checkpoints" if trains else "records and logs"
+    return f"{name} does not have the run directory: its {sends} are sent to this machine (see docs/cluster.md for the cost)"
 
 
 class RemoteWorker:
@@ -419,8 +450,7 @@ class RayHost:
         training = {TRAINING, *rank_roles(session.config)}
         for seat in away:
             trains = not training.isdisjoint(seat.roles)
-            sends = "records, logs and checkpoints" if trains else "records and logs"
-            self._say(f"{seat.name} does not have the run directory: its {sends} are sent to this machine (docs/cluster.md)")
+            self._say(_is_away(seat.name, trains=trains))
             if trains and session.plan.checkpoint is not None:
                 self._send_folder(seat, Path(session.plan.checkpoint))
 
