@@ -11,8 +11,9 @@ lost.
 
     {RUN}outbox     a list of `Entry`s
     {RUN}pushed     a hash: the number of each sender's last entry. One whose answer was lost is not pushed twice
-    {RUN}answers    a hash: the `Answer` to each request
+    {RUN}answers    a hash: the `Answer` to each request, and under "" to all, if the launcher takes no more
     {RUN}sizes      a hash: the size of each file without the entries in the outbox (see `hosts.head`)
+    {RUN}ready      a hash: the ready files of engine servers, which all machines copy
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from pipelinerl.checkpoint_folders import FileRecord, Folders, files_in, record_of
-from pipelinerl.errors import CheckpointError
+from pipelinerl.errors import CheckpointError, StreamError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import redis_of
@@ -38,6 +40,7 @@ from pipelinerl.redis_connection import RedisConnection
 MOST_WAITING = 1000
 """Entries in the outbox. More wait with their senders."""
 LOOK_EVERY_S = 0.02
+TO_ALL = ""
 LONGEST_PIECE = 1 << 20
 """Bytes of a log that are sent at once."""
 
@@ -109,6 +112,7 @@ class Keys(NamedTuple):
     pushed: str
     answers: str
     sizes: str
+    ready: str
 
     @classmethod
     def of(cls, prefix: str) -> Keys:
@@ -130,6 +134,8 @@ class Outbox:
         waiting = self._connection.patiently(lambda: self._push(self._keys[:2], arguments))
         while waiting > MOST_WAITING:
             time.sleep(LOOK_EVERY_S)
+            if answer := self._answer(TO_ALL):
+                raise StreamError(answer.error)
             waiting = self._connection.patiently(lambda: self._connection.client.llen(self._keys.outbox))
 
     def ask(self, request: Request, on_sent: Callable[[int], None]) -> None:
@@ -137,18 +143,17 @@ class Outbox:
 
         Raises CheckpointError if it can't be carried out, StreamError.
         """
-        client, keys = self._connection.client, self._keys
         self.push(request)
-        while True:
-            found = self._connection.patiently(lambda: client.hget(keys.answers, request.id))
-            answer = Answer() if found is None else msgspec.msgpack.decode(found, type=Answer)
-            if answer.done:
-                break
+        while not (answer := self._answer(request.id) or self._answer(TO_ALL) or Answer()).done:
             on_sent(answer.sent_bytes)
             time.sleep(LOOK_EVERY_S)
-        self._connection.patiently(lambda: client.hdel(keys.answers, request.id))
+        self._connection.patiently(lambda: self._connection.client.hdel(self._keys.answers, request.id))
         if answer.error:
             raise CheckpointError(answer.error)
+
+    def _answer(self, request: str) -> Answer | None:
+        found = self._connection.patiently(lambda: self._connection.client.hget(self._keys.answers, request))
+        return None if found is None else msgspec.msgpack.decode(found, type=Answer)
 
 
 @cache
@@ -202,6 +207,7 @@ class AwayFolders(Folders):
         names = [str(path.relative_to(hidden)) for path in files_in(hidden)]
         files = {name: known[name] if name in known else record_of(hidden / name) for name in names}
         self._send(hidden, files, str(target.relative_to(self._root)), durable=durable)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def keep_latest(self, directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> None:
         name = str(directory.relative_to(self._root))
@@ -209,8 +215,14 @@ class AwayFolders(Folders):
         self._outbox.ask(request, self.on_sent)
 
     def finished(self, file: Path) -> FileRecord:
+        """The file is sent, and not kept here. Rank 0 may have the rest of the folder on this machine."""
         record = record_of(file)
-        self._send(file.parent, {file.name: record}, None, durable=True)
+        try:
+            self._send(file.parent, {file.name: record}, None, durable=True)
+        finally:
+            file.unlink()
+            with suppress(OSError):
+                file.parent.rmdir()
         return record
 
     def _send(self, folder: Path, files: Mapping[str, FileRecord], target: str | None, *, durable: bool) -> None:
@@ -222,10 +234,7 @@ class AwayFolders(Folders):
             target=target,
             durable=durable,
         )
-        try:
-            self._outbox.ask(request, self.on_sent)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        self._outbox.ask(request, self.on_sent)
 
 
 def _new_id() -> str:
@@ -237,12 +246,8 @@ class ReadyFiles:
 
     def __init__(self, control: Path, connection: RedisConnection, prefix: str) -> None:
         self._control, self._connection = control, connection
-        self._key = f"{{{prefix}}}ready"
+        self._key = Keys.of(prefix).ready
         self._known: set[str] = set()
-
-    def clear(self) -> None:
-        """Remove those of an earlier session."""
-        self._connection.patiently(lambda: self._connection.client.delete(self._key))
 
     def exchange(self) -> None:
         """Raises OSError and StreamError."""

@@ -154,6 +154,13 @@ def test_a_full_disk_loses_nothing(url: str, outbox: Outbox, tmp_path: Path, mon
     assert (tmp_path / "a.jsonl").read_bytes() == lines(0, 1)
 
 
+def test_who_waits_for_a_launcher_that_takes_no_more_is_told(url: str, outbox: Outbox, tmp_path: Path) -> None:
+    with closing(Head(RedisConnection(url, "head"), "run", tmp_path)) as taking:
+        taking.refuse("the disk is full")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        outbox.ask(KeepLatest(id="1", directory="weights", version=1, count=1, spared_every=0), lambda _: None)
+
+
 def test_a_path_outside_of_the_run_directory_is_refused(url: str, outbox: Outbox, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     outbox.push(Append("../a", b"a"))

@@ -213,7 +213,7 @@ class Agent:
         if ended and self._problem is None:
             self._copy()
             self._send()
-        return msgspec.json.encode(Look(ended=tuple(map(_ended, ended)), problem=self._problem))
+        return msgspec.json.encode(Look(ended=tuple(self._ended(worker) for worker in ended), problem=self._problem))
 
     def signal(self, role: str, what: str) -> None:
         """`stop`: ask the process to stop. `kill`: kill it and its children. `stacks`: have it write its stacks."""
@@ -273,6 +273,18 @@ class Agent:
             plan = msgspec.structs.replace(plan, checkpoint=str(run.checkpoints / Path(plan.checkpoint).name))
             write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)
 
+    def _ended(self, worker: LocalWorker) -> Ended:
+        error = worker.failure()
+        here, there = str(self._session.run.root), self._setup.run_dir  # the launcher has the logs that messages name
+        return Ended(
+            role=worker.role,
+            status=worker.status or 0,
+            kind=None if error is None else type(error).__name__,
+            message="" if error is None else str(error).replace(here, there),
+            notes=() if error is None else tuple(getattr(error, "__notes__", ())),
+            peak_memory_bytes=worker.peak_memory_bytes(),
+        )
+
     def _end(self, problem: str) -> None:
         """End this machine's part of the run, and this process."""
         if self._closing.is_set():
@@ -291,15 +303,3 @@ def has(file: str, contents: str) -> bool:
         return OWN_FOLDER not in os.environ and Path(file).read_text() == contents
     except OSError:
         return False
-
-
-def _ended(worker: LocalWorker) -> Ended:
-    error = worker.failure()
-    return Ended(
-        role=worker.role,
-        status=worker.status or 0,
-        kind=None if error is None else type(error).__name__,
-        message="" if error is None else str(error),
-        notes=() if error is None else tuple(getattr(error, "__notes__", ())),
-        peak_memory_bytes=worker.peak_memory_bytes(),
-    )

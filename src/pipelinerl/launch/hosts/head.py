@@ -16,16 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from pipelinerl.checkpoint_folders import FileRecord, files_in, install, keep_latest, remove_unfinished, sync_tree
-from pipelinerl.errors import CheckpointError, PipelineRLError, RunDirectoryError
+from pipelinerl.errors import CheckpointError, PipelineRLError, RunDirectoryError, StreamError
 from pipelinerl.files import JsonLines
-from pipelinerl.launch.away import Answer, Append, Entry, Envelope, Install, KeepLatest, Keys, ReadyFiles, Request
+from pipelinerl.launch.away import TO_ALL, Answer, Append, Entry, Envelope, Install, KeepLatest, Keys, ReadyFiles, Request
 from pipelinerl.redis_connection import RedisConnection
 
 Fetch = Callable[[str, str, int], Iterator[bytes]]
@@ -147,13 +147,13 @@ class Head:
                 keep_latest(directory, request.version, request.count, spared_every=request.spared_every)
             else:
                 self._install(request, fetch)
-        except (OSError, PipelineRLError) as failure:
+        except Exception as failure:  # noqa: BLE001 - the sender waits for an answer
             why = failure.strerror if isinstance(failure, OSError) else str(failure)
-            error = why or str(failure)
+            error = why or f"{type(failure).__name__}: {failure}"
             if isinstance(request, Install):
                 shutil.rmtree(self._root / request.folder, ignore_errors=True)
                 error = f"can't write checkpoint {self._root / (request.target or request.folder)}: {error}"
-        self._answer(request, Answer(done=True, error=error))
+        self._answer(request.id, Answer(done=True, error=error))
 
     def _install(self, request: Install, fetch: Fetch) -> None:
         folder = self._inside(request.folder)
@@ -174,7 +174,7 @@ class Head:
                     sent += len(piece)
                     if time.monotonic() - said_s > SAY_EVERY_S:
                         said_s = time.monotonic()
-                        self._answer(request, Answer(sent_bytes=int(sent)))
+                        self._answer(request.id, Answer(sent_bytes=int(sent)))
             if FileRecord(path.stat().st_size, digest.hexdigest()) != record:
                 raise CheckpointError(f"{name} has changed on its way from {request.machine}")
         if request.target is not None:
@@ -183,9 +183,13 @@ class Head:
                 sync_tree(folder)
             install(folder, self._inside(request.target))
 
-    def _answer(self, request: Request, answer: Answer) -> None:
+    def refuse(self, why: str) -> None:
+        """Answer all who wait, now or later."""
+        self._answer(TO_ALL, Answer(done=True, error=why))
+
+    def _answer(self, request: str, answer: Answer) -> None:
         client, encoded = self._connection.client, msgspec.msgpack.encode(answer)
-        self._connection.patiently(lambda: client.hset(self._keys.answers, request.id, encoded))
+        self._connection.patiently(lambda: client.hset(self._keys.answers, request, encoded))
 
 
 class RunningHead:
@@ -211,9 +215,11 @@ class RunningHead:
                 self._ready.exchange()
             except PipelineRLError as error:
                 self.problem = error
-                return
             except OSError as error:
                 self.problem = RunDirectoryError(f"can't write to {error.filename}: {error.strerror}")
+            if self.problem is not None:
+                with suppress(StreamError):
+                    self._head.refuse(str(self.problem))
                 return
 
 

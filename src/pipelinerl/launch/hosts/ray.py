@@ -445,7 +445,6 @@ class RayHost:
         url, prefix, patience_s = redis_of(session.config, run, session.plan.redis_url)
         connection = RedisConnection(url, "head", patience_s)
         ready = ReadyFiles(run.control, connection, prefix)
-        ready.clear()
         self._head = RunningHead(Head(connection, prefix, run.root, self._fetch), ready)
         training = {TRAINING, *rank_roles(session.config)}
         for seat in away:
