@@ -11,7 +11,7 @@ lost.
 
     {RUN}outbox     a list of `Entry`s
     {RUN}pushed     a hash: the number of each sender's last entry. One whose answer was lost is not pushed twice
-    {RUN}answers    a hash: the `Answer` to each request, and under "" to all, if the launcher takes no more
+    {RUN}answers    a hash: the `Answer` to each request, and under `TO_ALL` one to all, if the launcher takes no more
     {RUN}sizes      a hash: the size of each file without the entries in the outbox (see `hosts.head`)
     {RUN}ready      a hash: the ready files of engine servers, which all machines copy
 """
@@ -40,7 +40,8 @@ from pipelinerl.redis_connection import RedisConnection
 MOST_WAITING = 1000
 """Entries in the outbox. More wait with their senders."""
 LOOK_EVERY_S = 0.02
-TO_ALL = ""
+TO_ALL = "*"
+"""Instead of the id of a request."""
 LONGEST_PIECE = 1 << 20
 """Bytes of a log that are sent at once."""
 
