@@ -48,6 +48,7 @@ def test_a_whole_calibration(tmp_path: Path, kind: str, monkeypatch: pytest.Monk
     assert read_calibration(tmp_path / "calibration.json") == found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_calibration_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.ACTOR_SECONDS", 0.2)
