@@ -82,6 +82,7 @@ def test_weights_by_broadcast_to_two_generation_processes(tmp_path: Path) -> Non
     assert counts["weight_updates"] >= 5
 
 
+@pytest.mark.exhaustive
 def test_rounds_are_exact_with_servers_and_a_preprocessor(tmp_path: Path) -> None:
     settings = {"schedule__kind": "conventional", "schedule__steps_per_round": 2, "trainer__steps": 4}
     counts = run_processes(tmp_path / "r", **PREPROCESSOR, **SERVERS, **settings)

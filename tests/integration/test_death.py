@@ -92,7 +92,7 @@ def __init__(self, tokenizer, seed):
     [
         ("generation", "actor", {}),
         ("generation-1", "actor-1", {"engine__processes": 2}),
-        ("preprocessing", "preprocessor", PREPROCESSOR),
+        pytest.param("preprocessing", "preprocessor", PREPROCESSOR, marks=pytest.mark.exhaustive),
         ("training", "trainer", {}),
     ],
 )
