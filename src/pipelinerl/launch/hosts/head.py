@@ -104,7 +104,6 @@ class Head:
 
     def _append(self, entries: Sequence[Append]) -> dict[str, int]:
         """Write the entries to their files. Returns the new sizes of these."""
-        client, key = self._connection.client, self._keys.sizes
         pieces: dict[str, list[bytes]] = {}
         emptied = set()
         for entry in entries:
@@ -116,10 +115,7 @@ class Head:
         for name, parts in pieces.items():
             path = self._inside(name)
             try:
-                known = self._connection.patiently(lambda name=name: client.hget(key, name))
-                start = _size_of(path) if known is None else int(known)
-                if known is None:
-                    self._connection.patiently(lambda name=name, start=start: client.hset(key, name, start))
+                start = self._known_size(name, path)
                 start = 0 if name in emptied else start
                 data = b"".join(parts)
                 _write_at(path, start, data)
@@ -129,6 +125,15 @@ class Head:
                 ) from error
             sizes[name] = start + len(data)
         return sizes
+
+    def _known_size(self, name: str, path: Path) -> int:
+        """The size of the file without the entries in the outbox. Redis has it from now on."""
+        client, key = self._connection.client, self._keys.sizes
+        if (known := self._connection.patiently(lambda: client.hget(key, name))) is not None:
+            return int(known)
+        size = _size_of(path)
+        self._connection.patiently(lambda: client.hset(key, name, size))
+        return size
 
     def _inside(self, name: str) -> Path:
         """A path in the run directory. Raises RunDirectoryError for one that is not."""
