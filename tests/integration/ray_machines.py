@@ -1,8 +1,9 @@
 """A Ray cluster whose machines are all this one, in a process of its own: `python -m tests.integration.ray_machines FOLDER`.
 
 Ray reads its settings when it is imported, so they are set before. Commands on standard input, one a line: `add NAME`,
-`away NAME` (the same, for a machine that does not see run directories) and `remove NAME`. The first line of its output is
-the cluster's address, then each command is answered by a line. It ends at the end of its input.
+`away NAME` (the same, for a machine that does not see run directories; both replace a machine of this name) and `remove
+NAME`, which Ray is not told about. The first line of its output is the cluster's address, then each command is answered by
+a line. It ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def main(folder: Path) -> None:
         for line in sys.stdin:
             command, name = line.split()
             if command in ("add", "away"):
+                if name in nodes:
+                    cluster.remove_node(nodes.pop(name))
+                cluster.wait_for_nodes(STARTUP_S)  # until Ray has noticed that an earlier one of this name is gone
                 use_temporary_folder(folder / name, away=command == "away")
                 nodes[name] = cluster.add_node(**SMALL, node_name=name)
             else:

@@ -75,9 +75,7 @@ class Machines:
     def complete(self, *away: str) -> None:
         """Add the machines that are not there, or not any more. Those that are `away` do not see the run directory."""
         for name in OTHERS:
-            if name in self._there and (name in self._away) != (name in away):
-                self.remove(name)
-            if name not in self._there:
+            if name not in self._there or (name in self._away) != (name in away):
                 self._tell("away" if name in away else "add", name)
                 self._there.add(name)
         self._away = set(away)

@@ -10,7 +10,8 @@ returns, so what follows from it (its group in the stream, a checkpoint) never a
 lost.
 
     {RUN}outbox     a list of `Entry`s
-    {RUN}pushed     a hash: the number of each sender's last entry. One whose answer was lost is not pushed twice
+    {RUN}pushed     a hash: the number of each sender's last entry. One whose answer was lost is not pushed twice. And
+                    under `WAITING` the bytes in the outbox
     {RUN}answers    a hash: the `Answer` to each request, and under `TO_ALL` one to all, if the launcher takes no more
     {RUN}sizes      a hash: the size of each file without the entries in the outbox (see `hosts.head`)
     {RUN}ready      a hash: the ready files of engine servers, which all machines copy
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -37,8 +39,9 @@ from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import redis_of
 from pipelinerl.redis_connection import RedisConnection
 
-MOST_WAITING = 1000
-"""Entries in the outbox. More wait with their senders."""
+MOST_WAITING_BYTES = 64 << 20
+"""In the outbox, and one entry more for each sender. Then senders wait."""
+WAITING = ""
 LOOK_EVERY_S = 0.02
 TO_ALL = "*"
 """Instead of the id of a request."""
@@ -49,8 +52,9 @@ _PUSH = """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then
   redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
   redis.call('RPUSH', KEYS[1], ARGV[3])
+  redis.call('HINCRBY', KEYS[2], '', #ARGV[3])
 end
-return redis.call('LLEN', KEYS[1])
+return redis.call('HGET', KEYS[2], '')
 """
 
 
@@ -127,17 +131,18 @@ class Outbox:
         self._connection, self._keys = connection, Keys.of(prefix)
         self._push = connection.client.register_script(_PUSH)
         self._number = 0
+        self.waits = True
 
     def push(self, entry: Entry) -> None:
-        """It is in Redis when this returns. Waits while too many are. Raises StreamError."""
+        """It is in Redis when this returns. Waits while too much is there, if `waits` is True. Raises StreamError."""
         self._number += 1
         arguments = [self._connection.token, self._number, msgspec.msgpack.encode(entry)]
         waiting = self._connection.patiently(lambda: self._push(self._keys[:2], arguments))
-        while waiting > MOST_WAITING:
+        while self.waits and int(waiting or 0) > MOST_WAITING_BYTES:
             time.sleep(LOOK_EVERY_S)
             if answer := self._answer(TO_ALL):
                 raise StreamError(answer.error)
-            waiting = self._connection.patiently(lambda: self._connection.client.llen(self._keys.outbox))
+            waiting = self._connection.patiently(lambda: self._connection.client.hget(self._keys.pushed, WAITING))
 
     def ask(self, request: Request, on_sent: Callable[[int], None]) -> None:
         """Push the request, and wait until it is carried out; `on_sent` is called with the bytes that were sent.
@@ -267,23 +272,32 @@ class ReadyFiles:
 
 
 class Sending:
-    """What an agent sends of its machine's folder: what is new in logs and in TensorBoard's files, and ready files."""
+    """What an agent sends of its machine's folder: what is new in logs and in TensorBoard's files, and ready files.
+
+    Any thread may use it.
+    """
 
     def __init__(self, session: Session, connection: RedisConnection, prefix: str) -> None:
         self._root = session.run.root
         self._outbox = Outbox(connection, prefix)
         self._ready = ReadyFiles(session.run.control, connection, prefix)
         self._sent: dict[Path, int] = {}
+        self._one = threading.Lock()
 
     def send(self) -> None:
-        """Raises OSError and StreamError."""
-        self._ready.exchange()
-        for path in [*(self._root / "logs").glob("*"), *(self._root / "tensorboard").glob("*")]:
-            sent = self._sent.get(path, 0)
-            while path.stat().st_size > sent:
-                with path.open("rb") as file:
-                    file.seek(sent)
-                    data = file.read(LONGEST_PIECE)
-                self._outbox.push(Append(str(path.relative_to(self._root)), data))
-                sent += len(data)
-                self._sent[path] = sent
+        """Waits while the launcher is behind. Raises OSError and StreamError."""
+        with self._one:
+            self._ready.exchange()
+            for path in [*(self._root / "logs").glob("*"), *(self._root / "tensorboard").glob("*")]:
+                while path not in self._sent or path.stat().st_size > self._sent[path]:
+                    sent = self._sent.get(path, 0)
+                    with path.open("rb") as file:
+                        file.seek(sent)
+                        data = file.read(LONGEST_PIECE)
+                    self._outbox.push(Append(str(path.relative_to(self._root)), data))
+                    self._sent[path] = sent + len(data)
+
+    def send_the_last(self) -> None:
+        """Send what is left, without waiting: the launcher may be gone. Raises OSError and StreamError."""
+        self._outbox.waits = False
+        self.send()

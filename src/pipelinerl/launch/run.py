@@ -53,13 +53,13 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
         run = lock.run
         if cluster is not None:
             _wait_until_unused(run)
+            if resume is not None:  # before its files are used or moved
+                with _running_broker(config, run, cluster.address) as broker:
+                    _take_what_is_left(config, run, broker.url if broker is not None else None)
         join_rollouts(run.rollouts)
         restart_notice = None if resume is None else _prepare_resume(config, run)
         with _running_broker(config, run, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None
-            if cluster is not None:
-                _take_what_is_left(config, run, redis_url)
-                join_rollouts(run.rollouts)
             begins = resume is None or restart_notice is not None
             plan = StartPlan() if begins else _plan_resume(config, run, redis_url)
             if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:

@@ -96,6 +96,8 @@ class Learner:
         use_packed_attention(model)
         self.model = model
         self.lora = lora
+        self.on_sent: Callable[[int], object] = lambda _: None
+        """Called with the bytes that were sent, while other ranks send a checkpoint to another machine."""
         self.optimizer = self._new_optimizer(config)
         self._config = config
         self._loss = make_loss(config, correction)

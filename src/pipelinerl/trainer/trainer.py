@@ -103,7 +103,7 @@ class Trainer:
         self._probe = ProbeCheck(learner.model, learner.logits)
         self._checkpoints = checkpoints
         if checkpoints is not None:
-            checkpoints.folders.on_sent = self._on_sent
+            checkpoints.folders.on_sent = learner.on_sent = self._on_sent
         self._status = TrainerStatus(output, self._progress)
         self._version = state.version
         self._saved_version = state.version if state.version else -1

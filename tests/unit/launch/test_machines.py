@@ -48,6 +48,7 @@ def test_a_model_in_a_folder_must_be_on_a_machine_without_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # the agent goes to the launcher's folder
     config = load_config(None, [*RAY, f"--model.path={tmp_path}/far"])
     plan = msgspec.json.encode(StartPlan(checkpoint="/far/r/checkpoints/step_00000002", version=2))
     files = {"control/config.json": config.model_dump_json().encode(), "control/plan.json": plan}

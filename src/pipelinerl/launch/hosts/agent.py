@@ -47,6 +47,7 @@ LAUNCHER = "launcher"
 """The launcher's name among the heartbeats. Machines have their own."""
 MIRROR_EVERY_S = 0.02
 BEAT_EVERY_S = 0.5
+SEND_EVERY_S = 0.5
 LONGEST_PIECE = 16 << 20
 """Bytes of a checkpoint in one call."""
 AWAY = "it does not have the run directory"
@@ -173,6 +174,8 @@ class Agent:
         except (OSError, PipelineRLError) as error:
             return str(error)
         threading.Thread(target=self._keep, name="mirror", daemon=True).start()
+        if self._sending is not None:  # apart, since it waits while the launcher is behind
+            threading.Thread(target=self._keep_sending, args=(self._sending,), name="sending", daemon=True).start()
         return ""
 
     def listen(self, address: str) -> list[int]:
@@ -212,7 +215,9 @@ class Agent:
         ended = [worker for worker in self._workers.values() if not worker.running]
         if ended and self._problem is None:
             self._copy()
-            self._send()
+            if self._sending is not None:
+                with suppress(OSError, StreamError):  # the thread that sends reports it
+                    self._sending.send()
         return msgspec.json.encode(Look(ended=tuple(self._ended(worker) for worker in ended), problem=self._problem))
 
     def signal(self, role: str, what: str) -> None:
@@ -228,8 +233,9 @@ class Agent:
         for worker in self._workers.values():
             worker.wait(KILL_TIMEOUT_S)
             remove_weights_of(worker.pid)
-        with suppress(OSError, StreamError):
-            self._send()
+        if self._sending is not None:
+            with suppress(OSError, StreamError):
+                self._sending.send_the_last()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -247,7 +253,6 @@ class Agent:
                     if time.monotonic() - beaten_s > BEAT_EVERY_S:
                         beaten_s = time.monotonic()
                         self._heartbeats.beat()
-                        self._send()
                 except (OSError, ValueError, StreamError) as error:
                     self._end(str(error))
                 if (silent_s := self._heartbeats.silent_s(LAUNCHER)) > self._setup.lost_s:
@@ -258,11 +263,13 @@ class Agent:
             self._mirror.push()
             self._mirror.pull()
 
-    def _send(self) -> None:
-        """Send what is new in this machine's folder, if the machine is away."""
-        if self._sending is not None:
-            with self._mirroring:
-                self._sending.send()
+    def _keep_sending(self, sending: Sending) -> None:
+        """Send what is new in this machine's folder until the end. The thread of this."""
+        while not self._closing.wait(SEND_EVERY_S):
+            try:
+                sending.send()
+            except (OSError, StreamError) as error:
+                self._end(str(error))
 
     def _write_files(self, run: RunDirectory) -> None:
         run.make_folders()

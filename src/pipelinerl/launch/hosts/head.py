@@ -41,8 +41,9 @@ SAY_EVERY_S = 0.5
 _REMOVE = """
 if redis.call('HGET', KEYS[2], '') == ARGV[1] then return 0 end
 redis.call('LTRIM', KEYS[1], ARGV[2], -1)
+redis.call('HINCRBY', KEYS[3], '', -ARGV[3])
 redis.call('HSET', KEYS[2], '', ARGV[1])
-for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
 return 1
 """
 
@@ -85,22 +86,23 @@ class Head:
                 break
             appended.append(entry)
         if appended:
-            self._taken(len(appended), self._append(appended))
+            self._taken(found[: len(appended)], self._append(appended))
             return True
         (request, *_) = entries
         assert not isinstance(request, Append)  # noqa: S101 - see above
         if self._fetch is not None:
             self._pool.submit(self._carry_out, request, self._fetch)
-        self._taken(1, {})
+        self._taken(found[:1], {})
         return True
 
-    def _taken(self, count: int, sizes: Mapping[str, int]) -> None:
-        """Remove the first entries. Sent again if the answer is lost, it is not executed twice."""
+    def _taken(self, first: Sequence[bytes], sizes: Mapping[str, int]) -> None:
+        """Remove these entries. Sent again if the answer is lost, it is not executed twice."""
         self._removals += 1
-        arguments: list[str | int] = [f"{self._connection.token}:{self._removals}", count]
+        arguments: list[str | int] = [f"{self._connection.token}:{self._removals}", len(first), sum(map(len, first))]
         for name, size in sizes.items():
             arguments += [name, size]
-        self._connection.patiently(lambda: self._remove([self._keys.outbox, self._keys.sizes], arguments))
+        keys = [self._keys.outbox, self._keys.sizes, self._keys.pushed]
+        self._connection.patiently(lambda: self._remove(keys, arguments))
 
     def _append(self, entries: Sequence[Append]) -> dict[str, int]:
         """Write the entries to their files. Returns the new sizes of these."""
@@ -115,8 +117,7 @@ class Head:
         for name, parts in pieces.items():
             path = self._inside(name)
             try:
-                start = self._known_size(name, path)
-                start = 0 if name in emptied else start
+                start = 0 if name in emptied else self._known_size(name, path)
                 data = b"".join(parts)
                 _write_at(path, start, data)
             except OSError as error:

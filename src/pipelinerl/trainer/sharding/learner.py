@@ -201,11 +201,17 @@ class ShardedLearner(Learner):
         peers = self._team.peers
         peers.send(ranks.SaveOptimizer(str(folder.absolute())))
         save_optimizer(folder, self.optimizer.state(), 0, self._team.size)
-        answers = {rank: peers.receive(ranks.Saved, rank) for rank in range(1, self._team.size)}
-        for rank, saved in answers.items():
-            if saved.error:
-                raise CheckpointError(f"rank {rank} can't write its part of the optimizer's state: {saved.error}")
-        return {saved.name: saved.record for saved in answers.values() if saved.record is not None}
+        files, errors = {}, []
+        for rank in range(1, self._team.size):
+            while not ((saved := peers.receive(ranks.Saved, rank)).error or saved.record):
+                self.on_sent(saved.sent_bytes)
+            if saved.record:
+                files[saved.name] = saved.record
+            else:
+                errors.append(f"rank {rank} can't write its part of the optimizer's state: {saved.error}")
+        if errors:
+            raise CheckpointError(errors[0])
+        return files
 
     def load_optimizer(self, checkpoint: Checkpoint) -> None:
         """Every rank reads its own rows. Raises CheckpointError like `Learner`."""
@@ -286,6 +292,15 @@ class ShardedLearner(Learner):
             yield self._team.peers.receive(ranks.Place).samples
 
     def _save_rows(self, folder: str, folders: Folders) -> ranks.Saved:
+        told = 0
+
+        def on_sent(sent_bytes: int) -> None:
+            nonlocal told
+            if sent_bytes > told:
+                told = sent_bytes
+                self._team.peers.send(ranks.Saved(sent_bytes=told))
+
+        folders.on_sent = on_sent
         try:
             file = save_optimizer(folders.mine(folder), self.optimizer.state(), self._team.rank, self._team.size)
             return ranks.Saved("", file.name, folders.finished(file))

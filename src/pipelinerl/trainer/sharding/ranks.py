@@ -114,11 +114,15 @@ class SaveOptimizer(msgspec.Struct, frozen=True, tag="save"):
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """`error`: why the file could not be written; "" if it was. Then `name` is that of the file, and `record` is its."""
+    """`error`: why the file could not be written; "" if it was. Then `name` is that of the file, and `record` is its.
 
-    error: str
+    Before, any number with only `sent_bytes`: how much of it is on the launcher's machine.
+    """
+
+    error: str = ""
     name: str = ""
     record: FileRecord | None = None
+    sent_bytes: int = 0
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
