@@ -598,6 +598,32 @@ def test_a_launcher_that_is_killed_is_followed_by_one_that_has_everything(apart:
     resume_to_the_end(run.run_dir)
 
 
+KILLED = """
+    import os, signal
+    from pipelinerl.launch.hosts.head import Head
+
+    def killed(self, first, sizes, taken=Head._taken, times=[]):
+        times += [name for name in sizes if "rollouts-1" in name]
+        if len(times) == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        taken(self, first, sizes)
+
+    Head._taken = killed
+"""
+
+
+@pytest.mark.exhaustive
+def test_lines_that_a_killed_launcher_had_just_written_are_followed_by_no_copy(apart: Machines, tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    place = {"training": "machine-0", "generation-0": "machine-1", "generation-1": "machine-2"}
+    settings = TWO_ACTORS | ENDLESS | {"launch__place": json.dumps(place)}
+    assert wait(start("train", *flags(run_dir, **settings), prepare=KILLED)).status == -signal.SIGKILL
+    assert (run_dir / "rollouts" / "rollouts-1.jsonl").exists()
+    resume_to_the_end(run_dir)
+    lines = (run_dir / "rollouts" / "rollouts.jsonl").read_bytes().splitlines()
+    assert len(lines) == len(set(lines))
+
+
 FULL = """
     import errno, os
     from pipelinerl.launch.hosts import head

@@ -24,7 +24,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -278,7 +278,7 @@ class Sending:
     """
 
     def __init__(self, session: Session, connection: RedisConnection, prefix: str) -> None:
-        self._root = session.run.root
+        self._root, self._connection = session.run.root, connection
         self._outbox = Outbox(connection, prefix)
         self._ready = ReadyFiles(session.run.control, connection, prefix)
         self._sent: dict[Path, int] = {}
@@ -298,6 +298,7 @@ class Sending:
                     self._sent[path] = sent + len(data)
 
     def send_the_last(self) -> None:
-        """Send what is left, without waiting: the launcher may be gone. Raises OSError and StreamError."""
+        """The last `send`. It does not wait: the launcher may be gone. Raises OSError and StreamError."""
         self._outbox.waits = False
-        self.send()
+        with closing(self._connection):
+            self.send()

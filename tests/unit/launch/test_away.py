@@ -8,17 +8,23 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
 import pytest
 
 from pipelinerl.checkpoint_folders import record_of
-from pipelinerl.errors import CheckpointError, RunDirectoryError
-from pipelinerl.launch.away import Append, Install, KeepLatest, Outbox
+from pipelinerl.config.load import load_config
+from pipelinerl.errors import CheckpointError, RunDirectoryError, StreamError
+from pipelinerl.launch import away
+from pipelinerl.launch.away import Append, Install, KeepLatest, Outbox, Sending
 from pipelinerl.launch.hosts import head
 from pipelinerl.launch.hosts.head import Head
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.redis_connection import RedisConnection
+from pipelinerl.schedule import make_schedule
 from pipelinerl.stream.redis_server import start_server
 
 if shutil.which("redis-server") is None:
@@ -152,6 +158,48 @@ def test_a_full_disk_loses_nothing(url: str, outbox: Outbox, tmp_path: Path, mon
     assert (tmp_path / "a.jsonl").read_bytes() == lines(0)
     take(url, tmp_path)
     assert (tmp_path / "a.jsonl").read_bytes() == lines(0, 1)
+
+
+def test_senders_wait_while_too_much_is_in_the_outbox(
+    url: str, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(away, "MOST_WAITING_BYTES", 100)
+    pushed = []
+
+    def push() -> None:
+        for number in range(20):
+            outbox.push(Append("a.jsonl", bytes(50)))
+            pushed.append(number)
+
+    pushing = Thread(target=push)
+    pushing.start()
+    pushing.join(0.3)
+    assert 1 <= len(pushed) <= 2, "an entry is more than its data"
+    while pushing.is_alive():
+        take(url, tmp_path)
+        pushing.join(0.01)
+    take(url, tmp_path)
+    assert (tmp_path / "a.jsonl").read_bytes() == bytes(20 * 50)
+    with closing(Head(RedisConnection(url, "head"), "run", tmp_path)) as taking:
+        taking.refuse("the disk is full")
+    with pytest.raises(StreamError, match="the disk is full"):
+        push()
+    outbox.waits = False
+    push()
+
+
+def test_an_agent_sends_what_is_new_in_its_logs(url: str, connection: RedisConnection, tmp_path: Path) -> None:
+    there, here = RunDirectory(tmp_path / "there"), tmp_path / "here"
+    there.make_folders()
+    config = load_config(None, ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"])
+    sending = Sending(Session(config, there, StartPlan(), make_schedule(config), 0.0), connection, "run")
+    (there.root / "logs" / "empty.log").touch()
+    for text in ("one\n", "two\n"):
+        with (there.root / "logs" / "a.log").open("a") as log:
+            log.write(text)
+        sending.send()
+    take(url, here)
+    assert {path.name: path.read_text() for path in (here / "logs").iterdir()} == {"empty.log": "", "a.log": "one\ntwo\n"}
 
 
 def test_who_waits_for_a_launcher_that_takes_no_more_is_told(url: str, outbox: Outbox, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class Agent:
             self._heartbeats = Heartbeats(self._redis, prefix, self._setup.machine)
             self._heartbeats.beat()
             if self._away:
-                self._sending = Sending(self._session, self._redis, prefix)
+                self._sending = Sending(self._session, RedisConnection(url, "sender", patience_s), prefix)
         except (OSError, PipelineRLError) as error:
             return str(error)
         threading.Thread(target=self._keep, name="mirror", daemon=True).start()
