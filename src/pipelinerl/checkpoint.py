@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import logging
 
-from pipelinerl.errors import CheckpointError
+from pipelinerl.errors import INVALID_DATA, CheckpointError
 from pipelinerl.files import sync_directory
 
 FORMAT = 1
@@ -321,7 +321,7 @@ def _read_state(path: Path) -> CheckpointState:
         return msgspec.json.decode(encoded, type=CheckpointState)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path.parent}: can't read {path.name}: {error.strerror}{_ADVICE}") from error
-    except msgspec.DecodeError as error:
+    except INVALID_DATA as error:
         raise CheckpointError(f"checkpoint file {path} is damaged: {error}{_ADVICE}") from error
 
 
