@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of, remove_unfinished
-from pipelinerl.errors import CheckpointError
+from pipelinerl.errors import INVALID_DATA, CheckpointError
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -272,7 +272,7 @@ def _read_state(path: Path) -> CheckpointState:
         return msgspec.json.decode(encoded, type=CheckpointState)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path.parent}: can't read {path.name}: {error.strerror}{_ADVICE}") from error
-    except msgspec.DecodeError as error:
+    except INVALID_DATA as error:
         raise CheckpointError(f"checkpoint file {path} is damaged: {error}{_ADVICE}") from error
 
 

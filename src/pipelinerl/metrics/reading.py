@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pipelinerl.errors import RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
@@ -30,7 +30,7 @@ def read_json_lines(path: Path, record_type: type[T]) -> list[T]:
                 break
             try:
                 records.append(decoder.decode(line))
-            except msgspec.DecodeError as error:  # includes ValidationError
+            except INVALID_DATA as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     return records
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from pipelinerl.config.load import config_from_yaml, with_own_model
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records, read_timeline
 from pipelinerl.metrics.records import StepRecord
@@ -318,7 +318,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except INVALID_DATA as error:
         raise RunDirectoryError(f"{path} is damaged: {error}; delete it") from error
 
 

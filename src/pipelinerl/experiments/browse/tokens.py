@@ -14,8 +14,9 @@ from rich.text import Text
 from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.experiments.browse.groups import lag_text
-from pipelinerl.experiments.browse.records import Trained, one_line, printable
+from pipelinerl.experiments.browse.records import Trained, one_line
 from pipelinerl.serving.server.text import TextStream
+from pipelinerl.status.view import printable
 from pipelinerl.types import Rollout, Turn, VersionSpan, versions_from_spans
 
 if TYPE_CHECKING:

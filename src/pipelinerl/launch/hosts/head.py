@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from pipelinerl.checkpoint_folders import FileRecord, files_in, install, keep_latest, remove_unfinished, sync_tree
-from pipelinerl.errors import CheckpointError, PipelineRLError, RunDirectoryError, StreamError
+from pipelinerl.errors import INVALID_DATA, CheckpointError, PipelineRLError, RunDirectoryError, StreamError
 from pipelinerl.files import JsonLines
 from pipelinerl.launch.away import TO_ALL, Answer, Append, Entry, Envelope, Install, KeepLatest, Keys, ReadyFiles, Request
 from pipelinerl.redis_connection import RedisConnection
@@ -79,7 +79,10 @@ class Head:
         found = self._connection.patiently(lambda: client.lrange(keys.outbox, 0, AT_ONCE - 1))
         if not found:
             return False
-        entries: list[Entry] = [self._decoder.decode(entry) for entry in found]
+        try:
+            entries: list[Entry] = [self._decoder.decode(entry) for entry in found]
+        except INVALID_DATA as error:
+            raise StreamError(f"the version that ran before sent what this one can't read: {error}") from error
         appended: list[Append] = []
         for entry in entries:
             if not isinstance(entry, Append):
@@ -269,7 +272,7 @@ def _check_whole(folder: Path) -> None:
     there = {str(path.relative_to(folder)): path.stat().st_size for path in files_in(folder)}
     try:
         named = msgspec.json.decode((folder / "state.json").read_bytes(), type=Envelope).state.files
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *INVALID_DATA) as error:
         raise CheckpointError(f"its state.json did not arrive: {error}") from error
     for name, record in named.items():
         if there.get(name) != record.size:
