@@ -4,8 +4,9 @@
 
 A cluster of two Ray nodes on this machine: the folder is on one, and the launcher's process on the other. So no network is
 between them, and both ends share this machine's cores, memory and disk. `send_s` is what the trainer waits for: until the
-folder is on the launcher's disk, checked and renamed. `copy_s` is a copy with the same guarantees in one process, without
-Ray: read, checksum, write, sync. CPU and memory are the launcher's; memory is above what it had before.
+folder is on the launcher's disk, checked and renamed. `resume_s` is the way back, at the start of a resume; what arrives is
+not synced, and checked when it is loaded. `copy_s` is a copy with the same guarantees in one process, without Ray: read,
+write, checksum, sync. CPU and memory are the launcher's while it receives; memory is above what it had before.
 """
 
 from __future__ import annotations
@@ -119,6 +120,10 @@ def main() -> None:
                 after, used = memory_bytes(), resource.getrusage(resource.RUSAGE_SELF)
                 head.close()
                 send_s = ray.get(waiting)
+                host._session = SimpleNamespace(run=SimpleNamespace(root=root))
+                begin_s = time.monotonic()
+                RayHost._send_folder(host, host._seats["far"], root / "checkpoints" / "step_00000001")
+                resume_s = time.monotonic() - begin_s
                 size = sum(record.size for record in request.files.values())
                 print(
                     json.dumps(
@@ -126,6 +131,7 @@ def main() -> None:
                             "gb": round(size / 1e9, 2),
                             "send_s": round(send_s, 2),
                             "gb_per_s": round(size / 1e9 / send_s, 2),
+                            "resume_s": round(resume_s, 2),
                             "launcher_cpu_s": round(used.ru_utime + used.ru_stime - cpu.ru_utime - cpu.ru_stime, 2),
                             "launcher_peak_mb": round((after["VmHWM"] - before["VmRSS"]) / 1e6),
                             "copy_s": round(copy_s(there / FOLDER, here / f"copy-{repetition}"), 2),
