@@ -365,12 +365,14 @@ class RayHost:
 
     def failure(self) -> PipelineRLError | None:
         self._look()
+        if self._head is not None and self._head.problem is not None:  # agents end because of it
+            return self._head.problem
         for seat in self._seats.values():
             if seat.lost is not None:
                 ranks = {TRAINING, *rank_roles(self._session.config)}
                 kind = RankLostError if len(ranks) > 1 and ranks.intersection(seat.roles) else StageDiedError
                 return kind(f"{seat.name}, which runs {', '.join(seat.roles)}, is lost: {seat.lost}")
-        return self._board.problem or (None if self._head is None else self._head.problem)
+        return self._board.problem
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         """Wait for a machine that may be lost: other processes notice its silence sooner than the launcher."""
