@@ -472,15 +472,16 @@ class RayHost:
             yield seat.result(coming.popleft())
 
     def _send_folder(self, seat: Seat, folder: Path) -> None:
+        coming: deque[Any] = deque()  # Ray carries them out in order
         for path in files_in(folder):
             name = str(path.relative_to(self._session.run.root))
             with path.open("rb") as file:
-                offset = 0
-                while (piece := file.read(LONGEST_PIECE)) or not offset:
-                    seat.call("write", name, offset, piece)
-                    offset += len(piece)
-                    if not piece:
-                        break
+                for offset in range(0, max(1, path.stat().st_size), LONGEST_PIECE):
+                    if len(coming) == PIECES_AHEAD:
+                        seat.result(coming.popleft())
+                    coming.append(seat.actor.write.remote(name, offset, file.read(LONGEST_PIECE)))
+        for call in coming:
+            seat.result(call)
 
     def _judge_memory(self, seat: Seat) -> None:
         """Show what the processes of a machine may need. Raises UserError if that can't fit."""
