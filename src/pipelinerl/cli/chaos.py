@@ -43,17 +43,14 @@ def add_to(commands: Commands) -> None:
 def run_command(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises UserError, and ChaosError if a run broke an invariant."""
     load_config(options.run_file, settings)
-    from pipelinerl.experiments.chaos.plan import DESCRIPTIONS, KINDS, LAYOUTS  # noqa: PLC0415 (with the others)
+    from pipelinerl.experiments.chaos.plan import KINDS, LAYOUTS  # noqa: PLC0415 (with the others)
     from pipelinerl.experiments.chaos.run import Request, run_chaos  # noqa: PLC0415 (loads torch)
     from pipelinerl.launch.interrupts import counted_interrupts  # noqa: PLC0415 - as above
     from pipelinerl.report import write_json, writing_to  # noqa: PLC0415 - as above
 
     layouts = [*LAYOUTS][1:] if options.layouts == "all" else options.layouts.split(",")
-    kinds = KINDS if options.faults is None else tuple(kind for kind in KINDS if kind in options.faults.split(","))
-    for flag, given, known in (
-        ("--layouts", layouts, LAYOUTS),
-        ("--faults", (options.faults or "kill").split(","), DESCRIPTIONS),
-    ):
+    kinds = KINDS if options.faults is None else tuple(options.faults.split(","))
+    for flag, given, known in (("--layouts", layouts, tuple(LAYOUTS)), ("--faults", kinds, KINDS)):
         if wrong := [name for name in given if name not in known]:
             raise UserError(f"{flag} {wrong[0]}: it is one of {', '.join(known)}")
     out: Path = options.out or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -75,15 +72,11 @@ def run_command(options: argparse.Namespace, settings: Sequence[str]) -> int:
                 results.append(run_chaos(request, layout, seed, lambda: interrupts.count > 0))
                 say(line_of(results[-1]))
                 write_json(out / "chaos.json", results)
-    broken = [result for result in results if result.violations]
-    status = write(f"{total_of(results)}\n{out / 'chaos.json'}\n")
-    if broken:
-        raise ChaosError(
-            "\n".join(
-                f"{len(broken)} of {len(results)} runs broke an invariant; run again:\n  {one.command}" for one in broken[:1]
-            )
-        )
-    return status
+    write(f"{total_of(results)}\n{out / 'chaos.json'}\n")
+    if broken := [result for result in results if result.violations]:
+        text = f"{len(broken)} of {len(results)} runs broke an invariant; to run the first again: {broken[0].command}"
+        raise ChaosError(text)
+    return 0
 
 
 def line_of(result: Result) -> str:
@@ -91,8 +84,9 @@ def line_of(result: Result) -> str:
     injected = [one for one in result.faults if one.effect != "not injected"]
     kinds = Counter(one.fault.kind for one in injected)
     ended = [one for one in injected if one.effect == "ended"]
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     parts = [
-        f"{result.layout} seed {result.seed}: {len(injected)} faults ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})",
+        f"{result.layout} seed {result.seed}: {len(injected)} faults ({listed})",
         f"{result.sessions} sessions",
         f"{result.steps} steps in {result.wall_s:.0f} s",
     ]

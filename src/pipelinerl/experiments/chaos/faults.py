@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import resource
 import signal
 import socket
@@ -16,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from pipelinerl.experiments.chaos.plan import EVERYWHERE, LAUNCHER, REDIS, Fault
+from pipelinerl.experiments.chaos.plan import REDIS, Fault
 from pipelinerl.launch.roles import TRAINING
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.streams import ROLLOUTS
@@ -71,32 +71,44 @@ class NotInjectedError(Exception):
 
 
 def inject(fault: Fault, target: Target) -> Undo:
-    """Inject it. Returns what ends it, to be called after `fault.lasts_s`. Raises NotInjectedError."""
+    """Inject it. Returns what ends or repairs it. Raises NotInjectedError."""
     try:
-        if fault.kind in ("cut", "delay"):
-            return target.links[fault.place].disturb(fault)
-        if fault.kind == "record":
-            return _damage_record(target)
-        if fault.kind == "disk":
-            return _limit(list(_without_redis(target).values()), resource.RLIMIT_FSIZE, int(fault.amount**4 * 1e6))
-        pid = target.pids().get(fault.place)
-        if pid is None:
-            raise NotInjectedError(f"there is no process {fault.place}")
         match fault.kind:
-            case "kill":
-                os.kill(pid, signal.SIGKILL)
-            case "stop":
-                os.kill(pid, signal.SIGSTOP)
-                return lambda: _continue(pid)
-            case "slow":
-                return _slow(pid)
-            case "memory":
-                return _limit([pid], resource.RLIMIT_AS, _address_space(pid) + int(fault.amount**2 * 100e6))
-            case "weights":
-                _damage_weights(pid, fault.amount, target.sleep)
+            case "cut" | "delay":
+                return target.links[fault.place].disturb(fault)
+            case "record":
+                return _damage_record(target)
+            case "disk":
+                return _limit(list(_without_redis(target).values()), resource.RLIMIT_FSIZE, int(fault.amount**4 * 1e6))
+            case _:
+                return _hurt(fault, target)
     except ProcessLookupError as error:
         raise NotInjectedError(f"the process {fault.place} has just ended") from error
-    return lambda: None
+
+
+def _hurt(fault: Fault, target: Target) -> Undo:
+    """A fault of one process."""
+    pid = target.pids().get(fault.place)
+    if pid is None:
+        raise NotInjectedError(f"there is no process {fault.place}")
+    undo: Undo = _nothing
+    match fault.kind:
+        case "kill":
+            os.kill(pid, signal.SIGKILL)
+        case "stop":
+            os.kill(pid, signal.SIGSTOP)
+            undo = partial(_continue, pid)
+        case "slow":
+            undo = _slow(pid)
+        case "memory":
+            undo = _limit([pid], resource.RLIMIT_AS, _address_space(pid) + int(fault.amount**2 * 100e6))
+        case "weights":
+            _damage_weights(pid, fault.amount, target.sleep)
+    return undo
+
+
+def _nothing() -> None:
+    """Nothing ends: the fault was a moment."""
 
 
 def _without_redis(target: Target) -> dict[str, int]:

@@ -164,18 +164,14 @@ class _Records:
         queued, late = self.summary["rollouts_queued"], sum(dropped.values()) - len(left_out)
         if not queued <= waiting <= queued + late:
             yield "conservation", f"{waiting} rollouts that were handed over have no end, but {queued} are queued"
-        failed = sum(group.started - len(group.rollouts) for group in latest.values())
         in_progress = self.summary["rollouts_in_progress"]
         started = range(max(latest, default=-1) + 1 if self.next_index is None else self.next_index)
         missing = [index for index in started if index not in latest]
         size = self.config.actor.group_size
         most = in_progress + sum(dropped.values())  # failed attempts of unfinished groups count as dropped
         if len(missing) * size > most or (self.next_index is not None and len(missing) * size < in_progress):
-            yield (
-                "conservation",
-                f"{len(missing)} groups were started and not handed over ({missing[:5]}, ...), but {in_progress} rollouts are "
-                f"in progress and {failed} failed",
-            )
+            text = f"{len(missing)} groups were started and not handed over ({str(missing[:5])[1:-1]})"
+            yield "conservation", f"{text}, but {in_progress} rollouts are in progress"
         for group in latest.values():
             if group.started != len(group.rollouts) + sum(group.dropped.values()):
                 yield "conservation", f"group {group.index}: {group.started} attempts are not its rollouts and failures"

@@ -50,11 +50,14 @@ own, and it reaches them through proxies, which can cut and delay."""
 
 SMALL = (
     *("--actor.group_size=4", "--actor.rollout_timeout_s=2", "--actor.code_timeout_s=0.3", "--actor.max_failure_fraction=1"),
-    *("--engine.slots=16", "--engine.threads=1", "--trainer.threads=1", "--trainer.batch_size=10", "--trainer.steps=60"),
+    *("--engine.slots=16", "--engine.threads=1", "--trainer.threads=1", "--trainer.batch_size=10"),
     *("--trainer.checkpoint_every=4", "--trainer.learning_rate=1e-3", "--schedule.max_lag=4", "--evaluation.problems=0"),
     *("--launch.watchdog_s=15",),
 )
 """Settings of the demo, without a run file: batches that are no multiple of a group, a lag bound, frequent checkpoints."""
+
+STEPS_PER_FAULT = 7
+"""Steps of such a run, per fault: those until it is due, and those that are taken while it lasts."""
 
 SHORT_S, LONG_S = (0.1, 3.0), (1.2, 1.6)
 """How long a process is stopped: mostly seconds; sometimes this many times the patience of the watchdog."""
@@ -80,27 +83,25 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind} {self.place}{lasts}, {self.after_s:.2f} s, {when} the one before"
 
 
-def places(config: RunConfig, kind: Kind, links: Sequence[str]) -> list[str]:
-    """Where a fault of this kind can be injected into a run of `config` from outside; empty: nowhere."""
+def places(config: RunConfig, links: Sequence[str] = ()) -> dict[Kind, list[str]]:
+    """Where faults of each kind can be injected into a run of `config` from outside; `links` are its proxies."""
     embedded = config.launch.kind == "embedded"
     workers = [] if embedded else [*worker_roles(config), *server_roles(config)]
     own_redis = [REDIS] if config.stream.kind == "redis" and config.stream.url is None else []
-    match kind:
-        case "kill" | "stop":
-            return [LAUNCHER, *workers, *own_redis]
-        case "slow" | "memory":
-            return workers or [LAUNCHER]
-        case "disk":
-            return [EVERYWHERE]
-        case "cut" | "delay":
-            return list(links)
-        case "weights":
-            shared = config.engine.kind == "local" and config.weights.kind == "shared" and not embedded
-            return generation_roles(config) if shared else []
-        case "record":
-            return [STREAM] if config.stream.kind == "files" else []
-        case "environment":
-            return generation_roles(config)
+    processes = [LAUNCHER, *workers, *own_redis]
+    shared_weights = config.engine.kind == "local" and config.weights.kind == "shared" and not embedded
+    found: dict[Kind, list[str]] = {
+        "kill": processes,
+        "stop": processes,
+        "slow": workers or [LAUNCHER],
+        "memory": workers or [LAUNCHER],
+        "disk": [EVERYWHERE],
+        "cut": list(links),
+        "delay": list(links),
+        "weights": generation_roles(config) if shared_weights else [],
+        "record": [STREAM] if config.stream.kind == "files" and not embedded else [],
+    }
+    return {kind: there for kind, there in found.items() if there}
 
 
 def plan_faults(
@@ -111,7 +112,7 @@ def plan_faults(
     Faults of the environment are not among them: they happen in every attempt (`environment.Troubled`). Empty if no kind
     can be injected.
     """
-    there = {kind: found for kind in kinds if kind != "environment" and (found := places(config, kind, links))}
+    there = {kind: found for kind, found in places(config, links).items() if kind in kinds}
     draw = random.Random(f"chaos/{seed}/{there}")
     return tuple(_fault(draw, there, config.launch.watchdog_s, first=not number) for number in range(count if there else 0))
 

@@ -23,7 +23,7 @@ from pipelinerl.database import Database
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
 from pipelinerl.experiments.chaos.invariants import Mark, check
-from pipelinerl.experiments.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, Fault, Kind, plan_faults
+from pipelinerl.experiments.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.stream.redis_server import start_server
 
@@ -72,7 +72,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to run. `count`: faults per run. `settings`: flags on top of the run file's; `replay`: also repeat the training."""
+    """What to run. `count`: faults per run. `settings`: flags over the run file's. `replay`: also repeat the training."""
 
     run_file: Path | None
     out: Path
@@ -90,7 +90,8 @@ class Request:
         return " ".join([*parts, *(["--replay"] if self.replay else []), *self.settings])
 
     def flags(self, layout: str, run_dir: Path) -> list[str]:
-        small = SMALL if self.run_file is None else ()
+        steps = f"--trainer.steps={STEPS_PER_FAULT * (self.count + 1)}"
+        small = (*SMALL, steps) if self.run_file is None else ()
         own = ("--metrics.view=none", "--metrics.plot=false", f"--run_dir={run_dir}")
         return [*small, *LAYOUTS[layout], *self.settings, *own]
 
@@ -140,7 +141,7 @@ def _troubled(config: RunConfig, seed: int) -> list[str]:
 
 @contextmanager
 def _linked(layout: str, request: Request, run_dir: Path) -> Iterator[tuple[dict[str, Proxy], list[str]]]:
-    """For the layout `links`: a Redis and two engine servers of our own, each behind a proxy, and the settings to use them."""
+    """For the layout `links`: a Redis and two engine servers, each behind a proxy, and the settings to use them."""
     if layout != "links":
         yield {}, []
         return
