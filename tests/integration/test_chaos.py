@@ -1,0 +1,250 @@
+"""The chaos suite: its checks find what they should in records that were changed, and short runs with faults hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.cli import main
+from pipelinerl.experiments.chaos.faults import Proxy
+from pipelinerl.experiments.chaos.invariants import Mark, check
+from pipelinerl.experiments.chaos.plan import Fault
+from tests.integration.runs import resume, run
+
+HALF, GOAL, GROUP = 3, 6, 4
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mark]:
+    """A run of two sessions, and where the first one ended."""
+    run_dir = tmp_path_factory.mktemp("chaos") / "r"
+    run(run_dir, trainer__steps=HALF, trainer__batch_size=10, engine__slots=32)
+    mark = Mark.of(run_dir)
+    resume(run_dir, trainer__steps=GOAL)
+    return run_dir, mark
+
+
+@pytest.fixture
+def copied(whole: tuple[Path, Mark], tmp_path: Path) -> Iterator[tuple[Path, Mark]]:
+    yield shutil.copytree(whole[0], tmp_path / "r"), whole[1]
+
+
+Lines = list[Any]
+
+
+def change(run_dir: Path, name: str, edit: Callable[[Lines], object]) -> None:
+    path = run_dir / name
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def change_summary(run_dir: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = run_dir / "summary.json"
+    contents = json.loads(path.read_text())
+    edit(contents)
+    path.write_text(json.dumps(contents))
+
+
+GROUPS, TRAINED, METRICS = "rollouts/rollouts.jsonl", "rollouts/trained.jsonl", "metrics.jsonl"
+
+
+def first_completion(lines: Lines) -> dict[str, Any]:
+    """Of the first group, which the first step trained on."""
+    found: dict[str, Any] = lines[0]["rollouts"][0]["turns"][0]["completion"]
+    return found
+
+
+def remove_waiting(lines: Lines) -> None:
+    """The group that was handed over last: the trainer has not come to it."""
+    lines.pop()
+
+
+def swap_versions(lines: Lines) -> None:
+    """A rollout's tokens are all of a version that did not exist when it was trained on; its digest says so too."""
+    sample = lines[0]["samples"][0]
+    sample.update(lag_min=-1, lag_max=-1)
+
+
+CHANGES: dict[str, tuple[str, str, Callable[[Lines], object]]] = {
+    "a step is not in the metrics": ("steps: metrics.jsonl", METRICS, lambda lines: lines.pop(2)),
+    "time runs backwards": ("steps: step 4 ended", METRICS, lambda lines: lines[3].update(time_s=0.0)),
+    "a step has fewer rollouts than a batch": (
+        "steps: step 2 has 10 rollouts",
+        METRICS,
+        lambda lines: lines[1].update(samples=9),
+    ),
+    "a step is not recorded": ("lacks steps", TRAINED, lambda lines: lines.pop(2)),
+    "a batch lacks a rollout": ("has 9 rollouts, not 10", TRAINED, lambda lines: lines[0]["samples"].pop()),
+    "a rollout is trained on twice": (
+        "once: ",
+        TRAINED,
+        lambda lines: lines[-1]["samples"].__setitem__(0, lines[0]["samples"][0]),
+    ),
+    "a rollout is trained on and dropped": (
+        "once: ",
+        TRAINED,
+        lambda lines: lines[-1].update(dropped_ids={"stale": [lines[0]["samples"][0]["id"]]}),
+    ),
+    "a token was changed": (
+        "samples: step 1: tokens or versions",
+        GROUPS,
+        lambda lines: first_completion(lines)["token_ids"].__setitem__(0, 0),
+    ),
+    "a log-prob was changed": (
+        "samples: step 1: log-probs",
+        GROUPS,
+        lambda lines: first_completion(lines)["logprobs"].__setitem__(0, -0.125),
+    ),
+    "a log-prob is none": (
+        "is not a log-probability",
+        GROUPS,
+        lambda lines: first_completion(lines)["logprobs"].__setitem__(0, 1.5),
+    ),
+    "a reward was changed": ("samples: step 1: ", GROUPS, lambda lines: lines[0]["rollouts"][0].update(reward=17.0)),
+    "a rollout that was trained on has no record": ("which is not in", GROUPS, lambda lines: lines.pop(0)),
+    "a group that waits has no record": ("conservation: ", GROUPS, remove_waiting),
+    "a lag is wrong": ("versions: step 1", TRAINED, lambda lines: lines[0]["samples"][0].update(lag_max=3)),
+    "a token is of the future": ("did not exist yet", TRAINED, swap_versions),
+    "the lag bound is lower": (
+        "lag: ",
+        "sessions.jsonl",
+        lambda lines: [line["config"]["schedule"].update(max_lag=0) for line in lines],
+    ),
+    "a version has two checksums": (
+        f"published: version {HALF} was published with two",
+        "published.jsonl",
+        lambda lines: lines[HALF].update(checksum="0" * 32),
+    ),
+    "a version was not published": ("published: versions [5]", "published.jsonl", lambda lines: lines.pop(-2)),
+    "an attempt of a group is missing": (
+        "attempts are not its rollouts and failures",
+        GROUPS,
+        lambda lines: lines[0].update(started=GROUP + 1),
+    ),
+    "a line is damaged": ("can't be read", GROUPS, lambda lines: lines.__setitem__(0, {"index": "damaged"})),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_check_finds_a_change(name: str, copied: tuple[Path, Mark]) -> None:
+    run_dir, mark = copied
+    expected, file, edit = CHANGES[name]
+    change(run_dir, file, edit)
+    found = check(run_dir, [mark])
+    assert any(expected in line for line in found), found
+
+
+SUMMARIES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "the run failed": ("steps: the run is failed", lambda summary: summary.update(status="failed")),
+    "fewer are queued": ("are queued", lambda summary: summary.update(rollouts_queued=summary["rollouts_queued"] + 1)),
+    "its own count is wrong": ("the summary says", lambda summary: summary.update(conservation_error={"missing": 1})),
+}
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_the_summary_is_checked_against_the_records(name: str, copied: tuple[Path, Mark]) -> None:
+    run_dir, mark = copied
+    expected, edit = SUMMARIES[name]
+    change_summary(run_dir, edit)
+    found = check(run_dir, [mark])
+    assert any(expected in line for line in found), found
+
+
+def test_a_whole_run_has_no_violation_and_a_lost_group_is_one(whole: tuple[Path, Mark]) -> None:
+    run_dir, mark = whole
+    summary = json.loads((run_dir / "summary.json").read_text())
+    indices = {json.loads(line)["index"] for line in (run_dir / GROUPS).read_text().splitlines()}
+    started = len(indices) + summary["rollouts_in_progress"] // GROUP
+    assert check(run_dir, [mark], started) == []
+    assert check(run_dir) == []
+    for wrong in (started + 1, started - 1):
+        found = check(run_dir, [mark], wrong)
+        assert len(found) == 1, found
+        assert "started and not handed over" in found[0]
+
+
+def test_weights_that_a_resume_abandoned_are_found(whole: tuple[Path, Mark]) -> None:
+    """With groups of the second session counted to the first, tokens are of versions after its checkpoint."""
+    run_dir, mark = whole
+    later = Mark(groups=Mark.of(run_dir).groups, steps=mark.steps, sessions=mark.sessions)
+    found = check(run_dir, [later])
+    assert found
+    assert all(line.startswith("past: ") for line in found), found
+    assert f"which the resume at version {HALF} abandoned" in found[0]
+    earlier = Mark(groups=0, steps=mark.steps, sessions=mark.sessions)
+    assert "which was handed over later" in check(run_dir, [earlier])[0]
+
+
+def test_a_proxy_passes_on_cuts_and_delays() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def echo() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                while data := connection.recv(100):
+                    connection.sendall(data)
+
+    threading.Thread(target=echo, daemon=True).start()
+    with closing(server), closing(Proxy(server.getsockname())) as proxy:
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
+            client.sendall(b"one")
+            assert client.recv(100) == b"one"
+            heal = proxy.disturb(Fault(kind="delay", place="redis", steps=1, after_s=0, lasts_s=1, amount=0.2))
+            began_s = time.monotonic()
+            client.sendall(b"two")
+            assert client.recv(100) == b"two"
+            assert time.monotonic() - began_s >= 2 * 0.15
+            heal()
+            heal = proxy.disturb(Fault(kind="cut", place="redis", steps=1, after_s=0, lasts_s=1))
+            assert client.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
+            assert client.recv(100) == b""
+        heal()
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
+            client.sendall(b"three")
+            assert client.recv(100) == b"three"
+
+
+# ---- real runs
+
+
+def chaos(out: Path, layout: str, seed: int, count: int, *more: str) -> list[dict[str, Any]]:
+    """Run one seed; it must be whole. Returns what each fault did."""
+    arguments = ["--layouts", layout, "--seed", str(seed), "--count", str(count), "--out", str(out), *more]
+    assert main(["chaos", *arguments]) == 0, (out / "chaos.json").read_text()
+    (result,) = json.loads((out / "chaos.json").read_text())
+    assert result["violations"] == []
+    assert not list(out.glob(f"{layout}-*")), "a whole run leaves nothing"
+    faults: list[dict[str, Any]] = result["faults"]
+    return faults
+
+
+def test_a_run_that_is_killed_is_whole(tmp_path: Path) -> None:
+    (fault,) = chaos(tmp_path, "embedded", 0, 1, "--faults", "kill,environment")
+    assert fault["effect"] == "ended"
+    assert "SIGKILL" in fault["said"]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", ["embedded", "processes", "engines", "redis", "http", "sharded", "links"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_runs_with_every_fault_are_whole(layout: str, seed: int, tmp_path: Path) -> None:
+    if layout in ("redis", "links") and shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server")
+    chaos(tmp_path, layout, seed, 6, "--replay")
