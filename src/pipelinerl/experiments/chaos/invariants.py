@@ -172,6 +172,8 @@ class _Records:
         if len(missing) * size > most or (self.next_index is not None and len(missing) * size < in_progress):
             text = f"{len(missing)} groups were started and not handed over ({str(missing[:5])[1:-1]})"
             yield "conservation", f"{text}, but {in_progress} rollouts are in progress"
+        if latest and max(latest) not in started:
+            yield "conservation", f"group {max(latest)} was handed over, but the next one to start is {self.next_index}"
         for group in latest.values():
             if group.started != len(group.rollouts) + sum(group.dropped.values()):
                 yield "conservation", f"group {group.index}: {group.started} attempts are not its rollouts and failures"
