@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from pipelinerl.experiments.chaos.plan import REDIS, Fault
+from pipelinerl.experiments.chaos.plan import AGENT, REDIS, Fault
 from pipelinerl.launch.roles import TRAINING
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.streams import ROLLOUTS
@@ -47,6 +47,9 @@ def processes_of(run_dir: Path) -> dict[str, int]:
             command = (entry / "cmdline").read_bytes().split(b"\0")
             if len(command) > 4 and command[2] == WORKER.encode() and command[4] == os.fsencode(run_dir):
                 found[command[3].decode()] = int(entry.name)
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"ray::"):
+                    found[AGENT] = parent
             elif b"redis-server" in command[0] and os.readlink(entry / "cwd") == str(redis_folder):
                 found[REDIS] = int(entry.name)
     return found

@@ -31,6 +31,8 @@ DESCRIPTIONS: dict[Kind, str] = {
 }
 
 LAUNCHER = "launcher"
+AGENT = "agent"
+"""Of a Ray cluster's machine: it starts and watches the run's processes there."""
 REDIS = "redis-server"
 STREAM = "stream"
 EVERYWHERE = "all processes"
@@ -43,10 +45,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "redis": ("--launch.kind=processes", "--stream.kind=redis", "--launch.preprocessor=process"),
     "http": ("--launch.kind=processes", "--engine.kind=http", "--engine.servers=2"),
     "sharded": ("--launch.kind=processes", "--stream.kind=files", "--trainer.ranks=2"),
+    "ray": ("--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"),
     "links": ("--launch.kind=processes", "--engine.kind=http", "--engine.servers=1", "--stream.kind=redis"),
 }
-"""Where the parts of a run are: settings on top of the run file's. `links`: Redis and the engine servers are not the run's
-own, and it reaches them through proxies, which can cut and delay."""
+"""Where the parts of a run are: settings on top of the run file's. `ray`: a cluster of this machine only. `links`: Redis and
+the engine servers are not the run's own, and it reaches them through proxies, which can cut and delay."""
 
 SMALL = (
     *("--actor.group_size=4", "--actor.rollout_timeout_s=2", "--actor.code_timeout_s=0.3", "--actor.max_failure_fraction=1"),
@@ -88,7 +91,8 @@ def places(config: RunConfig, links: Sequence[str] = ()) -> dict[Kind, list[str]
     embedded = config.launch.kind == "embedded"
     workers = [] if embedded else [*worker_roles(config), *server_roles(config)]
     own_redis = [REDIS] if config.stream.kind == "redis" and config.stream.url is None else []
-    processes = [LAUNCHER, *workers, *own_redis]
+    agent = [AGENT] if config.launch.kind == "ray" else []
+    processes = [LAUNCHER, *agent, *workers, *own_redis]
     shared_weights = config.engine.kind == "local" and config.weights.kind == "shared" and not embedded
     found: dict[Kind, list[str]] = {
         "kill": processes,

@@ -6,10 +6,12 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +27,7 @@ from pipelinerl.experiments.chaos.faults import NotInjectedError, Proxy, Undo, i
 from pipelinerl.experiments.chaos.invariants import Mark, check
 from pipelinerl.experiments.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
+from pipelinerl.ports import free_port
 from pipelinerl.stream.redis_server import start_server
 
 COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"
@@ -142,6 +145,10 @@ def _troubled(config: RunConfig, seed: int) -> list[str]:
 @contextmanager
 def _linked(layout: str, request: Request, run_dir: Path) -> Iterator[tuple[dict[str, Proxy], list[str]]]:
     """For the layout `links`: a Redis and two engine servers, each behind a proxy, and the settings to use them."""
+    if layout == "ray":
+        with _cluster(run_dir) as address:
+            yield {}, [f"--launch.ray_address={address}"]
+        return
     if layout != "links":
         yield {}, []
         return
@@ -165,6 +172,32 @@ def _linked(layout: str, request: Request, run_dir: Path) -> Iterator[tuple[dict
             )
             urls.append(f"http://127.0.0.1:{proxy.port}")
         yield links, [f"--stream.url={head}:{links['redis'].port}/0", f"--engine.urls=[{','.join(urls)}]"]
+
+
+@contextmanager
+def _cluster(run_dir: Path) -> Iterator[str]:
+    """A Ray cluster of this machine, and its address. Raises UserError."""
+    if find_spec("ray") is None:
+        raise UserError("the layout ray needs ray: pip install 'pipelinerl[ray]'")
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # a short path: Ray makes sockets there
+        flags = [
+            "--head",
+            "--block",
+            "--port",
+            address.partition(":")[2],
+            "--node-ip-address",
+            "127.0.0.1",
+            "--num-cpus",
+            "2",
+        ]
+        flags += ["--temp-dir", folder, "--include-dashboard", "false", "--object-store-memory", "80000000"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, "--disable-usage-stats"]
+        log = run_dir / "ray.log"
+        with ChildProcess(command, log=log, patience_s=20.0) as cluster:
+            if not cluster.wait_until(lambda: b"Ray runtime started" in log.read_bytes(), START_S):
+                raise UserError(f"the Ray cluster did not start; see {log}")
+            yield address
 
 
 def _command(arguments: Sequence[str], log: Path) -> ChildProcess:
