@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, say, write
@@ -15,7 +13,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import ChaosError, UserError
 
 if TYPE_CHECKING:
-    from pipelinerl.experiments.chaos.run import Result
+    from pipelinerl.experiments.chaos.results import Result
 
 _EPILOG = (
     "A run is started as a command, hurt at the points of its seed's schedule, resumed whenever it ends, and checked by its "
@@ -44,6 +42,7 @@ def run_command(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises UserError, and ChaosError if a run broke an invariant."""
     load_config(options.run_file, settings)
     from pipelinerl.experiments.chaos.plan import KINDS, LAYOUTS  # noqa: PLC0415 (with the others)
+    from pipelinerl.experiments.chaos.results import line_of, table_of, total_of  # noqa: PLC0415 - as above
     from pipelinerl.experiments.chaos.run import Request, run_chaos  # noqa: PLC0415 (loads torch)
     from pipelinerl.launch.interrupts import counted_interrupts  # noqa: PLC0415 - as above
     from pipelinerl.report import write_json, writing_to  # noqa: PLC0415 - as above
@@ -72,33 +71,8 @@ def run_command(options: argparse.Namespace, settings: Sequence[str]) -> int:
                 results.append(run_chaos(request, layout, seed, lambda: interrupts.count > 0))
                 say(line_of(results[-1]))
                 write_json(out / "chaos.json", results)
-    write(f"{total_of(results)}\n{out / 'chaos.json'}\n")
+    write(f"{table_of(results)}\n{total_of(results)}\n{out / 'chaos.json'}\n")
     if broken := [result for result in results if result.violations]:
         text = f"{len(broken)} of {len(results)} runs broke an invariant; to run the first again: {broken[0].command}"
         raise ChaosError(text)
     return 0
-
-
-def line_of(result: Result) -> str:
-    """What happened to one run, in one line, with a line for each violation."""
-    injected = [one for one in result.faults if one.effect != "not injected"]
-    kinds = Counter(one.fault.kind for one in injected)
-    ended = [one for one in injected if one.effect == "ended"]
-    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    parts = [
-        f"{result.layout} seed {result.seed}: {len(injected)} faults ({listed})",
-        f"{result.sessions} sessions",
-        f"{result.steps} steps in {result.wall_s:.0f} s",
-    ]
-    if noticed := [one.noticed_s for one in ended if one.noticed_s is not None]:
-        parts.append(f"ended within {median(noticed):.1f} s (longest {max(noticed):.1f})")
-    if recovered := [one.recovered_s for one in injected if one.recovered_s is not None]:
-        parts.append(f"next step within {median(recovered):.1f} s (longest {max(recovered):.1f})")
-    outcome = "whole" if not result.violations else "BROKEN"
-    return "\n".join([f"{', '.join(parts)}: {outcome}", *(f"  {line}" for line in result.violations)])
-
-
-def total_of(results: Sequence[Result]) -> str:
-    injected = [one for result in results for one in result.faults if one.effect != "not injected"]
-    whole = sum(not result.violations for result in results)
-    return f"{len(injected)} faults in {len(results)} runs; {whole} runs whole, {len(results) - whole} broken"

@@ -24,13 +24,13 @@ from pipelinerl.launch.roles import TRAINING
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.streams import ROLLOUTS
 from pipelinerl.stream.files import StreamFile
-from pipelinerl.weights.shared.file import CONTROL_BYTES
+from pipelinerl.weights.shared.file import Control, file_bytes
 
 WORKER = "pipelinerl.launch.hosts.worker"
 SLOW_S, STOPPED_S = 0.5, 0.4
 """A slow process is stopped for this part of every period."""
-OFFER_S = 1.0
-"""An engine is stopped for so long that the trainer has published weights, which then wait for it."""
+OFFER_S, OFFER_TRIALS = 0.1, 20
+"""How long an engine is stopped, until weights are published and wait for it, and how often this is tried."""
 WRITTEN_S = 0.5
 """A trainer is stopped for so long that a group waits in the stream."""
 DAMAGE = b'{"index": "damaged"'
@@ -106,7 +106,8 @@ def _hurt(fault: Fault, target: Target) -> Undo:
         case "memory":
             undo = _limit([pid], resource.RLIMIT_AS, _address_space(pid) + int(fault.amount**2 * 100e6))
         case "weights":
-            _damage_weights(pid, fault.amount, target.sleep)
+            engine = int(fault.place.partition("-")[2] or 0)
+            _damage_weights(pid, engine, fault.amount, target.sleep)
     return undo
 
 
@@ -166,28 +167,29 @@ def _address_space(pid: int) -> int:
     return pages * mmap.PAGESIZE
 
 
-def _damage_weights(pid: int, amount: float, sleep: Callable[[float], None]) -> None:
-    """Flip a byte in both buffers of the weights while the engine is stopped, so that published weights wait for it."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        sleep(OFFER_S)
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(entry).startswith("/memfd:pipelinerl-weights"):
-                break
-        else:
-            raise NotInjectedError("the process has no weights in shared memory")
-        with open(entry, "r+b") as file:
-            size = os.fstat(file.fileno()).st_size
-            buffers = size - CONTROL_BYTES
-            if buffers < mmap.PAGESIZE:
-                raise NotInjectedError("no weights were sent yet")
-            with mmap.mmap(file.fileno(), size) as memory:
-                for part in (0, 1):
-                    # Not at the very ends: the layout is before the buffers, and they are padded to whole pages.
-                    place = CONTROL_BYTES + int(buffers * (0.1 + 0.35 * amount + 0.45 * part))
-                    memory[place] ^= 0x40
-    finally:
-        _continue(pid)
+def _damage_weights(pid: int, engine: int, amount: float, sleep: Callable[[float], None]) -> None:
+    """Flip a byte of weights that are published and not taken yet, while the engine that shall take them is stopped."""
+    fds = [
+        entry for entry in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(entry).startswith("/memfd:pipelinerl-weights")
+    ]
+    if not fds:
+        raise NotInjectedError("the process has no weights in shared memory")
+    with open(fds[0], "r+b") as file, closing(Control(file.fileno())) as control:
+        for _ in range(OFFER_TRIALS):
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                sleep(OFFER_S)
+                offer, answer = control.read_offer(), control.read_answer(engine)
+                if offer is not None and answer is not None and answer.number < offer.number:
+                    size = file_bytes(offer.layout_bytes, offer.buffer_bytes)
+                    start = size - (2 - offer.buffer) * -(-offer.buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+                    with mmap.mmap(file.fileno(), size) as memory:
+                        memory[start + int(0.9 * amount * offer.buffer_bytes)] ^= 0x40
+                    return
+            finally:
+                _continue(pid)
+            sleep(OFFER_S)
+    raise NotInjectedError("no weights waited for this engine")
 
 
 def _damage_record(target: Target) -> Undo:

@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -26,6 +25,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.experiments.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
 from pipelinerl.experiments.chaos.invariants import Mark, check
 from pipelinerl.experiments.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
+from pipelinerl.experiments.chaos.results import Injected, Result
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.ports import free_port
 from pipelinerl.stream.redis_server import start_server
@@ -38,39 +38,6 @@ LATENT_S = 3.0
 """A damaged record or buffer may be read as late as this."""
 START_S = 120.0
 MOST_SESSIONS = 60
-
-Effect = Literal["went on", "restarted", "ended", "not injected"]
-
-
-class Injected(msgspec.Struct, kw_only=True):
-    """What a fault did.
-
-    `effect`: the run went on, with the process replaced (`restarted`), or the session ended with `said`. `noticed_s`: until
-    the session ended. `recovered_s`: until a step was taken, by the run or by the session that resumed it. Both count from
-    the injection; None: not observed, as another fault came first.
-    """
-
-    fault: Fault
-    effect: Effect = "went on"
-    at_step: int = 0
-    noticed_s: float | None = None
-    recovered_s: float | None = None
-    said: str = ""
-
-
-class Result(msgspec.Struct, kw_only=True):
-    """One run. `violations` are empty if it reached its goal in time and all invariants hold."""
-
-    layout: str
-    seed: int
-    faults: list[Injected]
-    troubled: dict[str, int]
-    sessions: int
-    steps: int
-    wall_s: float
-    violations: list[str]
-    command: str
-    run_dir: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,8 +269,8 @@ class _Chaos:
         since = self.injected[hurt:]
         if not since and not lasting and not self._open_faults():
             raise _StopError(f"session {self.sessions} ended although nothing was done to it: {reason}")
-        for one in self._open_faults()[-1:]:
-            one.effect, one.said = "ended", reason
+        for one in self._open_faults()[-1:] or [one for one in since if one.effect != "not injected"][-1:]:
+            one.effect, one.said, one.recovered_s = "ended", reason, None
             one.noticed_s = round(ended_s - self._last_fault_s, 2)
         self._repair()
         self._marks.append(Mark.of(self.run_dir))
