@@ -13,7 +13,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,9 @@ class Target(Protocol):
     """The run that faults are injected into. `pids` are those of its running processes, by role."""
 
     run_dir: Path
-    links: dict[str, Proxy]
+
+    @property
+    def links(self) -> Mapping[str, Proxy]: ...
 
     def pids(self) -> dict[str, int]: ...
 
@@ -229,7 +231,7 @@ class Proxy:
     """Passes TCP connections on to `address`, unless it is told to cut or delay them. Close it at the end."""
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self._to = address
+        self.address = address
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._open: set[socket.socket] = set()
@@ -267,7 +269,7 @@ class Proxy:
                     client.close()
                     continue
                 try:
-                    server = socket.create_connection(self._to, timeout=5.0)
+                    server = socket.create_connection(self.address, timeout=5.0)
                 except OSError:
                     client.close()
                     continue

@@ -8,11 +8,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -78,13 +79,13 @@ def run_chaos(request: Request, layout: str, seed: int, stop: Callable[[], bool]
     run_dir.mkdir(parents=True)
     began_s = time.monotonic()
     with ExitStack() as stack:
-        links, linked = stack.enter_context(_linked(layout, request, run_dir))
-        flags = [*request.flags(layout, run_dir / "run"), *linked]
+        around = stack.enter_context(_surroundings(layout, request, run_dir))
+        flags = [*request.flags(layout, run_dir / "run"), *around.settings]
         if "environment" in request.kinds:
             flags += _troubled(load_config(request.run_file, flags), seed)
         config = load_config(request.run_file, flags)
-        faults = plan_faults(seed, config, request.count, request.kinds, sorted(links))
-        chaos = _Chaos(request, config, run_dir / "run", flags, faults, links, stop)
+        faults = plan_faults(seed, config, request.count, request.kinds, sorted(around.links))
+        chaos = _Chaos(request, config, run_dir / "run", flags, faults, around, stop)
         violations = chaos()
     result = Result(
         layout=layout,
@@ -109,36 +110,64 @@ def _troubled(config: RunConfig, seed: int) -> list[str]:
     return [f"--environment.kind={kind}", f"--environment.args={{inner: {inner}, chaos_seed: {seed}}}"]
 
 
+class _Surroundings(NamedTuple):
+    """What a run needs that is not its own: proxies by name, settings, and what to do before a resume.
+
+    Servers may hold weights of steps that were lost: then a resumed run asks to have them restarted.
+    """
+
+    links: Mapping[str, Proxy] = {}
+    settings: Sequence[str] = ()
+    before_resume: Sequence[Callable[[], None]] = ()
+
+
 @contextmanager
-def _linked(layout: str, request: Request, run_dir: Path) -> Iterator[tuple[dict[str, Proxy], list[str]]]:
-    """For the layout `links`: a Redis and two engine servers, each behind a proxy, and the settings to use them."""
-    if layout == "ray":
-        with _cluster(run_dir) as address:
-            yield {}, [f"--launch.ray_address={address}"]
-        return
-    if layout != "links":
-        yield {}, []
-        return
-    flags = request.flags(layout, run_dir / "run")
-    config = load_config(request.run_file, flags)
+def _surroundings(layout: str, request: Request, run_dir: Path) -> Iterator[_Surroundings]:
+    """For the layout `ray` a cluster; for `links` a Redis and two engine servers, each behind a proxy."""
     with ExitStack() as stack:
-        redis = stack.enter_context(start_server(run_dir / "redis", durable=True, address="127.0.0.1"))
-        head, _, port = redis.url.removesuffix("/0").rpartition(":")
-        links = {"redis": stack.enter_context(closing(Proxy(("127.0.0.1", int(port)))))}
-        urls = []
-        for number in range(2):
-            ready = run_dir / f"server-{number}.json"
-            keys = [f"--engine.{key}={getattr(config.engine, key)}" for key in ("slots", "threads")]
-            command = [*("serve", config.model.path, "--port", "0", "--ready-file", str(ready)), *keys]
-            server = stack.enter_context(_command(command, run_dir / f"server-{number}.log"))
-            if not server.wait_until(ready.exists, START_S):
-                raise UserError(f"an engine server did not start; see {server.log}")
-            address = msgspec.json.decode(ready.read_bytes())["url"]
-            links[f"server-{number}"] = proxy = stack.enter_context(
-                closing(Proxy(("127.0.0.1", int(address.split(":")[-1]))))
-            )
-            urls.append(f"http://127.0.0.1:{proxy.port}")
-        yield links, [f"--stream.url={head}:{links['redis'].port}/0", f"--engine.urls=[{','.join(urls)}]"]
+        if layout == "ray":
+            yield _Surroundings(settings=[f"--launch.ray_address={stack.enter_context(_cluster(run_dir))}"])
+        elif layout == "links":
+            redis = stack.enter_context(start_server(run_dir / "redis", durable=True, address="127.0.0.1"))
+            head, _, port = redis.url.removesuffix("/0").rpartition(":")
+            proxy = stack.enter_context(closing(Proxy(("127.0.0.1", int(port)))))
+            config = load_config(request.run_file, request.flags(layout, run_dir / "run"))
+            servers = [stack.enter_context(closing(_Server(run_dir, number, config))) for number in range(2)]
+            urls = ",".join(f"http://127.0.0.1:{server.proxy.port}" for server in servers)
+            links = {"redis": proxy, **{server.name: server.proxy for server in servers}}
+            settings = [f"--stream.url={head}:{proxy.port}/0", f"--engine.urls=[{urls}]"]
+            yield _Surroundings(links, settings, tuple(server.restart for server in servers))
+        else:
+            yield _Surroundings()
+
+
+class _Server:
+    """An engine server that is not the run's own, behind a proxy."""
+
+    def __init__(self, folder: Path, number: int, config: RunConfig) -> None:
+        """Start it. Raises UserError."""
+        self.name = f"server-{number}"
+        self._ready, self._log = folder / f"{self.name}.json", folder / f"{self.name}.log"
+        keys = [f"--engine.{key}={getattr(config.engine, key)}" for key in ("slots", "threads")]
+        self._arguments = ["serve", config.model.path, "--port", "0", "--ready-file", str(self._ready), *keys]
+        self._process: ChildProcess | None = None
+        self.proxy = Proxy(("127.0.0.1", 0))
+        self.restart()
+
+    def restart(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+        self._ready.unlink(missing_ok=True)
+        self._process = _command(self._arguments, self._log)
+        if not self._process.wait_until(self._ready.exists, START_S):
+            raise UserError(f"an engine server did not start; see {self._log}")
+        url: str = msgspec.json.decode(self._ready.read_bytes())["url"]
+        self.proxy.address = ("127.0.0.1", int(url.rpartition(":")[2]))
+
+    def close(self) -> None:
+        self.proxy.close()
+        if self._process is not None:
+            self._process.stop()
 
 
 @contextmanager
@@ -181,7 +210,7 @@ class _Chaos:
     run_dir: Path
     flags: list[str]
     faults: Sequence[Fault]
-    links: dict[str, Proxy]
+    around: _Surroundings
     stop: Callable[[], bool]
     injected: list[Injected] = field(default_factory=list)
     sessions: int = 0
@@ -238,6 +267,10 @@ class _Chaos:
             found[LAUNCHER] = self._launcher.pid
         return found
 
+    @property
+    def links(self) -> Mapping[str, Proxy]:
+        return self.around.links
+
     def sleep(self, time_s: float) -> None:
         time.sleep(time_s)
 
@@ -267,12 +300,14 @@ class _Chaos:
         reason = next((line for line in reversed(output.strip().splitlines()) if line.startswith("error")), "")
         reason = reason or exit_words(launcher.status or 0)
         since = self.injected[hurt:]
-        if not since and not lasting and not self._open_faults():
+        if not since and not lasting:
             raise _StopError(f"session {self.sessions} ended although nothing was done to it: {reason}")
         for one in self._open_faults()[-1:] or [one for one in since if one.effect != "not injected"][-1:]:
             one.effect, one.said, one.recovered_s = "ended", reason, None
             one.noticed_s = round(ended_s - self._last_fault_s, 2)
         self._repair()
+        for prepare in self.around.before_resume:
+            prepare()
         self._marks.append(Mark.of(self.run_dir))
         return False
 
