@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pipelinerl
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.experiments.chaos.plan import KINDS, LAYOUTS, LONG_S, SHORT_S, SMALL, Kind, places, plan_faults
@@ -73,3 +76,16 @@ def test_places(layout: str, kind: Kind, expected: list[str]) -> None:
             None, [*SMALL, *LAYOUTS[layout], "--engine.urls=[http://127.0.0.1:1]", "--stream.url=redis://a:1"]
         )
     assert places(config).get(kind, []) == expected
+
+
+LABELS = {"experiments/compare/runs.py", "experiments/planner/calibrate.py", "serving/server"}
+"""Where the wall clock is read: dates in reports, and `created` in answers of OpenAI's API."""
+
+
+def test_no_decision_of_a_run_reads_the_wall_clock() -> None:
+    """So a clock that jumps, which no fault here can cause, changes none."""
+    source = Path(pipelinerl.__file__).parent
+    reads = re.compile(r"\btime\.time(_ns)?\(|datetime\.(now|utcnow|today)\(|st_mtime|getmtime|CLOCK_REALTIME")
+    readers = {str(path.relative_to(source)) for path in source.rglob("*.py") if reads.search(path.read_text())}
+    assert readers, "the pattern finds something"
+    assert all(reader.startswith(tuple(LABELS)) for reader in readers), readers
