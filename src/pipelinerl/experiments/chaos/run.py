@@ -33,8 +33,8 @@ from pipelinerl.stream.redis_server import start_server
 
 COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"
 LOOK_EVERY_S = 0.02
-HANG_S = 150.0
-"""Longer than a start, a stop and all patiences together, when no fault lasts any more."""
+HANG_S = 135.0
+"""Beyond the watchdog's patience: longer than a start and a stop together, once no fault lasts any more."""
 LATENT_S = 3.0
 """A damaged record or buffer may be read as late as this."""
 START_S = 120.0
@@ -299,10 +299,10 @@ class _Chaos:
             return True
         reason = next((line for line in reversed(output.strip().splitlines()) if line.startswith("error")), "")
         reason = reason or exit_words(launcher.status or 0)
-        since = self.injected[hurt:]
+        since = [one for one in self.injected[hurt:] if one.effect != "not injected"]
         if not since and not lasting:
             raise _StopError(f"session {self.sessions} ended although nothing was done to it: {reason}")
-        for one in self._open_faults()[-1:] or [one for one in since if one.effect != "not injected"][-1:]:
+        for one in self._open_faults()[-1:] or since[-1:]:
             one.effect, one.said, one.recovered_s = "ended", reason, None
             one.noticed_s = round(ended_s - self._last_fault_s, 2)
         self._repair()
@@ -333,9 +333,9 @@ class _Chaos:
             self._stepped_s = None
         if self.stop():
             raise KeyboardInterrupt
-        if now - self._moved_s > HANG_S:
+        if not self._undo and now - self._moved_s > (patience_s := HANG_S + self.config.launch.watchdog_s):
             self._dump_stacks()
-            raise _StopError(f"no step for {HANG_S:.0f} s in session {self.sessions}: it hangs")
+            raise _StopError(f"no step for {patience_s:.0f} s in session {self.sessions}: it hangs")
         if self._left and self._due(self._left[-1], now):
             self._inject(self._left.pop(), now)
 
