@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -15,10 +19,12 @@ import pytest
 
 from pipelinerl.cli import main
 from pipelinerl.experiments.chaos import faults
+from pipelinerl.experiments.chaos import run as run_module
 from pipelinerl.experiments.chaos.faults import Proxy
 from pipelinerl.experiments.chaos.invariants import Mark, check
-from pipelinerl.experiments.chaos.plan import Fault
-from tests.integration.runs import resume, run
+from pipelinerl.experiments.chaos.plan import Fault, Kind
+from pipelinerl.experiments.chaos.results import Injected, Result
+from tests.integration.runs import resume, run, until
 
 HALF, GOAL, GROUP = 3, 6, 4
 
@@ -218,6 +224,112 @@ def test_a_proxy_passes_on_cuts_and_delays(monkeypatch: pytest.MonkeyPatch) -> N
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
             client.sendall(b"three")
             assert client.recv(100) == b"three"
+
+
+class Sleeper:
+    """A target whose only process sleeps. As a context, it ends the process."""
+
+    run_dir = Path("/nowhere")
+
+    @property
+    def links(self) -> dict[str, Proxy]:
+        return {}
+
+    def __enter__(self) -> Sleeper:
+        self.process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def pids(self) -> dict[str, int]:
+        return {"training": self.process.pid} if self.process.poll() is None else {}
+
+    def sleep(self, time_s: float) -> None: ...
+
+    @property
+    def stopped(self) -> bool:
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def inject(self, kind: Kind, amount: float = 0.5) -> Callable[[], None]:
+        fault = Fault(kind=kind, place="training", steps=1, after_s=0, lasts_s=1, amount=amount)
+        return faults.inject(fault, self)
+
+
+def test_signals_reach_the_process() -> None:
+    with Sleeper() as sleeper:
+        for kind in ("stop", "slow"):
+            undo = sleeper.inject(kind)
+            until(lambda: sleeper.stopped)
+            undo()
+            until(lambda: not sleeper.stopped)
+        sleeper.inject("kill")
+        assert sleeper.process.wait() == -signal.SIGKILL
+        with pytest.raises(faults.NotInjectedError, match="there is no process training"):
+            sleeper.inject("kill")
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("disk", resource.RLIMIT_FSIZE), ("memory", resource.RLIMIT_AS)])
+def test_limits_are_set_and_restored(kind: Kind, limit: int) -> None:
+    with Sleeper() as sleeper:
+        before = resource.prlimit(sleeper.process.pid, limit)
+        undo = sleeper.inject(kind)
+        soft, hard = resource.prlimit(sleeper.process.pid, limit)
+        assert 0 < soft < 10e9
+        assert hard == before[1]
+        undo()
+        assert resource.prlimit(sleeper.process.pid, limit) == before
+
+
+def test_what_is_not_there_is_not_hurt() -> None:
+    with Sleeper() as sleeper:
+        with pytest.raises(faults.NotInjectedError, match="no weights in shared memory"):
+            sleeper.inject("weights")
+        with pytest.raises(faults.NotInjectedError, match="there is no stream yet"):
+            sleeper.inject("record")
+
+
+# ---- the command
+
+
+def test_a_broken_run_ends_with_what_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(request: run_module.Request, layout: str, seed: int, stop: object) -> Result:
+        fault = Fault(kind="kill", place="training-rank-1", steps=2, after_s=0.1)
+        return Result(
+            layout=layout,
+            seed=seed,
+            faults=[Injected(fault=fault, effect="ended", noticed_s=1.0, recovered_s=9.0, said="error: it died")],
+            troubled={},
+            sessions=2,
+            steps=20,
+            wall_s=12.0,
+            violations=["once: g1.a0 was trained on or dropped 2 times"] if seed == 4 else [],
+            command=request.command(layout, seed),
+            run_dir="",
+        )
+
+    monkeypatch.setattr(run_module, "run_chaos", broken)
+    arguments = ["--layouts", "sharded", "--seed", "3", "--runs", "2", "--faults", "stop,kill", "--trainer.seed=1"]
+    assert main(["chaos", "--out", str(tmp_path / "out"), *arguments]) == 2, "a setting that does not exist"
+    assert main(["chaos", "--out", str(tmp_path / "out"), *arguments[:-1], "--trainer.steps=20"]) == 1
+    shown = capsys.readouterr()
+    assert "sharded seed 3: 1 faults (1 kill)" in shown.err
+    assert "BROKEN\n  once: g1.a0 was trained" in shown.err
+    again = "pipelinerl chaos --layouts sharded --seed 4 --count 8 --faults stop,kill --trainer.steps=20"
+    assert f"1 of 2 runs broke an invariant; to run the first again: {again}" in shown.err
+    assert "| kill | training rank | 2 | 0 | 0 | 2 | 1.0, 1.0 | 9.0, 9.0 |" in shown.out
+    assert len(json.loads((tmp_path / "out" / "chaos.json").read_text())) == 2
+
+
+@pytest.mark.parametrize("flag", ["--layouts", "--faults"])
+def test_unknown_names_are_one_clear_error(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "--out", str(tmp_path / "out"), flag, "earthquake"]) == 2
+    assert f"error: {flag} earthquake: it is one of" in capsys.readouterr().err
 
 
 # ---- real runs
