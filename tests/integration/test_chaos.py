@@ -22,7 +22,7 @@ from pipelinerl.experiments.chaos import faults
 from pipelinerl.experiments.chaos import run as run_module
 from pipelinerl.experiments.chaos.faults import Proxy
 from pipelinerl.experiments.chaos.invariants import Mark, check
-from pipelinerl.experiments.chaos.plan import Fault, Kind
+from pipelinerl.experiments.chaos.plan import LAYOUTS, Fault, Kind
 from pipelinerl.experiments.chaos.results import Injected, Result
 from tests.integration.runs import resume, run, until
 
@@ -356,9 +356,11 @@ def test_a_run_that_is_killed_is_whole(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", ["embedded", "processes", "engines", "redis", "http", "sharded", "links"])
+@pytest.mark.parametrize("layout", [*LAYOUTS][1:])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_runs_with_every_fault_are_whole(layout: str, seed: int, tmp_path: Path) -> None:
-    if layout in ("redis", "links") and shutil.which("redis-server") is None:
+    if layout in ("redis", "ray", "links") and shutil.which("redis-server") is None:
         pytest.skip("needs redis-server")
+    if layout == "ray":
+        pytest.importorskip("ray")
     chaos(tmp_path, layout, seed, 6, "--replay")
