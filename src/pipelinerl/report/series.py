@@ -20,10 +20,10 @@ from pipelinerl.config.load import config_from_yaml, with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import read_lines, read_records, read_timeline
+from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
-from pipelinerl.metrics.timeline import TimelineRecord
+from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 from pipelinerl.types import VersionSpan
 
 WINDOW = 5
@@ -295,6 +295,14 @@ def read_run(run_dir: Path) -> RunRecords:
         timeline=read_timeline(run_dir),
         lag=_read_lag(run_dir),
     )
+
+
+def read_timeline(run_dir: Path) -> list[TimelineRecord]:
+    """The records of all engines of a run, by time. Raises RunDirectoryError for a file that can't be read or is damaged."""
+    records: list[TimelineRecord] = []
+    for path in sorted(run_dir.glob(f"{TIMELINE_STEM}*.jsonl")):
+        records += read_lines(path, TimelineRecord, lambda old, new: old.time_s >= new.time_s)
+    return sorted(records, key=lambda record: (record.time_s, record.worker))
 
 
 def read_config(run_dir: Path) -> RunConfig:

@@ -29,7 +29,7 @@ from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.trainer.status import TrainerOutput, TrainerStatus
 from pipelinerl.trainer.step import Learner, StepResult
-from pipelinerl.types import TrainerProgress, TrainingSample
+from pipelinerl.types import ENGINE, TrainerProgress, TrainingSample
 
 POLL_S = 0.002
 
@@ -124,12 +124,26 @@ class Trainer:
         return self._version >= self._config.steps
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Call `start`, then `pump` until the goal is reached or `stop()` returns true, then `finish`."""
+        """Call `start`, then `pump` until the goal is reached or `stop()` returns true, then `finish`.
+
+        The first step waits until all engines have weights. In a resumed run the stream may have a batch while engines still
+        load their models, and a second update would wait for them in silence.
+        """
         self.start()
+        ready = False
         while not self.goal_reached and not stop():
-            if not self.pump():
+            ready = ready or self._engines_have_weights()
+            if not ready or not self.pump():
                 time.sleep(POLL_S)
         self.finish()
+
+    def _engines_have_weights(self) -> bool:
+        """Whether all engines have the first weights; if not, report that the trainer waits. Raises WeightUpdateError."""
+        self._sender.receipts()
+        if self._sender.transfer is not None and not self._sender.unanswered():
+            return True
+        self._status.report_wait(Verdict(False, "the engines take their first weights", (ENGINE,)))
+        return False
 
     def start(self) -> None:
         """Publish the current weights, which engines need before they can generate."""
