@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelinerl.actor.outstanding import make_record
+from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.database import Database
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.checks import check_before_the_start
@@ -99,6 +100,15 @@ def _write_start(session: Session) -> None:
     except OSError as error:
         advice = "; make room on that disk" if error.errno == errno.ENOSPC else ""
         raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}{advice}") from error
+
+
+def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
+    """Create the record of a session that starts with `handed_over` rollouts in the stream, `settled` trained or dropped."""
+    for file in path.parent.glob(f"{path.name}*"):  # with the journal that a killed session may have left
+        file.unlink()
+    with closing(Database(path, SCHEMA, temporary=True)) as database, database.transaction() as record:
+        first = Outstanding(handed_over=handed_over, settled=settled)
+        record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))
 
 
 def _write_start_in_redis(session: Session, handed_over: int) -> None:

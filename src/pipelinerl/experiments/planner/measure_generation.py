@@ -21,7 +21,6 @@ from pipelinerl.actor.admission import LocalAdmission
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.outstanding import make_record
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
@@ -31,6 +30,7 @@ from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import DecodeCost
 from pipelinerl.experiments.statistics import powers_of_two
+from pipelinerl.launch.run import make_record
 from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer, WeightUpdate
 from pipelinerl.launch.stages.engines import load_local_engine
 from pipelinerl.launch.stages.generation import RolloutWriter, make_actor
