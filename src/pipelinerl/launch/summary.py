@@ -32,6 +32,7 @@ class Outcome:
     wall_s: float
     stream_rollouts: int = 0
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    restarts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -66,7 +67,7 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
         stream_rollouts=outcome.stream_rollouts,
         peak_memory_bytes=outcome.peak_memory_bytes,
         resumed_from=plan.version if plan.checkpoint else None,
-    ) | {"predicted_memory_bytes": plan.predicted_memory_bytes}
+    ) | {"restarts": outcome.restarts, "predicted_memory_bytes": plan.predicted_memory_bytes}
     try:
         write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
     except OSError as error:

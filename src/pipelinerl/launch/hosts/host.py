@@ -17,13 +17,13 @@ from typing import NamedTuple, Protocol, Self
 import msgspec
 
 from pipelinerl import errors
-from pipelinerl.child import ChildProcess
+from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.roles import server_roles, worker_roles
+from pipelinerl.launch.roles import generation_roles, server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
 from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
-from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
+from pipelinerl.launch.stages.weights import leave, make_channel, remove_weights_of
 from pipelinerl.status.board import MmapBoard
 
 
@@ -151,6 +151,11 @@ class LocalWorker(ChildProcess):
         error.add_note(report.error.traceback)
         return error
 
+    @property
+    def died(self) -> bool:
+        """Whether it ended without an outcome: it was killed, or wrote no report. It would not end like that again for sure."""
+        return bool(self.status) and self._report() is None and not self.asked_to_stop
+
     def _report(self) -> WorkerReport | None:
         """What the worker wrote when it ended."""
         try:
@@ -187,6 +192,15 @@ class LocalHost:
             worker = LocalWorker(self._session, role, here, channels=self._channels, fds=fds)
         self._workers.append(worker)
         return worker
+
+    def bury(self, worker: LocalWorker) -> None:
+        """Kill a process that is to be replaced, with what it started, and remove what it left. Nobody waits for it then."""
+        worker.kill()
+        worker.wait(KILL_TIMEOUT_S)
+        self._workers.remove(worker)
+        remove_weights_of(worker.pid)
+        if worker.role in (roles := generation_roles(self._session.config)):
+            leave(self._channels.weights, roles.index(worker.role))
 
     def failure(self) -> PipelineRLError | None:
         return None

@@ -7,26 +7,45 @@
              ◀──status board, exit codes── all
 
 The launcher computes nothing. It shows the status board, notices at once when a process ends, asks the watchdog whether
-the run makes progress, and turns Ctrl-C into a clean stop.
+the run makes progress, and turns Ctrl-C into a clean stop. On one machine it starts some processes again if they die
+(`healing`).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
-from pipelinerl.launch.hosts.host import Host, Worker, named
+from pipelinerl.files import JsonLines
+from pipelinerl.launch.hosts.host import Host, LocalHost, LocalWorker, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
+from pipelinerl.launch.roles import (
+    PREPROCESSING,
+    TRAINING,
+    generation_roles,
+    rank_roles,
+    server_roles,
+    worker_roles,
+    worker_stages,
+)
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader, prepared_reader
+from pipelinerl.launch.stages.streams import (
+    PREPARED,
+    ROLLOUTS,
+    StreamStore,
+    group_reader,
+    group_writer,
+    prepared_reader,
+    prepared_writer,
+)
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.status.board import last_statuses
 from pipelinerl.status.view import View
@@ -34,6 +53,7 @@ from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached
 
 if TYPE_CHECKING:
+    from pipelinerl.launch.healing import Healing
     from pipelinerl.stream.redis_server import RedisServer
 
 LOOK_EVERY_S = 0.1
@@ -53,6 +73,25 @@ class Processes:
     broker: RedisServer | None
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
+    replaceable: Collection[str] = ()
+    """The roles of workers that are started again if they die."""
+    healing: Healing | None = None
+
+    def dead(self) -> list[LocalWorker]:
+        """The processes to start again."""
+        workers = [worker for worker in self.workers if isinstance(worker, LocalWorker)]
+        return [worker for worker in workers if worker.role in self.replaceable and worker.died]
+
+    def replace(self, make: Callable[[], Healing], now: float) -> PipelineRLError | None:
+        """Replace dead workers. Returns why the run must end instead, if so."""
+        error = None
+        if dead := self.dead():
+            self.workers[:] = [worker for worker in self.workers if worker not in dead]
+            self.healing = self.healing or make()
+            error = self.healing.heal(dead, now)
+        if self.healing is not None and error is None:
+            self.workers += self.healing.begin(now)
+        return error
 
     def broker_failure(self) -> PipelineRLError | None:
         why = None if self.broker is None else self.broker.failure()
@@ -65,7 +104,8 @@ class Processes:
         for server in self.servers:
             if not server.running:
                 return server.failure() or premature_exit(server)
-        failures = {worker.role: failure for worker in self.workers if (failure := worker.failure()) is not None}
+        others = [worker for worker in self.workers if worker not in self.dead()]
+        failures = {worker.role: failure for worker in others if (failure := worker.failure()) is not None}
         if isinstance(failures.get(TRAINING), RankLostError):  # it ended because of another rank, and may have ended engines
             failures = {role: failure for role, failure in failures.items() if role.startswith(TRAINING)}
         # The loss of a rank is noticed by the others: what the lost one died of comes first.
@@ -81,17 +121,28 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     """Run the session to its end on `host`. Errors of the run are in the outcome, not raised. `broker` runs already."""
     begin_s = time.monotonic()
     processes = Processes(host, broker)
+    beginning = Beginning(0, 0)
     error: PipelineRLError | None = None
+
+    def healing() -> Healing:
+        from pipelinerl.launch.healing import Healing  # noqa: PLC0415 - few runs need it
+
+        assert isinstance(host, LocalHost)  # noqa: S101 - no other process is replaceable
+        return Healing(session, host, view, beginning)
+
     statuses: dict[str, StageStatus] = {}
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
             stack.enter_context(host)
+            if isinstance(host, LocalHost) and (roles := replaceable_roles(session.config)):
+                processes.replaceable = roles
+                beginning = beginning_of(session)
             for role in server_roles(session.config):
                 processes.servers.append(host.start(role))
             for role in worker_roles(session.config):
                 processes.workers.append(host.start(role))
-            error = _watch(session.config, processes, view=view, interrupts=interrupts, begin_s=begin_s)
+            error = _watch(session.config, processes, healing, view=view, interrupts=interrupts)
         except PipelineRLError as raised:
             error = raised
         finally:
@@ -113,25 +164,58 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=session.plan.rollouts_left(in_streams),
         peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
+        restarts=processes.healing.summary() if processes.healing else {},
     )
+
+
+class Beginning(NamedTuple):
+    """Where a session began: bytes of `rollouts.jsonl`, groups ever written to the rollout stream, and how many more groups
+    were ever written to the prepared stream than taken from the first. `healing` finds by it what a dead process has left.
+    """
+
+    recorded: int
+    written: int
+    passed_on: int = 0
+
+
+def beginning_of(session: Session) -> Beginning:
+    store, path = session.streams(), session.run.rollouts_of(0, shared=False)
+    with closing(JsonLines(path)):  # removes a partial last line
+        recorded = path.stat().st_size
+    with closing(group_writer(store, session.config, lambda _: None)) as stream:
+        first = stream.stats()
+    if session.config.launch.preprocessor == "with_trainer":
+        return Beginning(recorded, first.written)
+    with closing(prepared_writer(store)) as stream:
+        return Beginning(recorded, first.written, stream.stats().written - first.taken)
+
+
+def replaceable_roles(config: RunConfig) -> list[str]:
+    """The roles of workers that are started again if they die. A new member can't join a broadcast of weights."""
+    if not config.launch.restarts:
+        return []
+    generation = generation_roles(config) if config.weights.kind == "shared" else []
+    return [*generation, *([PREPROCESSING] if config.launch.preprocessor == "process" else [])]
 
 
 def _watch(
     config: RunConfig,
     processes: Processes,
+    healing: Callable[[], Healing],
     *,
     view: View,
     interrupts: Interrupts,
-    begin_s: float,
 ) -> PipelineRLError | None:
     """Watch processes, statuses and interrupts until the run is over. Returns why it ended; None if it reached its goal."""
     watchdog = Watchdog(config.launch.watchdog_s)
     stages = worker_stages(config)
     workers = processes.workers
-    started = {(worker.machine, worker.pid) for worker in workers}
     followers = rank_roles(config)  # they end with rank 0
+    begin_s = time.monotonic()
     while True:
-        ended = [worker for worker in workers if not worker.running]
+        if failure := processes.replace(healing, time.monotonic()):
+            return failure
+        ended = [worker for worker in workers if not worker.running and worker not in processes.dead()]
         if failure := processes.failure():
             if followers:
                 time.sleep(CAUSE_PATIENCE_S)
@@ -139,12 +223,15 @@ def _watch(
             return processes.broker_failure() or processes.host.cause(failure)
         now = time.monotonic()
         found = last_statuses(processes.host.board)
+        started = {("", os.getpid()), *((worker.machine, worker.pid) for worker in workers)}
         statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
         view.update(statuses, now)
         early = [worker for worker in ended if worker.role not in followers]
         if early and not goal_reached(statuses.get(TRAINER)):
             return premature_exit(early[0])
-        if len(ended) == len(workers):
+        if processes.healing is not None and processes.healing.observe(statuses, now):
+            begin_s = now
+        elif len(ended) == len(workers):
             return None
         if interrupts.count:
             return RunInterruptedError("stopping")
