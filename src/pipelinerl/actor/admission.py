@@ -84,9 +84,9 @@ class Admission(ABC):
 
     @abstractmethod
     def hand_over(self, index: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
-        """Call `write`, which writes group `index` to the stream, and count it as handed over. False if `write` returns False.
+        """Call `write`, which writes group `index` to the stream, and count the group as handed over.
 
-        The record and the stream have groups in the same order.
+        Returns False if `write` does. The record and the stream have groups in the same order.
         """
 
     @abstractmethod
@@ -196,7 +196,7 @@ class LocalAdmission(Admission):
             state = self.read()
             state.hand_over(version, started=started, rollouts=rollouts)
             self._write(state)
-            self._database.rows("UPDATE groups SET left = ? WHERE number = ?", rollouts, index)
+            self._database.rows("UPDATE groups SET kept = ? WHERE number = ?", rollouts, index)
         return True
 
     def stream_dropped(self, rollouts: int) -> None:

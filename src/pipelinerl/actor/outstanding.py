@@ -6,11 +6,11 @@ import msgspec
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS record (json BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS groups (number INTEGER PRIMARY KEY, process INTEGER, version INTEGER, started INTEGER, left INTEGER);
+CREATE TABLE IF NOT EXISTS groups (number INTEGER PRIMARY KEY, process INTEGER, version INTEGER, started INTEGER, kept INTEGER);
 CREATE TABLE IF NOT EXISTS drops (process INTEGER, rollouts INTEGER)
-"""
-"""`record`: one `Outstanding`. `groups`: by which process each group was started, with which version and how many attempts;
-`left` is the number of rollouts handed over, or NULL. `drops`: what the stream dropped for groups of a process.
+"""  # noqa: E501
+"""`record`: one `Outstanding`. `groups`: the process, version and attempts of each group, and the rollouts that were handed
+over, or NULL. `drops`: rollouts that the stream dropped for newer ones of a process.
 """
 
 LATENCY_WEIGHT = 0.1

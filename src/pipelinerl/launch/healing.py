@@ -2,8 +2,8 @@
 
     death ─▶ what is left of it is killed ─▶ its work is taken back ─▶ a pause ─▶ it is started again ─▶ it is ready
 
-A process that is killed can't write any more, so nothing of it arrives after its replacement has started. What it had begun is
-taken back before that, under the lock of admission:
+A process that is killed can't write any more, so nothing of it arrives after its replacement has started. What it had begun
+is taken back before that, under the lock of admission:
 
 generation     The groups that it had in progress are counted as lost and start again under their index, in any generation
                process. A group that is recorded but not in the stream is written to it. The trainer does not wait for the
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipelinerl.actor.groups import STREAM_DROP
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.database import Database
 from pipelinerl.errors import PipelineRLError, StageDiedError
@@ -39,7 +40,7 @@ from pipelinerl.launch.stages.streams import ROLLOUTS, group_reader, prepared_wr
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
-from pipelinerl.status.reporter import StatusReporter, starting
+from pipelinerl.status.reporter import starting
 from pipelinerl.status.view import View
 from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Group, Progress, StageStatus, trainer_progress
 
@@ -49,7 +50,7 @@ WORKED_S = 600.0
 """A process that has worked for so long after a restart has recovered: its restarts count from zero again."""
 LOST = "lost_in_crash"
 """Why the rollouts were dropped that a process had in progress when it died."""
-STREAM_DROP = "stream_full"
+PAUSES_KEPT = 256
 
 
 @dataclass
@@ -57,60 +58,69 @@ class History:
     """The deaths of the process of one role.
 
     reports      how it ended each time, since it last worked for long
-    deaths       all of them
+    restarts     all of them
     lost         attempts of groups that were taken back
     away_s       the time of each restart, from the death until it was ready
     died_s       the latest death
     due_s        when it will be started again; None if it was
     ready_s      since when it works; None while it does not
     pid          of the new process
+    actor        totals of all that died
+    engine       the same
     """
 
     reports: list[str] = field(default_factory=list)
-    deaths: int = 0
+    restarts: int = 0
     lost: int = 0
     away_s: list[float] = field(default_factory=list)
     died_s: float = 0.0
     due_s: float | None = None
     ready_s: float | None = None
     pid: int = 0
-    actor: ActorProgress = ActorProgress()
-    engine: EngineProgress = EngineProgress()
+    actor: ActorProgress = field(default_factory=ActorProgress)
+    engine: EngineProgress = field(default_factory=EngineProgress)
 
 
 class Healing:
-    """The restarts of a session. The caller removes dead processes from its own lists, and adds those that `begin` starts."""
+    """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts."""
 
     def __init__(self, session: Session, host: LocalHost, view: View, beginning: Beginning) -> None:
         self._session, self._host, self._view, self._beginning = session, host, view, beginning
         self._histories: dict[str, History] = {}
+        self.changed_s = 0.0
+        """The time of the latest death or restart."""
 
-    def heal(
-        self, dead: Sequence[LocalWorker], now: float, causes: Mapping[str, str] | None = None
-    ) -> PipelineRLError | None:
+    @property
+    def pending(self) -> bool:
+        """Whether a process waits for its restart."""
+        return any(history.due_s is not None for history in self._histories.values())
+
+    def heal(self, dead: Sequence[LocalWorker], now: float) -> PipelineRLError | None:
         """Take back the work of processes that died, and plan their restarts. Returns why the run must end instead, if so.
 
-        `causes`: for some roles, why the launcher killed the process. Raises the errors of streams.
+        Raises the errors of streams.
         """
+        self.changed_s = now
         for worker in dead:
             history = self._histories.setdefault(worker.role, History())
             if history.ready_s is not None and now - history.ready_s >= WORKED_S:
                 history.reports.clear()
-            history.reports.append((causes or {}).get(worker.role) or str(worker.failure()))
-            history.deaths, history.died_s, history.ready_s = history.deaths + 1, now, None
+            history.reports.append(str(worker.failure()))
+            history.died_s, history.ready_s = now, None
             self._host.bury(worker)
         self._take_back(dead)
-        if looping := [worker.role for worker in dead if self._restarts_left(worker.role) < 0]:
-            self._publish()
-            return self._crash_loop(looping)
+        self._publish()
+        most = self._session.config.launch.restarts
+        looping = [worker.role for worker in dead if len(self._histories[worker.role].reports) > most]
+        if looping:
+            return StageDiedError("\n".join(self._crash_loop(role) for role in looping))
         for worker in dead:
-            history, most = self._histories[worker.role], self._session.config.launch.restarts
+            history = self._histories[worker.role]
             number = len(history.reports)
             pause_s = FIRST_PAUSE_S * 2 ** (number - 1)
             history.due_s = now + pause_s
             said = history.reports[-1].splitlines()[0].removesuffix("; the end of its log:")
             self._view.say(f"{said}; it is started again in {pause_s:g} s (restart {number} of {most})")
-        self._publish()
         return None
 
     def begin(self, now: float) -> list[LocalWorker]:
@@ -119,13 +129,13 @@ class Healing:
         for role, history in self._histories.items():
             if history.due_s is not None and now >= history.due_s:
                 self._write_plan()
-                worker = self._host.start(role)
-                history.due_s, history.pid = None, worker.pid
+                worker, self.changed_s = self._host.start(role), now
+                history.due_s, history.pid, history.restarts = None, worker.pid, history.restarts + 1
                 started.append(worker)
         return started
 
-    def observe(self, statuses: Mapping[str, StageStatus], now: float) -> bool:
-        """Note which new processes are ready. Returns whether any is not, or waits for its start."""
+    def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+        """Note which new processes are ready."""
         for role, history in self._histories.items():
             found = [statuses.get(stage) for stage in stages_of(self._session.config, role)]
             if history.ready_s is None and all(
@@ -137,29 +147,22 @@ class Healing:
                 rollouts = f"; {lost} rollouts were lost in crashes so far" if lost else ""
                 self._view.say(f"the {role} process works again after {history.away_s[-1]:.1f} s{rollouts}")
                 self._publish()
-        return any(history.ready_s is None for history in self._histories.values())
 
     def summary(self) -> dict[str, Any]:
-        """By role: how often it was started again, rollouts lost, and seconds until it worked again, for each time."""
+        """By role: how often it was started again, the rollouts lost, and the seconds that it was away each time."""
         return {
             role: {
-                "deaths": history.deaths,
+                "count": history.restarts,
                 "rollouts_lost": history.actor.rollouts_dropped.get(LOST, 0),
                 "recovery_s": [round(away_s, 3) for away_s in history.away_s],
             }
             for role, history in self._histories.items()
         }
 
-    def _restarts_left(self, role: str) -> int:
-        return self._session.config.launch.restarts - len(self._histories[role].reports)
-
-    def _crash_loop(self, roles: Sequence[str]) -> StageDiedError:
-        lines = []
-        for role in roles:
-            reports = self._histories[role].reports
-            lines.append(f"the {role} process died {len(reports)} times (launch.restarts is {len(reports) - 1}):")
-            lines += [f"{number}. {report}" for number, report in enumerate(reports, start=1)]
-        return StageDiedError("\n".join(lines))
+    def _crash_loop(self, role: str) -> str:
+        reports = self._histories[role].reports
+        numbered = (f"{number}. {report}" for number, report in enumerate(reports, start=1))
+        return "\n".join([f"the {role} process died {len(reports)} times (launch.restarts: {len(reports) - 1}):", *numbered])
 
     # ---- the work of the dead
 
@@ -170,23 +173,21 @@ class Healing:
         processes = {roles.index(worker.role): worker for worker in dead if worker.role in roles}
         with closing(Database(run.admission, SCHEMA, temporary=True)) as database:
             begun = _begun(database, processes)
-            recorded = _recorded(run.rollouts / "rollouts.jsonl", self._beginning.recorded, {group.index for group in begun})
+            path = run.rollouts_of(0, shared=False)
+            recorded = _recorded(path, self._beginning.recorded, {one.group for one in begun})
             with database.transaction() as record:  # actors wait: the stream and the record belong together
                 self._return_groups(record, begun, recorded)
                 if any(worker.role == PREPROCESSING for worker in dead):
                     self._pass_on()
                 for process, worker in processes.items():
                     history = self._histories[worker.role]
-                    history.lost += sum(
-                        group.attempts for group in begun if group.process == process and group.index not in recorded
-                    )
+                    lost = (one.attempts for one in begun if one.process == process and one.group not in recorded)
+                    history.lost += sum(lost)
                     self._count(record, process, worker, history)
         for worker in dead:
             starting(self._host.board, stages_of(config, worker.role), "has died and is started again")
 
-    def _return_groups(
-        self, record: Connection, begun: Sequence[Begun], recorded: Mapping[int, tuple[Group, bytes]]
-    ) -> None:
+    def _return_groups(self, record: Connection, begun: Sequence[Begun], recorded: Mapping[int, Recorded]) -> None:
         """Of the groups that were `begun` and not handed over, hand over those that were recorded, and return the others.
 
         A process that dies between writing a group to the stream and counting it as handed over has left one group more in
@@ -195,32 +196,32 @@ class Healing:
         state = _state(record)
         latency = state.latency
         store = self._session.streams()
-        ((counted,),) = record.execute("SELECT count(*) FROM groups WHERE left IS NOT NULL").fetchall()
+        ((counted,),) = record.execute("SELECT count(*) FROM groups WHERE kept IS NOT NULL").fetchall()
         with closing(store.writer(ROLLOUTS, Group, capacity=None, when_full="block", on_drop=None)) as stream:
             written = stream.stats().written - self._beginning.written - counted
             if written not in (0, len(recorded)):
                 raise StageDiedError(
-                    f"{len(recorded)} generation processes died while they wrote a group, and {written} of these groups are in "
-                    "the stream: continue with --resume"
+                    f"{len(recorded)} generation processes died while they wrote a group, and {written} of these groups are "
+                    "in the stream: continue with --resume"
                 )
-            for group in begun:
+            for index, _, version, attempts in begun:
                 rollouts = 0
-                if group.index in recorded:
-                    finished, line = recorded[group.index]
-                    rollouts = len(finished.rollouts)
+                if index in recorded:
+                    group, line = recorded[index]
+                    rollouts = len(group.rollouts)
                     if not written:
-                        stream.try_write(finished, line)
-                    record.execute("UPDATE groups SET left = ? WHERE number = ?", (rollouts, group.index))
+                        stream.try_write(group, line)
+                    record.execute("UPDATE groups SET kept = ? WHERE number = ?", (rollouts, index))
                 else:
-                    record.execute("DELETE FROM groups WHERE number = ?", (group.index,))
-                    state.returned.append(group.index)
-                state.hand_over(group.version, started=group.attempts, rollouts=rollouts)
+                    record.execute("DELETE FROM groups WHERE number = ?", (index,))
+                    state.returned.append(index)
+                state.hand_over(version, started=attempts, rollouts=rollouts)
         state.returned.sort()
         state.latency = latency  # how long a group took that was not finished says nothing
         record.execute("UPDATE record SET json = ?", (msgspec.json.encode(state),))
 
     def _pass_on(self) -> None:
-        """If the preprocessor was killed between writing a group to the second stream and committing it in the first, commit."""
+        """Commit the group that the preprocessor had written to the second stream and not committed in the first, if any."""
         store = self._session.streams()
         with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
             if writer.stats().written - self._beginning.passed_on > reader.stats().taken:
@@ -233,14 +234,12 @@ class Healing:
         What was started, handed over and dropped by the stream is in the record. The other drops are those that were
         published. The rest was lost.
         """
-        engine_stage, actor_stage = (self._host.board.read(stage) for stage in stages_of(self._session.config, worker.role))
-        actor, engine = (
-            _progress(actor_stage, worker.pid, ActorProgress),
-            _progress(engine_stage, worker.pid, EngineProgress),
-        )
+        board, (engine_stage, actor_stage) = self._host.board, stages_of(self._session.config, worker.role)
+        actor = _progress(board.read(actor_stage), worker.pid, ActorProgress)
+        engine = _progress(board.read(engine_stage), worker.pid, EngineProgress)
         (counts,) = record.execute(
-            "SELECT count(*), total(started), total(left), (SELECT total(rollouts) FROM drops WHERE process = ?1) "
-            "FROM groups WHERE process = ?1 AND left IS NOT NULL",
+            "SELECT count(*), total(started), total(kept), (SELECT total(rollouts) FROM drops WHERE process = ?1) "
+            "FROM groups WHERE process = ?1 AND kept IS NOT NULL",
             (process,),
         ).fetchall()
         groups, started, handed_over, replaced = map(int, counts)
@@ -259,7 +258,8 @@ class Healing:
             rollouts_in_progress=0,
         )
         totals = engine_total({"before": _ended(history.engine), "now": _ended(engine)}) or engine
-        history.engine = msgspec.structs.replace(totals, slots=0, in_progress=0, queued=0, probes=())
+        pauses_s = totals.pauses_s[-PAUSES_KEPT:]
+        history.engine = msgspec.structs.replace(totals, slots=0, in_progress=0, queued=0, probes=(), pauses_s=pauses_s)
 
     # ---- what others see
 
@@ -267,16 +267,14 @@ class Healing:
         """Publish the totals of ended processes, with the number of restarts."""
         histories = self._histories.values()
         told = [
-            f"{role}: died {'once' if history.deaths == 1 else f'{history.deaths} times'}, "
-            f"{history.actor.rollouts_dropped.get(LOST, 0)} rollouts lost, {sum(history.away_s):.1f} s away"
+            f"{role}: {history.restarts} restarts, {history.actor.rollouts_dropped.get(LOST, 0)} rollouts lost, "
+            f"{sum(history.away_s):.1f} s away"
             for role, history in self._histories.items()
         ]
         actors = actor_total({str(number): _ended(history.actor) for number, history in enumerate(histories)})
         engines = engine_total({str(number): _ended(history.engine) for number, history in enumerate(histories)})
         for stage, detail, progress in ((ENDED_ENGINES, "", engines), (ENDED_ACTORS, "; ".join(told), actors)):
-            StatusReporter(self._host.board, stage, time.monotonic).report(
-                "done", detail, lambda progress=progress: progress
-            )
+            self._host.board.publish(_ended(progress, stage, detail))
 
     def _write_plan(self) -> None:
         """Tell the new process which evaluations have taken place, and which weights the run has come to."""
@@ -294,20 +292,27 @@ class Healing:
 class Begun(NamedTuple):
     """A group that a process has started and not handed over: a row of the record."""
 
-    index: int
+    group: int
     process: int
     version: int
     attempts: int
 
 
+class Recorded(NamedTuple):
+    """A group in `rollouts.jsonl`, with its line."""
+
+    group: Group
+    line: bytes
+
+
 def _begun(database: Database, processes: Collection[int]) -> list[Begun]:
-    rows = database.rows("SELECT number, process, version, started FROM groups WHERE left IS NULL ORDER BY number")
-    return [group for row in rows if (group := Begun(*row)).process in processes]
+    rows = database.rows("SELECT number, process, version, started FROM groups WHERE kept IS NULL ORDER BY number")
+    return [begun for row in rows if (begun := Begun(*row)).process in processes]
 
 
-def _recorded(path: Path, begin: int, indices: Collection[int]) -> dict[int, tuple[Group, bytes]]:
-    """The groups of these indices in `rollouts.jsonl` from the byte `begin` on, each with its line."""
-    found: dict[int, tuple[Group, bytes]] = {}
+def _recorded(path: Path, begin: int, indices: Collection[int]) -> dict[int, Recorded]:
+    """The groups of these indices in `rollouts.jsonl` from the byte `begin` on."""
+    found: dict[int, Recorded] = {}
     starts = tuple(b'{"index":%d,' % index for index in indices)
     if not starts or not path.exists():
         return found
@@ -316,7 +321,7 @@ def _recorded(path: Path, begin: int, indices: Collection[int]) -> dict[int, tup
         for line in file:
             if line.startswith(starts) and line.endswith(b"\n"):
                 group = msgspec.json.decode(line, type=Group)
-                found[group.index] = (group, line[:-1])
+                found[group.index] = Recorded(group, line[:-1])
     return found
 
 
@@ -331,5 +336,8 @@ def _progress(status: StageStatus | None, pid: int, kind: type[Any]) -> Any:
     return status.progress if known and status is not None else kind()
 
 
-def _ended(progress: Progress) -> StageStatus:
-    return StageStatus(stage="", pid=os.getpid(), state="done", detail="", since_s=0.0, written_s=0.0, progress=progress)
+def _ended(progress: Progress | None, stage: str = "", detail: str = "") -> StageStatus:
+    now = time.monotonic()
+    return StageStatus(
+        stage=stage, pid=os.getpid(), state="done", detail=detail, since_s=now, written_s=now, progress=progress
+    )

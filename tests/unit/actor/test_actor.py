@@ -29,8 +29,8 @@ from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, TimeL
 from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
-from pipelinerl.launch.run import make_record
 from pipelinerl.interfaces import Verdict, WeightUpdate
+from pipelinerl.launch.run import make_record
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.status.watchdog import find_cycle

@@ -30,8 +30,8 @@ from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import DecodeCost
 from pipelinerl.experiments.statistics import powers_of_two
-from pipelinerl.launch.run import make_record
 from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer, WeightUpdate
+from pipelinerl.launch.run import make_record
 from pipelinerl.launch.stages.engines import load_local_engine
 from pipelinerl.launch.stages.generation import RolloutWriter, make_actor
 from pipelinerl.models.loading import load_tokenizer, stop_token_ids

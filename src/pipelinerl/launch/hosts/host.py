@@ -153,7 +153,7 @@ class LocalWorker(ChildProcess):
 
     @property
     def died(self) -> bool:
-        """Whether it ended without an outcome: it was killed, or wrote no report. It would not end like that again for sure."""
+        """Whether it ended without an outcome: it was killed, or wrote no report of an error."""
         return bool(self.status) and self._report() is None and not self.asked_to_stop
 
     def _report(self) -> WorkerReport | None:

@@ -33,6 +33,7 @@ from pipelinerl.launch.roles import (
     generation_roles,
     rank_roles,
     server_roles,
+    stages_of,
     worker_roles,
     worker_stages,
 )
@@ -92,6 +93,16 @@ class Processes:
         if self.healing is not None and error is None:
             self.workers += self.healing.begin(now)
         return error
+
+    def kill_hung(self, suspects: Sequence[str], config: RunConfig, view: View) -> bool:
+        """Kill the processes of these stages, which do not report any more, if all can be replaced. Returns whether they can."""
+        hung = [worker for worker in self.workers if not set(suspects).isdisjoint(stages_of(config, worker.role))]
+        for worker in (replaced := [worker for worker in hung if worker.role in self.replaceable]):
+            if len(replaced) == len(hung):
+                view.say(f"{named(worker)} has not reported for {config.launch.watchdog_s:g} s and is killed")
+                worker.dump_stacks()
+                worker.kill()
+        return bool(replaced) and len(replaced) == len(hung)
 
     def broker_failure(self) -> PipelineRLError | None:
         why = None if self.broker is None else self.broker.failure()
@@ -213,10 +224,8 @@ def _watch(
     followers = rank_roles(config)  # they end with rank 0
     begin_s = time.monotonic()
     while True:
-        if failure := processes.replace(healing, time.monotonic()):
-            return failure
         ended = [worker for worker in workers if not worker.running and worker not in processes.dead()]
-        if failure := processes.failure():
+        if failure := processes.replace(healing, time.monotonic()) or processes.failure():
             if followers:
                 time.sleep(CAUSE_PATIENCE_S)
                 failure = processes.failure() or failure
@@ -229,15 +238,16 @@ def _watch(
         early = [worker for worker in ended if worker.role not in followers]
         if early and not goal_reached(statuses.get(TRAINER)):
             return premature_exit(early[0])
-        if processes.healing is not None and processes.healing.observe(statuses, now):
-            begin_s = now
-        elif len(ended) == len(workers):
+        if processes.healing is not None:
+            processes.healing.observe(statuses, now)
+            begin_s = processes.healing.changed_s
+        if len(ended) == len(workers) and not (processes.healing and processes.healing.pending):
             return None
         if interrupts.count:
             return RunInterruptedError("stopping")
         # A stage without a status is still starting, and the others may wait for it.
         stall = watchdog.observe(statuses, now) if statuses.keys() >= set(stages) else None
-        if stall is not None:
+        if stall is not None and not processes.kill_hung(stall.suspects, config, view):
             return StalledError(stall.message)
         late = [stage_text for stage in stages if (stage_text := _not_ready(stage, statuses.get(stage)))]
         if late and now - begin_s > config.launch.startup_timeout_s:

@@ -56,7 +56,7 @@ def make_receiver(session: Session, fd: int, index: int, engine: str) -> WeightR
 
 
 def leave(fd: int, index: int) -> None:
-    """Have the sender of shared weights not wait for generation process number `index`, which died, until it asks for weights."""
+    """Have the sender of shared weights not wait for generation process number `index`, until a new one asks for weights."""
     from pipelinerl.weights.shared.file import AWAY, Answer, Control  # noqa: PLC0415 - see above
 
     with closing(Control(fd)) as control:
