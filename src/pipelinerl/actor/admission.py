@@ -182,9 +182,8 @@ class LocalAdmission(Admission):
             admitted = self._decide(state, trainer, asked)
             if (index := admitted.group) is not None:
                 self._write(state)
-                self._database.rows(
-                    "INSERT INTO groups VALUES (?, ?, ?, ?, NULL)", index, self._process, engine_version, rollouts
-                )
+                row = (index, self._process, engine_version, rollouts)
+                self._database.rows("INSERT INTO groups VALUES (?, ?, ?, ?, NULL)", *row)
             else:
                 self._denial = _Denial(self._database.changes(), trainer, asked, admitted.verdict)
         return admitted

@@ -351,9 +351,7 @@ class LaunchConfig(Section, frozen=True):
     separate process in parallel.
     """
     restarts: Natural = 3
-    """processes: how often each generation process, or the preprocessor, is started again if it dies (docs/running.md). The
-    count begins again once it has worked for ten minutes. 0: a death ends the run.
-    """
+    """processes: how often a process that dies is started again, until it has worked for ten minutes (docs/running.md)."""
     watchdog_s: Positive = 180.0
     """If no stage makes progress for this long, the run prints which stage waits on which and exits with status 3."""
     startup_timeout_s: Positive = 600.0

@@ -29,20 +29,22 @@ import msgspec
 
 from pipelinerl.actor.groups import STREAM_DROP
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding
+from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.database import Database
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.hosts.host import LocalHost, LocalWorker
-from pipelinerl.launch.hosts.processes import Beginning
+from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, Worker, named
 from pipelinerl.launch.roles import PREPROCESSING, generation_roles, stages_of
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import ROLLOUTS, group_reader, prepared_writer
+from pipelinerl.launch.stages.weights import remove_weights_of
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
 from pipelinerl.status.reporter import starting
 from pipelinerl.status.view import View
 from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Group, Progress, StageStatus, trainer_progress
+from pipelinerl.weights.shared.file import AWAY, Answer, Control
 
 FIRST_PAUSE_S = 0.5
 """Pause before the first restart of a process; it doubles with each further one."""
@@ -51,6 +53,16 @@ WORKED_S = 600.0
 LOST = "lost_in_crash"
 """Why the rollouts were dropped that a process had in progress when it died."""
 PAUSES_KEPT = 256
+
+
+class Beginning(NamedTuple):
+    """Where the session began: bytes of `rollouts.jsonl`, groups ever written to the rollout stream, and how many more were
+    ever written to the prepared stream than taken from the first.
+    """
+
+    recorded: int
+    written: int
+    passed_on: int
 
 
 @dataclass
@@ -107,7 +119,7 @@ class Healing:
                 history.reports.clear()
             history.reports.append(str(worker.failure()))
             history.died_s, history.ready_s = now, None
-            self._host.bury(worker)
+            self._bury(worker)
         self._take_back(dead)
         self._publish()
         most = self._session.config.launch.restarts
@@ -122,6 +134,17 @@ class Healing:
             said = history.reports[-1].splitlines()[0].removesuffix("; the end of its log:")
             self._view.say(f"{said}; it is started again in {pause_s:g} s (restart {number} of {most})")
         return None
+
+    def kill(self, silent: Sequence[str], workers: Sequence[Worker], replaceable: Collection[str]) -> bool:
+        """Kill the processes of the `silent` stages, if all can be replaced. Returns whether that is so."""
+        config = self._session.config
+        hung = [worker for worker in workers if not set(silent).isdisjoint(stages_of(config, worker.role))]
+        if not hung or not {worker.role for worker in hung} <= set(replaceable):
+            return False
+        for worker in hung:
+            self._view.say(f"{named(worker)} has not reported for {config.launch.watchdog_s:g} s: it is killed")
+            worker.kill()
+        return True
 
     def begin(self, now: float) -> list[LocalWorker]:
         """Start the processes that are due."""
@@ -165,6 +188,15 @@ class Healing:
         return "\n".join([f"the {role} process died {len(reports)} times (launch.restarts: {len(reports) - 1}):", *numbered])
 
     # ---- the work of the dead
+
+    def _bury(self, worker: LocalWorker) -> None:
+        """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine."""
+        worker.kill()
+        worker.wait(KILL_TIMEOUT_S)
+        remove_weights_of(worker.pid)
+        if worker.role in (roles := generation_roles(self._session.config)):
+            with closing(Control(self._host.channels.weights)) as control:
+                control.write_answer(roles.index(worker.role), Answer(AWAY))
 
     def _take_back(self, dead: Sequence[LocalWorker]) -> None:
         """Take back what the processes had begun, and add what they had done to the totals of ended processes."""

@@ -24,7 +24,7 @@ from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock, create_run_directory, join_rollouts, open_run_directory
-from pipelinerl.launch.session import Session, StartPlan, write_session
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.streams import redis_of, stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
@@ -100,6 +100,12 @@ def _write_start(session: Session) -> None:
     except OSError as error:
         advice = "; make room on that disk" if error.errno == errno.ENOSPC else ""
         raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}{advice}") from error
+
+
+def write_session(session: Session) -> None:
+    """Write what the processes of the session read. The plan is for this user only: it has the session's secrets."""
+    write_atomically(session.run.settings, session.config.model_dump_json().encode())
+    write_atomically(session.run.plan, msgspec.json.encode(session.plan), mode=0o600)
 
 
 def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:

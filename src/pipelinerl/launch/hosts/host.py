@@ -17,13 +17,13 @@ from typing import NamedTuple, Protocol, Self
 import msgspec
 
 from pipelinerl import errors
-from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
+from pipelinerl.child import ChildProcess
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.roles import generation_roles, server_roles, worker_roles
+from pipelinerl.launch.roles import server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
 from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
-from pipelinerl.launch.stages.weights import leave, make_channel, remove_weights_of
+from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
 from pipelinerl.status.board import MmapBoard
 
 
@@ -189,18 +189,9 @@ class LocalHost:
         else:
             # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
             fds = [self._lock_fd, *(worker.parent_fd for worker in self._servers)]
-            worker = LocalWorker(self._session, role, here, channels=self._channels, fds=fds)
+            worker = LocalWorker(self._session, role, here, channels=self.channels, fds=fds)
         self._workers.append(worker)
         return worker
-
-    def bury(self, worker: LocalWorker) -> None:
-        """Kill a process that is to be replaced, with what it started, and remove what it left. Nobody waits for it then."""
-        worker.kill()
-        worker.wait(KILL_TIMEOUT_S)
-        self._workers.remove(worker)
-        remove_weights_of(worker.pid)
-        if worker.role in (roles := generation_roles(self._session.config)):
-            leave(self._channels.weights, roles.index(worker.role))
 
     def failure(self) -> PipelineRLError | None:
         return None
@@ -214,8 +205,8 @@ class LocalHost:
             from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
 
             ranks = listen().detach()
-        self._channels = Channels(make_channel(self._session.config), ranks)
-        for fd in self._channels.opened:
+        self.channels = Channels(make_channel(self._session.config), ranks)
+        for fd in self.channels.opened:
             self._stack.callback(os.close, fd)
         return self
 

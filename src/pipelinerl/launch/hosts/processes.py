@@ -16,10 +16,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
@@ -27,26 +27,9 @@ from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedErro
 from pipelinerl.files import JsonLines
 from pipelinerl.launch.hosts.host import Host, LocalHost, LocalWorker, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.roles import (
-    PREPROCESSING,
-    TRAINING,
-    generation_roles,
-    rank_roles,
-    server_roles,
-    stages_of,
-    worker_roles,
-    worker_stages,
-)
+from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import (
-    PREPARED,
-    ROLLOUTS,
-    StreamStore,
-    group_reader,
-    group_writer,
-    prepared_reader,
-    prepared_writer,
-)
+from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader, prepared_reader
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.status.board import last_statuses
 from pipelinerl.status.view import View
@@ -74,8 +57,7 @@ class Processes:
     broker: RedisServer | None
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
-    replaceable: Collection[str] = ()
-    """The roles of workers that are started again if they die."""
+    replaceable: Sequence[str] = ()  # roles
     healing: Healing | None = None
 
     def dead(self) -> list[LocalWorker]:
@@ -93,16 +75,6 @@ class Processes:
         if self.healing is not None and error is None:
             self.workers += self.healing.begin(now)
         return error
-
-    def kill_hung(self, suspects: Sequence[str], config: RunConfig, view: View) -> bool:
-        """Kill the processes of these stages, which do not report any more, if all can be replaced. Returns whether they can."""
-        hung = [worker for worker in self.workers if not set(suspects).isdisjoint(stages_of(config, worker.role))]
-        for worker in (replaced := [worker for worker in hung if worker.role in self.replaceable]):
-            if len(replaced) == len(hung):
-                view.say(f"{named(worker)} has not reported for {config.launch.watchdog_s:g} s and is killed")
-                worker.dump_stacks()
-                worker.kill()
-        return bool(replaced) and len(replaced) == len(hung)
 
     def broker_failure(self) -> PipelineRLError | None:
         why = None if self.broker is None else self.broker.failure()
@@ -132,14 +104,14 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     """Run the session to its end on `host`. Errors of the run are in the outcome, not raised. `broker` runs already."""
     begin_s = time.monotonic()
     processes = Processes(host, broker)
-    beginning = Beginning(0, 0)
+    beginning = (0, 0, 0)
     error: PipelineRLError | None = None
 
     def healing() -> Healing:
-        from pipelinerl.launch.healing import Healing  # noqa: PLC0415 - few runs need it
+        from pipelinerl.launch.healing import Beginning, Healing  # noqa: PLC0415 - few runs need it
 
         assert isinstance(host, LocalHost)  # noqa: S101 - no other process is replaceable
-        return Healing(session, host, view, beginning)
+        return Healing(session, host, view, Beginning(*beginning))
 
     statuses: dict[str, StageStatus] = {}
     with ExitStack() as stack:
@@ -179,34 +151,23 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     )
 
 
-class Beginning(NamedTuple):
-    """Where a session began: bytes of `rollouts.jsonl`, groups ever written to the rollout stream, and how many more groups
-    were ever written to the prepared stream than taken from the first. `healing` finds by it what a dead process has left.
-    """
-
-    recorded: int
-    written: int
-    passed_on: int = 0
-
-
-def beginning_of(session: Session) -> Beginning:
+def beginning_of(session: Session) -> tuple[int, int, int]:
+    """Where the session begins, for `healing.Beginning`."""
     store, path = session.streams(), session.run.rollouts_of(0, shared=False)
     with closing(JsonLines(path)):  # removes a partial last line
         recorded = path.stat().st_size
-    with closing(group_writer(store, session.config, lambda _: None)) as stream:
-        first = stream.stats()
+    with closing(store.writer(ROLLOUTS, Group, capacity=None, when_full="block", on_drop=None)) as writer:
+        first = writer.stats()
     if session.config.launch.preprocessor == "with_trainer":
-        return Beginning(recorded, first.written)
-    with closing(prepared_writer(store)) as stream:
-        return Beginning(recorded, first.written, stream.stats().written - first.taken)
+        return recorded, first.written, 0
+    with closing(store.writer(PREPARED, Prepared, capacity=None, when_full="block", on_drop=None)) as second:
+        return recorded, first.written, second.stats().written - first.taken
 
 
 def replaceable_roles(config: RunConfig) -> list[str]:
-    """The roles of workers that are started again if they die. A new member can't join a broadcast of weights."""
-    if not config.launch.restarts:
-        return []
-    generation = generation_roles(config) if config.weights.kind == "shared" else []
-    return [*generation, *([PREPROCESSING] if config.launch.preprocessor == "process" else [])]
+    """The processes that are started again if they die. A new one can't join a broadcast of weights."""
+    kept = {TRAINING, *rank_roles(config), *(generation_roles(config) if config.weights.kind == "collective" else [])}
+    return [role for role in worker_roles(config) if role not in kept] if config.launch.restarts else []
 
 
 def _watch(
@@ -247,8 +208,10 @@ def _watch(
             return RunInterruptedError("stopping")
         # A stage without a status is still starting, and the others may wait for it.
         stall = watchdog.observe(statuses, now) if statuses.keys() >= set(stages) else None
-        if stall is not None and not processes.kill_hung(stall.suspects, config, view):
-            return StalledError(stall.message)
+        if stall is not None:
+            processes.healing = processes.healing or healing()
+            if not processes.healing.kill(stall.suspects, processes.workers, processes.replaceable):
+                return StalledError(stall.message)
         late = [stage_text for stage in stages if (stage_text := _not_ready(stage, statuses.get(stage)))]
         if late and now - begin_s > config.launch.startup_timeout_s:
             return StalledError(f"{' and '.join(late)} not ready after {now - begin_s:.0f} s (launch.startup_timeout_s)")

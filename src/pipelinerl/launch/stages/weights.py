@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 from pipelinerl.config.schema import RunConfig
@@ -53,14 +52,6 @@ def make_receiver(session: Session, fd: int, index: int, engine: str) -> WeightR
     from pipelinerl.weights.shared.receiver import SharedWeightReceiver  # noqa: PLC0415 - see above
 
     return SharedWeightReceiver(fd, index)
-
-
-def leave(fd: int, index: int) -> None:
-    """Have the sender of shared weights not wait for generation process number `index`, until a new one asks for weights."""
-    from pipelinerl.weights.shared.file import AWAY, Answer, Control  # noqa: PLC0415 - see above
-
-    with closing(Control(fd)) as control:
-        control.write_answer(index, Answer(AWAY))
 
 
 def remove_weights_of(pid: int) -> None:
