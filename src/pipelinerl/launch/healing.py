@@ -9,6 +9,8 @@ generation     The groups that it had in progress are counted as lost and start 
                process. A group that is recorded but not in the stream is written to it. The trainer does not wait for the
                engine until the new process asks for weights; it gets the newest.
 preprocessing  A group that is in both streams is removed from the first.
+server         Its clients send its requests to other servers, and the newest weights to the new process. That has the same
+               address.
 
 The launcher imports this module at the first death.
 """
@@ -160,10 +162,7 @@ class Healing:
     def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         """Note which new processes are ready."""
         for role, history in self._histories.items():
-            found = [statuses.get(stage) for stage in stages_of(self._session.config, role)]
-            if history.ready_s is None and all(
-                status is not None and status.pid == history.pid and status.state != "starting" for status in found
-            ):
+            if history.ready_s is None and history.due_s is None and self._is_ready(role, history.pid, statuses):
                 history.ready_s = now
                 history.away_s.append(now - history.died_s)
                 lost = history.actor.rollouts_dropped.get(LOST)
@@ -181,6 +180,13 @@ class Healing:
             }
             for role, history in self._histories.items()
         }
+
+    def _is_ready(self, role: str, pid: int, statuses: Mapping[str, StageStatus]) -> bool:
+        if stages := stages_of(self._session.config, role):
+            found = [statuses.get(stage) for stage in stages]
+            return all(status is not None and status.pid == pid and status.state != "starting" for status in found)
+        ready = self._session.run.ready_file(role)
+        return ready.exists() and msgspec.json.decode(ready.read_bytes(), type=dict[str, Any])["pid"] == pid
 
     def _crash_loop(self, role: str) -> str:
         reports = self._histories[role].reports

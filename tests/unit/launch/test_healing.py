@@ -378,7 +378,9 @@ def test_what_can_be_replaced_is_a_rule() -> None:
 
     assert roles() == ["generation"]
     assert roles("--launch.preprocessor=process") == ["generation", "preprocessing"]
-    assert roles("--launch.preprocessor=process", "--weights.kind=collective") == ["preprocessing"]
+    assert roles("--engine.kind=http", "--engine.servers=2") == ["server-0", "server-1", "generation"]
+    assert roles("--engine.kind=vllm", "--engine.servers=2") == ["generation"]
+    assert roles("--launch.preprocessor=process", "--weights.kind=collective") == []
     assert roles("--launch.restarts=0") == []
 
 

@@ -217,4 +217,4 @@ class LocalHost:
 
     @property
     def _servers(self) -> list[LocalWorker]:
-        return [worker for worker in self._workers if worker.role in server_roles(self._session.config)]
+        return [worker for worker in self._workers if worker.role in server_roles(self._session.config) and worker.running]

@@ -58,22 +58,25 @@ class Processes:
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
     replaceable: Sequence[str] = ()  # roles
+    restarts: bool = False
     healing: Healing | None = None
 
     def dead(self) -> list[LocalWorker]:
         """The processes to start again."""
-        workers = [worker for worker in self.workers if isinstance(worker, LocalWorker)]
-        return [worker for worker in workers if worker.role in self.replaceable and worker.died]
+        found = [worker for worker in (*self.servers, *self.workers) if isinstance(worker, LocalWorker) and worker.died]
+        return [worker for worker in found if worker.role in self.replaceable]
 
     def replace(self, make: Callable[[], Healing], now: float) -> PipelineRLError | None:
         """Replace dead workers. Returns why the run must end instead, if so."""
         error = None
         if dead := self.dead():
-            self.workers[:] = [worker for worker in self.workers if worker not in dead]
+            for living in (self.servers, self.workers):
+                living[:] = [worker for worker in living if worker not in dead]
             self.healing = self.healing or make()
             error = self.healing.heal(dead, now)
         if self.healing is not None and error is None:
-            self.workers += self.healing.begin(now)
+            for worker in self.healing.begin(now):
+                (self.servers if worker.role.startswith("server-") else self.workers).append(worker)
         return error
 
     def broker_failure(self) -> PipelineRLError | None:
@@ -84,11 +87,15 @@ class Processes:
         """Why a process ended that should not have. What others depend on comes first: its end may end the others."""
         if failure := self.broker_failure() or self.host.failure():
             return failure
+        dead = self.dead()
         for server in self.servers:
-            if not server.running:
+            if not server.running and server not in dead:
                 return server.failure() or premature_exit(server)
-        others = [worker for worker in self.workers if worker not in self.dead()]
+        others = [worker for worker in self.workers if worker not in dead]
         failures = {worker.role: failure for worker in others if (failure := worker.failure()) is not None}
+        for worker in others:
+            if self.restarts and worker.role in failures and isinstance(worker, LocalWorker) and worker.died:
+                failures[worker.role] = StageDiedError(f"{failures[worker.role]}\nsuch a process is not started again")
         if isinstance(failures.get(TRAINING), RankLostError):  # it ended because of another rank, and may have ended engines
             failures = {role: failure for role, failure in failures.items() if role.startswith(TRAINING)}
         # The loss of a rank is noticed by the others: what the lost one died of comes first.
@@ -118,7 +125,8 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
         interrupts = stack.enter_context(counted_interrupts())
         try:
             stack.enter_context(host)
-            if isinstance(host, LocalHost) and (roles := replaceable_roles(session.config)):
+            processes.restarts = isinstance(host, LocalHost) and session.config.launch.restarts > 0
+            if processes.restarts and (roles := replaceable_roles(session.config)):
                 processes.replaceable = roles
                 beginning = beginning_of(session)
             for role in server_roles(session.config):
@@ -166,8 +174,10 @@ def beginning_of(session: Session) -> tuple[int, int, int]:
 
 def replaceable_roles(config: RunConfig) -> list[str]:
     """The processes that are started again if they die. A new one can't join a broadcast of weights."""
-    kept = {TRAINING, *rank_roles(config), *(generation_roles(config) if config.weights.kind == "collective" else [])}
-    return [role for role in worker_roles(config) if role not in kept] if config.launch.restarts else []
+    if config.weights.kind == "collective" or not config.launch.restarts:
+        return []
+    servers = server_roles(config) if config.engine.kind == "http" else []
+    return [*servers, *(role for role in worker_roles(config) if role not in {TRAINING, *rank_roles(config)})]
 
 
 def _watch(
