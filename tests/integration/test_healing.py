@@ -58,6 +58,8 @@ def replaced(run_dir: Path, role: str, pid: int) -> Callable[[], bool]:
     stage = role.replace("generation", "actor").replace("preprocessing", "preprocessor")
 
     def found() -> bool:
+        if role.startswith("server"):
+            return process_ids(run_dir)[role] != pid
         status = status_of(run_dir, stage)
         return status is not None and status.state != "starting" and status.pid != pid
 
@@ -109,6 +111,9 @@ def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
         ("generation", {"stream__capacity": 1, "stream__when_full": "drop_oldest"}),
         ("preprocessing", {"launch__preprocessor": "process"}),
         ("generation", {"launch__preprocessor": "process"}),
+        ("server-0", {"engine__kind": "http"}),
+        ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}),
+        ("generation", {"engine__kind": "http"}),
     ],
 )
 def test_a_process_that_is_killed_is_started_again(victim: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -221,12 +226,13 @@ def test_an_evaluation_that_a_death_interrupts_is_repeated(when: str, tmp_path: 
 
 
 @exhaustive
-def test_a_broadcast_has_no_room_for_a_new_member(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("victim", "kind"), [("generation", "collective"), ("training", "shared")])
+def test_other_processes_are_not_started_again(victim: str, kind: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    process = start_processes(run_dir, weights__kind="collective", trainer__steps=100_000)
+    process = start_processes(run_dir, weights__kind=kind, trainer__steps=100_000)
     with in_training(process, run_dir) as pids:
-        os.kill(pids["generation"], signal.SIGKILL)
+        os.kill(pids[victim], signal.SIGKILL)
         ended = wait(process)
     assert ended.status == 4
-    assert "was killed by SIGKILL" in ended.error
-    assert "is not started again" in ended.error
+    assert f"the {victim} process (pid {pids[victim]}) was killed by SIGKILL" in ended.error
+    assert "such a process is not started again" in ended.error
