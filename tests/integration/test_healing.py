@@ -165,7 +165,7 @@ def test_the_same_twice_in_a_row_and_all_at_once(tmp_path: Path) -> None:
 def test_a_process_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> None:
     """It can't go on when it is continued: its replacement has its groups."""
     run_dir = tmp_path / "r"
-    process = start_processes(run_dir, engine__processes=2, trainer__steps=150, schedule__max_lag=4, launch__watchdog_s=6)
+    process = start_processes(run_dir, engine__processes=2, trainer__steps=150, schedule__max_lag=4, launch__watchdog_s=20)
     until(lambda: version_of(run_dir) >= 3, process)
     kill(run_dir, process, "generation-1", signal.SIGSTOP)
     assert assert_healed(run_dir, process)["restarts"]["generation-1"]["count"] == 1
