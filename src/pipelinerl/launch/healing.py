@@ -55,6 +55,9 @@ WORKED_S = 600.0
 LOST = "lost_in_crash"
 """Why the rollouts were dropped that a process had in progress when it died."""
 PAUSES_KEPT = 256
+"""Pauses for weight updates, of all ended processes, that are published."""
+STACKS_S = 0.2
+"""Time for a process to write its stacks to its log before it is killed."""
 
 
 class Beginning(NamedTuple):
@@ -122,7 +125,10 @@ class Healing:
             history.reports.append(str(worker.failure()))
             history.died_s, history.ready_s = now, None
             self._bury(worker)
-        self._take_back(dead)
+        try:
+            self._take_back(dead)
+        except OSError as error:  # a full disk, or a lock that a stopped process holds
+            return StageDiedError(f"{self._histories[dead[0].role].reports[-1]}\nits work can't be taken back: {error}")
         self._publish()
         most = self._session.config.launch.restarts
         looping = [worker.role for worker in dead if len(self._histories[worker.role].reports) > most]
@@ -145,6 +151,9 @@ class Healing:
             return False
         for worker in hung:
             self._view.say(f"{named(worker)} has not reported for {config.launch.watchdog_s:g} s: it is killed")
+            worker.dump_stacks()
+        time.sleep(STACKS_S)
+        for worker in hung:
             worker.kill()
         return True
 

@@ -75,6 +75,9 @@ class Worker:
     def wait(self, timeout_s: float) -> bool:
         return True
 
+    def dump_stacks(self) -> None:
+        pass
+
     def failure(self) -> PipelineRLError:
         return StageDiedError(f"the {self.role} process (pid {self.pid}) was killed; the end of its log:\nlast words")
 

@@ -219,8 +219,8 @@ def _watch(
         # A stage without a status is still starting, and the others may wait for it.
         stall = watchdog.observe(statuses, now) if statuses.keys() >= set(stages) else None
         if stall is not None:
-            processes.healing = processes.healing or healing()
-            if not processes.healing.kill(stall.suspects, processes.workers, processes.replaceable):
+            processes.healing = processes.healing or (healing() if processes.replaceable else None)
+            if not (processes.healing and processes.healing.kill(stall.suspects, workers, processes.replaceable)):
                 return StalledError(stall.message)
         late = [stage_text for stage in stages if (stage_text := _not_ready(stage, statuses.get(stage)))]
         if late and now - begin_s > config.launch.startup_timeout_s:
