@@ -144,18 +144,22 @@ class Healing:
         return None
 
     def kill(self, silent: Sequence[str], workers: Sequence[Worker], replaceable: Collection[str]) -> bool:
-        """Kill the processes of the `silent` stages, if all can be replaced. Returns whether that is so."""
+        """Kill those processes of the `silent` stages that can be replaced. Returns whether there were any.
+
+        Others, like a trainer that waits for an engine, may only be silent because of them.
+        """
         config = self._session.config
-        hung = [worker for worker in workers if not set(silent).isdisjoint(stages_of(config, worker.role))]
-        if not hung or not {worker.role for worker in hung} <= set(replaceable):
-            return False
+        candidates = [worker for worker in workers if worker.role in replaceable]
+        hung = [worker for worker in candidates if not set(silent).isdisjoint(stages_of(config, worker.role))]
         for worker in hung:
             self._view.say(f"{named(worker)} has not reported for {config.launch.watchdog_s:g} s: it is killed")
             worker.dump_stacks()
-        time.sleep(STACKS_S)
+        if hung:
+            time.sleep(STACKS_S)
         for worker in hung:
             worker.kill()
-        return True
+            worker.wait(KILL_TIMEOUT_S)
+        return bool(hung)
 
     def begin(self, now: float) -> list[LocalWorker]:
         """Start the processes that are due."""

@@ -368,10 +368,10 @@ def test_only_processes_that_can_be_replaced_are_killed_because_they_are_silent(
     workers = [Worker(role) for role in ("generation-0", "generation-1", "training")]
     roles = replaceable_roles(run.config)
     assert roles == ["generation-0", "generation-1"]
-    assert not run.healing.kill(("actor-1", "trainer"), workers, roles)  # type: ignore[arg-type]
+    assert not run.healing.kill(("trainer",), workers, roles)  # type: ignore[arg-type]
     assert not run.healing.kill((), workers, roles)  # type: ignore[arg-type]
     assert not any(worker.killed for worker in workers)
-    assert run.healing.kill(("engine-1", "actor-1"), workers, roles)  # type: ignore[arg-type]
+    assert run.healing.kill(("engine-1", "actor-1", "trainer"), workers, roles)  # type: ignore[arg-type]
     assert [worker.killed for worker in workers] == [False, True, False]
 
 

@@ -222,6 +222,7 @@ def _watch(
             processes.healing = processes.healing or (healing() if processes.replaceable else None)
             if not (processes.healing and processes.healing.kill(stall.suspects, workers, processes.replaceable)):
                 return StalledError(stall.message)
+            watchdog = Watchdog(config.launch.watchdog_s)  # those that waited for them have time to go on
         late = [stage_text for stage in stages if (stage_text := _not_ready(stage, statuses.get(stage)))]
         if late and now - begin_s > config.launch.startup_timeout_s:
             return StalledError(f"{' and '.join(late)} not ready after {now - begin_s:.0f} s (launch.startup_timeout_s)")
