@@ -1,4 +1,7 @@
-"""Processes that die, hang or are told to end: the run says who and how, ends at once, and leaves nothing behind."""
+"""Processes that die, hang or are told to end: the run says who and how, ends at once, and leaves nothing behind.
+
+With `launch.restarts` above 0, some are started again instead: see `test_healing`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def end_of(process: subprocess.Popen[str], timeout_s: float = 0.8 * CLEAN_STOP_S
 )
 def test_a_killed_process_ends_the_run_and_is_named(victim: str, settings: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    with endless(run_dir, **settings) as (process, pids):
+    with endless(run_dir, launch__restarts=0, **settings) as (process, pids):
         os.kill(pids[victim], signal.SIGKILL)
         ended = end_of(process)
     assert ended.status == 4
@@ -101,7 +104,7 @@ def test_a_stopped_worker_is_noticed_by_the_watchdog(
 ) -> None:
     """When the patience with it is over, it is killed, with the processes that its environment started."""
     run_dir, child = tmp_path / "r", tmp_path / "child"
-    settings = {"launch__watchdog_s": 8, **settings}
+    settings = {"launch__watchdog_s": 8, "launch__restarts": 0, **settings}
     if victim == "generation":
         body = STARTS_A_PROCESS.format(path=str(child))
         settings["environment__kind"] = write_environment(tmp_path, body, imports=["import subprocess"])

@@ -93,8 +93,8 @@ class Actor:
         """Write finished groups, oldest first, until the stream is full."""
         while self._groups.finished:
             group = self._groups.finished[0]
-            version, started, rollouts = group.started_version, group.started, len(group.rollouts)
-            if not self._admission.hand_over(version, started=started, rollouts=rollouts, write=self._write_oldest):
+            counts = {"started": group.started, "rollouts": len(group.rollouts)}
+            if not self._admission.hand_over(group.index, group.started_version, **counts, write=self._write_oldest):
                 return
 
     async def _take_weights(self) -> None:

@@ -83,10 +83,10 @@ class Admission(ABC):
         """
 
     @abstractmethod
-    def hand_over(self, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
-        """Call `write`, which writes a group to the stream, and count it as handed over. False if `write` returns False.
+    def hand_over(self, index: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
+        """Call `write`, which writes group `index` to the stream, and count the group as handed over.
 
-        The record and the stream have groups in the same order.
+        Returns False if `write` does. The record and the stream have groups in the same order.
         """
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Admission(ABC):
         verdict = self._verdict(state, progress, asked)
         if not verdict.allowed:
             return Admitted(None, verdict)
-        index = next(self._taken.missing_from(state.next_index))
+        index = state.returned.pop(0) if state.returned else next(self._taken.missing_from(state.next_index))
         state.start(index, asked.engine_version, asked.rollouts)
         return Admitted(index, verdict)
 
@@ -143,7 +143,7 @@ class Admission(ABC):
 
 
 class LocalAdmission(Admission):
-    """With the record in a database of this machine, which `make_record` creates once per session."""
+    """With the record in a database of this machine, which `launch.run.make_record` creates once per session."""
 
     def __init__(
         self,
@@ -153,9 +153,11 @@ class LocalAdmission(Admission):
         *,
         taken: GroupLedger | None = None,
         processes: int = 1,
+        process: int = 0,
     ) -> None:
-        """Raises OSError if `path` can't be opened."""
+        """For generation process number `process`. Raises OSError if `path` can't be opened."""
         super().__init__(schedule, taken, processes)
+        self._process = process
         self._board = board
         self._database = Database(path, SCHEMA, temporary=True)
         self._decoder = msgspec.json.Decoder(Outstanding)
@@ -178,25 +180,29 @@ class LocalAdmission(Admission):
             # Read under the lock, so that the trainer's counts are not older than those in the record.
             trainer = self._board.read(TRAINER)
             admitted = self._decide(state, trainer, asked)
-            if admitted.group is not None:
+            if (index := admitted.group) is not None:
                 self._write(state)
+                row = (index, self._process, engine_version, rollouts)
+                self._database.rows("INSERT INTO groups VALUES (?, ?, ?, ?, NULL)", *row)
             else:
                 self._denial = _Denial(self._database.changes(), trainer, asked, admitted.verdict)
         return admitted
 
-    def hand_over(self, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
+    def hand_over(self, index: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
         with self._locked():
             if not write():
                 return False
             state = self.read()
             state.hand_over(version, started=started, rollouts=rollouts)
             self._write(state)
+            self._database.rows("UPDATE groups SET kept = ? WHERE number = ?", rollouts, index)
         return True
 
     def stream_dropped(self, rollouts: int) -> None:
         state = self.read()
         state.drop(rollouts)
         self._write(state)
+        self._database.rows("INSERT INTO drops VALUES (?, ?)", self._process, rollouts)
 
     def may_take(self, version: int) -> Verdict:
         with self._locked():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from pathlib import Path
-
 import msgspec
 
-from pipelinerl.database import Database
-
-SCHEMA = "CREATE TABLE IF NOT EXISTS record (json BLOB NOT NULL)"
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS record (json BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (number INTEGER PRIMARY KEY, process INTEGER, version INTEGER, started INTEGER, kept INTEGER);
+CREATE TABLE IF NOT EXISTS drops (process INTEGER, rollouts INTEGER)
+"""  # noqa: E501
+"""`record`: one `Outstanding`. `groups`: the process, version and attempts of each group, and the rollouts that were handed
+over, or NULL. `drops`: rollouts that the stream dropped for newer ones of a process.
+"""
 
 LATENCY_WEIGHT = 0.1
 """Weight of the latest group in the running mean `Outstanding.latency`."""
@@ -30,6 +32,7 @@ class Outstanding(msgspec.Struct):
     """The record that generation processes share. Its size does not grow with the run.
 
     next_index       lowest group index that was not started in this session
+    returned         indices of groups whose process died, to be started again first
     opened           groups may be started (the evaluation before training is over)
     newest_version   newest weights that any engine has applied
     settled          rollouts that the trainer has trained or dropped since the beginning of the run, as far as known here
@@ -42,6 +45,7 @@ class Outstanding(msgspec.Struct):
     """
 
     next_index: int = 0
+    returned: list[int] = []
     opened: bool = False
     newest_version: int = 0
     settled: int = 0
@@ -66,7 +70,7 @@ class Outstanding(msgspec.Struct):
 
     def start(self, index: int, version: int, rollouts: int) -> None:
         """Count group `index` as started, by an engine with the weights of `version`."""
-        self.next_index = index + 1
+        self.next_index = max(self.next_index, index + 1)
         self.in_progress[version] = self.in_progress.get(version, 0) + rollouts
         self.most_in_progress = max(self.most_in_progress, sum(self.in_progress.values()))
         if self.first_version is None:
@@ -93,12 +97,3 @@ class Outstanding(msgspec.Struct):
         """The trainer has trained or dropped `total` rollouts since the beginning of the run. A lower total is ignored."""
         newly, self.settled = max(0, total - self.settled), max(total, self.settled)
         self.handed_over = max(0, self.handed_over - newly)
-
-
-def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
-    """Create the record of a session that starts with `handed_over` rollouts in the stream, `settled` trained or dropped."""
-    for file in path.parent.glob(f"{path.name}*"):  # with the journal that a killed session may have left
-        file.unlink()
-    with closing(Database(path, SCHEMA, temporary=True)) as database, database.transaction() as record:
-        first = Outstanding(handed_over=handed_over, settled=settled)
-        record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))

@@ -350,6 +350,8 @@ class LaunchConfig(Section, frozen=True):
     """Where rollouts are prepared, and scored by the reference model of a KL penalty: in the trainer's process, or in a
     separate process in parallel.
     """
+    restarts: Natural = 3
+    """processes: how often a process that dies is started again, until it has worked for ten minutes (docs/running.md)."""
     watchdog_s: Positive = 180.0
     """If no stage makes progress for this long, the run prints which stage waits on which and exits with status 3."""
     startup_timeout_s: Positive = 600.0

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelinerl.actor.outstanding import make_record
+from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.database import Database
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.checks import check_before_the_start
@@ -24,7 +25,7 @@ from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock, create_run_directory, join_rollouts, open_run_directory
-from pipelinerl.launch.session import Session, StartPlan, write_session
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.streams import redis_of, stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
@@ -108,6 +109,21 @@ def _write_start(session: Session) -> None:
     except OSError as error:
         advice = "; make room on that disk" if error.errno == errno.ENOSPC else ""
         raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}{advice}") from error
+
+
+def write_session(session: Session) -> None:
+    """Write what the processes of the session read. The plan is for this user only: it has the session's secrets."""
+    write_atomically(session.run.settings, session.config.model_dump_json().encode())
+    write_atomically(session.run.plan, msgspec.json.encode(session.plan), mode=0o600)
+
+
+def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
+    """Create the record of a session that starts with `handed_over` rollouts in the stream, `settled` trained or dropped."""
+    for file in path.parent.glob(f"{path.name}*"):  # with the journal that a killed session may have left
+        file.unlink()
+    with closing(Database(path, SCHEMA, temporary=True)) as database, database.transaction() as record:
+        first = Outstanding(handed_over=handed_over, settled=settled)
+        record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))
 
 
 def _write_start_in_redis(session: Session, handed_over: int) -> None:

@@ -61,11 +61,6 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     servers_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     ranks_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
 
-    @property
-    def rollouts_before(self) -> int:
-        """Rollouts of earlier sessions that this session accounts for: settled, or kept in a stream."""
-        return self.settled + sum(kept.left for kept in self.kept)
-
     def rollouts_left(self, groups: Mapping[int, int]) -> int:
         """Rollouts not yet trained on or dropped in `groups` (index -> number of rollouts), all of which are in streams."""
         left = {kept.index: kept.left for kept in self.kept}
@@ -122,12 +117,6 @@ class Session:
         if empty:
             path.unlink(missing_ok=True)
         return JsonLines(path)
-
-
-def write_session(session: Session) -> None:
-    """Write what the processes of the session read. The plan is for this user only: it has the session's secrets."""
-    write_atomically(session.run.settings, session.config.model_dump_json().encode())
-    write_atomically(session.run.plan, msgspec.json.encode(session.plan), mode=0o600)
 
 
 def read_session(run: RunDirectory, records_from_s: float, here: Here) -> Session:

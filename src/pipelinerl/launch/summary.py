@@ -32,6 +32,7 @@ class Outcome:
     wall_s: float
     stream_rollouts: int = 0
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    restarts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -66,7 +67,7 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
         stream_rollouts=outcome.stream_rollouts,
         peak_memory_bytes=outcome.peak_memory_bytes,
         resumed_from=plan.version if plan.checkpoint else None,
-    ) | {"predicted_memory_bytes": plan.predicted_memory_bytes}
+    ) | {"restarts": outcome.restarts, "predicted_memory_bytes": plan.predicted_memory_bytes}
     try:
         write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
     except OSError as error:
@@ -77,12 +78,13 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
 def _with_earlier_sessions(statuses: Mapping[str, StageStatus], plan: StartPlan) -> dict[str, StageStatus]:
     """Add the rollouts of earlier sessions to one actor's count, so that counts agree with the trainer's.
 
-    The trainer counts over the whole run, actors count over the session.
+    The trainer counts over the whole run, actors count over the session. Earlier rollouts are settled, or still in a stream.
     """
+    before = plan.settled + sum(kept.left for kept in plan.kept)
     changed = dict(statuses)
     for stage, status in statuses.items():
         if isinstance(status.progress, ActorProgress):
-            started = status.progress.rollouts_started + plan.rollouts_before
+            started = status.progress.rollouts_started + before
             progress = msgspec.structs.replace(status.progress, rollouts_started=started)
             changed[stage] = msgspec.structs.replace(status, progress=progress)
             break

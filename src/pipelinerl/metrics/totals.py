@@ -9,6 +9,9 @@ from typing import TypeVar
 
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
+ENDED_ENGINES, ENDED_ACTORS = "ended-engines", "ended-actors"
+"""Stages under which the launcher publishes the totals of processes that died and were replaced."""
+
 ProgressT = TypeVar("ProgressT", EngineProgress, ActorProgress, TrainerProgress)
 
 
@@ -24,7 +27,7 @@ def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
         return engines[0] if engines else None
     by_latest_pause = sorted(engines, key=lambda engine: engine.pauses_s[-1:])
     return EngineProgress(
-        version=min(engine.version for engine in engines),
+        version=min((engine.version for engine in engines if engine.slots), default=0),  # one that has ended has no slots
         slots=sum(engine.slots for engine in engines),
         in_progress=sum(engine.in_progress for engine in engines),
         queued=sum(engine.queued for engine in engines),

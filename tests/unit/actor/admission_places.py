@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from pipelinerl.actor.admission import Admission, LocalAdmission
 from pipelinerl.actor.admission_redis import RedisAdmission, make_redis_record
-from pipelinerl.actor.outstanding import make_record
 from pipelinerl.interfaces import Board, Schedule
+from pipelinerl.launch.run import make_record
 from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.mirror import RedisBoard

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 
 from pipelinerl import database
 from pipelinerl.actor.admission import Admission, LocalAdmission
-from pipelinerl.actor.outstanding import SCHEMA, Outstanding, make_record
+from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.config.load import load_config
 from pipelinerl.database import Database
 from pipelinerl.errors import RunDirectoryError, StalledError, StreamError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
+from pipelinerl.launch.run import make_record
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, make_schedule
 from pipelinerl.types import StageStatus, TrainerProgress
@@ -109,7 +110,7 @@ def several(place: Place, schedule: Schedule, count: int, taken: GroupLedger | N
 
 
 def hand_over(place: Place, worker: Admission, version: int, rollouts: int = K) -> None:
-    assert worker.hand_over(version, started=K, rollouts=rollouts, write=lambda: place.write(worker, version))
+    assert worker.hand_over(0, version, started=K, rollouts=rollouts, write=lambda: place.write(worker, version))
 
 
 def test_indices_are_used_once_and_those_that_are_taken_never(place: Place) -> None:
@@ -130,7 +131,7 @@ def test_a_group_that_could_not_be_written_is_still_in_progress(place: Place) ->
     _, (worker,) = several(place, PipelineSchedule(8), 1)
     worker.claim(3, 0, K)
     place.fill()
-    assert not worker.hand_over(3, started=K, rollouts=K, write=lambda: place.write(worker, 3))
+    assert not worker.hand_over(0, 3, started=K, rollouts=K, write=lambda: place.write(worker, 3))
     place.empty()
     assert worker.read().in_progress == {3: K}
     hand_over(place, worker, 3, rollouts=2)
@@ -378,7 +379,7 @@ while not (folder / "end").exists():
         version = offered
         answer.write_text(str(version))
     if group is not None:
-        assert admission.hand_over(started, started=4, rollouts=4, write=lambda: place.write(admission, started))
+        assert admission.hand_over(group, started, started=4, rollouts=4, write=lambda: place.write(admission, started))
         group = None
     else:
         group, _ = admission.claim(version, 0, 4)

@@ -25,8 +25,9 @@ from pipelinerl.config.schema import (
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
+from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session, write_session
+from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session
 from pipelinerl.launch.share import Threads, plan_threads, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast, weights
 from pipelinerl.launch.stages.engines import make_engine

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightReceiver, WeightSender, WeightUpdate
-from pipelinerl.models.state import checksum, load_weights, named_weights, not_finite
+from pipelinerl.models.state import checksum, first_names, load_weights, named_weights, not_finite
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
 from pipelinerl.weights.memory import MemoryChannel
 from pipelinerl.weights.shared import receiver as shared_receiver
-from pipelinerl.weights.shared.file import create_shared_file
+from pipelinerl.weights.shared import sender as shared_sender
+from pipelinerl.weights.shared.file import AWAY, Answer, Control, create_shared_file
 from pipelinerl.weights.shared.receiver import SharedWeightReceiver
 from pipelinerl.weights.shared.sender import SharedWeightSender
 from tests.limits import small_files
@@ -413,6 +414,48 @@ def test_a_receiver_that_comes_late_gets_the_newest(fd: int) -> None:
     assert late.version == 2
 
 
+def leave(fd: int, index: int) -> None:
+    """As the launcher does when a process has died."""
+    control = Control(fd)
+    control.write_answer(index, Answer(AWAY))
+    control.close()
+
+
+def test_an_engine_that_died_is_not_waited_for_until_its_replacement_asks(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process takes versions 0 and 1, none takes 2 and 3, and the second asks while 4 is being copied."""
+    sender, first = SharedWeightSender(fd, 1, timeout_s=0.05), SharedWeightReceiver(fd, 0)
+    digests = [sender.send(0, named_weights(Tied(seed=0)))]
+    assert first.poll() is not None
+    first.acknowledge(receipt(0, digests[0]))
+    digests.append(sender.send(1, named_weights(Tied(seed=1))))
+    assert first.poll() is not None
+    leave(fd, 0)
+    digests += [sender.send(version, named_weights(Tied(seed=version))) for version in (2, 3)]
+    assert not sender.unanswered()
+    second = SharedWeightReceiver(fd, 0)
+    taken: list[WeightUpdate | None] = []
+
+    def copies(weights: dict[str, Tensor]) -> dict[str, str]:
+        taken.append(second.poll())
+        return first_names(weights)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_sender, "first_names", copies)
+        digests.append(sender.send(4, named_weights(Tied(seed=4))))
+    (update,) = taken
+    assert update is not None
+    assert update.version == 3
+    with pytest.raises(WeightUpdateError, match="did not answer weights of version 4"):
+        sender.send(5, named_weights(Tied(seed=5)))
+    assert checksum(update.tensors) == digests[3], "its buffer was not written"
+    second.acknowledge(receipt(3, digests[3]))
+    assert sender.unanswered(), "it has not answered the newest"
+    assert second.poll() is not None
+    second.acknowledge(receipt(4, digests[4]))
+    sender.send(5, named_weights(Tied(seed=5)))
+    assert [one.version for one in sender.receipts()] == [0, 4]
+
+
 def test_long_errors_are_shortened_not_lost(fd: int) -> None:
     sender, receiver = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0)
     sender.send(0, named_weights(Tied()))
@@ -447,7 +490,7 @@ ENGINE = """
 import sys
 import time
 import torch
-from pipelinerl.models.state import checksum, load_weights, named_weights
+from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.shared.receiver import SharedWeightReceiver
 from tests.unit.weights.test_weights import Tied

@@ -28,7 +28,6 @@ from pipelinerl.actor.admission import LocalAdmission
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.outstanding import make_record
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import EvaluationConfig, RunConfig
@@ -40,6 +39,7 @@ from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import READY, DecodeCost
 from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer, WeightUpdate
+from pipelinerl.launch.run import make_record
 from pipelinerl.launch.stages.engines import load_local_engine
 from pipelinerl.launch.stages.generation import RolloutWriter, make_actor
 from pipelinerl.models.loading import load_tokenizer, stop_token_ids

@@ -32,8 +32,9 @@ from pipelinerl.interfaces import Schedule, StreamStats, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
 from pipelinerl.launch.hosts.host import Channels, LocalWorker
 from pipelinerl.launch.roles import rank_roles
+from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Here, Session, StartPlan, write_session
+from pipelinerl.launch.session import Here, Session, StartPlan
 from pipelinerl.launch.share import PREPROCESSING_THREADS
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, lead_ranks, load_policy

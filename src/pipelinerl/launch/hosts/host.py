@@ -151,6 +151,11 @@ class LocalWorker(ChildProcess):
         error.add_note(report.error.traceback)
         return error
 
+    @property
+    def died(self) -> bool:
+        """Whether it ended without an outcome: it was killed, or wrote no report of an error."""
+        return bool(self.status) and self._report() is None and not self.asked_to_stop
+
     def _report(self) -> WorkerReport | None:
         """What the worker wrote when it ended."""
         try:
@@ -184,7 +189,7 @@ class LocalHost:
         else:
             # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
             fds = [self._lock_fd, *(worker.parent_fd for worker in self._servers)]
-            worker = LocalWorker(self._session, role, here, channels=self._channels, fds=fds)
+            worker = LocalWorker(self._session, role, here, channels=self.channels, fds=fds)
         self._workers.append(worker)
         return worker
 
@@ -200,8 +205,8 @@ class LocalHost:
             from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
 
             ranks = listen().detach()
-        self._channels = Channels(make_channel(self._session.config), ranks)
-        for fd in self._channels.opened:
+        self.channels = Channels(make_channel(self._session.config), ranks)
+        for fd in self.channels.opened:
             self._stack.callback(os.close, fd)
         return self
 
@@ -212,4 +217,4 @@ class LocalHost:
 
     @property
     def _servers(self) -> list[LocalWorker]:
-        return [worker for worker in self._workers if worker.role in server_roles(self._session.config)]
+        return [worker for worker in self._workers if worker.role in server_roles(self._session.config) and worker.running]

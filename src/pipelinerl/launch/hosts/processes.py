@@ -7,14 +7,16 @@
              ◀──status board, exit codes── all
 
 The launcher computes nothing. It shows the status board, notices at once when a process ends, asks the watchdog whether
-the run makes progress, and turns Ctrl-C into a clean stop.
+the run makes progress, and turns Ctrl-C into a clean stop. On one machine it starts some processes again if they die
+(`healing`).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,7 +24,8 @@ from typing import TYPE_CHECKING
 from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
-from pipelinerl.launch.hosts.host import Host, Worker, named
+from pipelinerl.files import JsonLines
+from pipelinerl.launch.hosts.host import Host, LocalHost, LocalWorker, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.session import Session
@@ -34,6 +37,7 @@ from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached
 
 if TYPE_CHECKING:
+    from pipelinerl.launch.healing import Healing
     from pipelinerl.stream.redis_server import RedisServer
 
 LOOK_EVERY_S = 0.1
@@ -53,6 +57,27 @@ class Processes:
     broker: RedisServer | None
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
+    replaceable: Sequence[str] = ()  # roles
+    restarts: bool = False
+    healing: Healing | None = None
+
+    def dead(self) -> list[LocalWorker]:
+        """The processes to start again."""
+        found = [worker for worker in (*self.servers, *self.workers) if isinstance(worker, LocalWorker) and worker.died]
+        return [worker for worker in found if worker.role in self.replaceable]
+
+    def replace(self, make: Callable[[], Healing], now: float) -> PipelineRLError | None:
+        """Replace dead workers. Returns why the run must end instead, if so."""
+        error = None
+        if dead := self.dead():
+            for living in (self.servers, self.workers):
+                living[:] = [worker for worker in living if worker not in dead]
+            self.healing = self.healing or make()
+            error = self.healing.heal(dead, now)
+        if self.healing is not None and error is None:
+            for worker in self.healing.begin(now):
+                (self.servers if worker.role.startswith("server-") else self.workers).append(worker)
+        return error
 
     def broker_failure(self) -> PipelineRLError | None:
         why = None if self.broker is None else self.broker.failure()
@@ -62,10 +87,15 @@ class Processes:
         """Why a process ended that should not have. What others depend on comes first: its end may end the others."""
         if failure := self.broker_failure() or self.host.failure():
             return failure
+        dead = self.dead()
         for server in self.servers:
-            if not server.running:
+            if not server.running and server not in dead:
                 return server.failure() or premature_exit(server)
-        failures = {worker.role: failure for worker in self.workers if (failure := worker.failure()) is not None}
+        others = [worker for worker in self.workers if worker not in dead]
+        failures = {worker.role: failure for worker in others if (failure := worker.failure()) is not None}
+        for worker in others:
+            if self.restarts and worker.role in failures and isinstance(worker, LocalWorker) and worker.died:
+                failures[worker.role] = StageDiedError(f"{failures[worker.role]}\nsuch a process is not started again")
         if isinstance(failures.get(TRAINING), RankLostError):  # it ended because of another rank, and may have ended engines
             failures = {role: failure for role, failure in failures.items() if role.startswith(TRAINING)}
         # The loss of a rank is noticed by the others: what the lost one died of comes first.
@@ -81,17 +111,29 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     """Run the session to its end on `host`. Errors of the run are in the outcome, not raised. `broker` runs already."""
     begin_s = time.monotonic()
     processes = Processes(host, broker)
+    beginning = (0, 0, 0)
     error: PipelineRLError | None = None
+
+    def healing() -> Healing:
+        from pipelinerl.launch.healing import Beginning, Healing  # noqa: PLC0415 - few runs need it
+
+        assert isinstance(host, LocalHost)  # noqa: S101 - no other process is replaceable
+        return Healing(session, host, view, Beginning(*beginning))
+
     statuses: dict[str, StageStatus] = {}
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
             stack.enter_context(host)
+            processes.restarts = isinstance(host, LocalHost) and session.config.launch.restarts > 0
+            if processes.restarts and (roles := replaceable_roles(session.config)):
+                processes.replaceable = roles
+                beginning = beginning_of(session)
             for role in server_roles(session.config):
                 processes.servers.append(host.start(role))
             for role in worker_roles(session.config):
                 processes.workers.append(host.start(role))
-            error = _watch(session.config, processes, view=view, interrupts=interrupts, begin_s=begin_s)
+            error = _watch(session.config, processes, healing, view=view, interrupts=interrupts)
         except PipelineRLError as raised:
             error = raised
         finally:
@@ -113,45 +155,74 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=session.plan.rollouts_left(in_streams),
         peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
+        restarts=processes.healing.summary() if processes.healing else {},
     )
+
+
+def beginning_of(session: Session) -> tuple[int, int, int]:
+    """Where the session begins, for `healing.Beginning`."""
+    store, path = session.streams(), session.run.rollouts_of(0, shared=False)
+    with closing(JsonLines(path)):  # removes a partial last line
+        recorded = path.stat().st_size
+    with closing(store.writer(ROLLOUTS, Group, capacity=None, when_full="block", on_drop=None)) as writer:
+        first = writer.stats()
+    if session.config.launch.preprocessor == "with_trainer":
+        return recorded, first.written, 0
+    with closing(store.writer(PREPARED, Prepared, capacity=None, when_full="block", on_drop=None)) as second:
+        return recorded, first.written, second.stats().written - first.taken
+
+
+def replaceable_roles(config: RunConfig) -> list[str]:
+    """The processes that are started again if they die. A new one can't join a broadcast of weights."""
+    if config.weights.kind == "collective" or not config.launch.restarts:
+        return []
+    servers = server_roles(config) if config.engine.kind == "http" else []
+    return [*servers, *(role for role in worker_roles(config) if role not in {TRAINING, *rank_roles(config)})]
 
 
 def _watch(
     config: RunConfig,
     processes: Processes,
+    healing: Callable[[], Healing],
     *,
     view: View,
     interrupts: Interrupts,
-    begin_s: float,
 ) -> PipelineRLError | None:
     """Watch processes, statuses and interrupts until the run is over. Returns why it ended; None if it reached its goal."""
     watchdog = Watchdog(config.launch.watchdog_s)
     stages = worker_stages(config)
     workers = processes.workers
-    started = {(worker.machine, worker.pid) for worker in workers}
     followers = rank_roles(config)  # they end with rank 0
+    begin_s = time.monotonic()
     while True:
-        ended = [worker for worker in workers if not worker.running]
-        if failure := processes.failure():
+        ended = [worker for worker in workers if not worker.running and worker not in processes.dead()]
+        if failure := processes.replace(healing, time.monotonic()) or processes.failure():
             if followers:
                 time.sleep(CAUSE_PATIENCE_S)
                 failure = processes.failure() or failure
             return processes.broker_failure() or processes.host.cause(failure)
         now = time.monotonic()
         found = last_statuses(processes.host.board)
+        started = {("", os.getpid()), *((worker.machine, worker.pid) for worker in workers)}
         statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
         view.update(statuses, now)
         early = [worker for worker in ended if worker.role not in followers]
         if early and not goal_reached(statuses.get(TRAINER)):
             return premature_exit(early[0])
-        if len(ended) == len(workers):
+        if processes.healing is not None:
+            processes.healing.observe(statuses, now)
+            begin_s = processes.healing.changed_s
+        if len(ended) == len(workers) and not (processes.healing and processes.healing.pending):
             return None
         if interrupts.count:
             return RunInterruptedError("stopping")
         # A stage without a status is still starting, and the others may wait for it.
         stall = watchdog.observe(statuses, now) if statuses.keys() >= set(stages) else None
         if stall is not None:
-            return StalledError(stall.message)
+            processes.healing = processes.healing or (healing() if processes.replaceable else None)
+            if not (processes.healing and processes.healing.kill(stall.suspects, workers, processes.replaceable)):
+                return StalledError(stall.message)
+            watchdog = Watchdog(config.launch.watchdog_s)  # those that waited for them have time to go on
         late = [stage_text for stage in stages if (stage_text := _not_ready(stage, statuses.get(stage)))]
         if late and now - begin_s > config.launch.startup_timeout_s:
             return StalledError(f"{' and '.join(late)} not ready after {now - begin_s:.0f} s (launch.startup_timeout_s)")

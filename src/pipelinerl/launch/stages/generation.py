@@ -199,14 +199,15 @@ def build_generation(
         environment=environment,
         tokenizer=tokenizer,
         engine=engine,
-        admission=_admission(session, board, writer),
+        admission=_admission(session, board, writer, index),
     )
 
 
-def _admission(session: Session, board: Board, writer: StreamWriter[Group]) -> Admission:
+def _admission(session: Session, board: Board, writer: StreamWriter[Group], index: int) -> Admission:
     taken, processes = GroupLedger.from_record(session.plan.taken), session.config.engine.processes
     if session.config.launch.kind != "ray":
-        return LocalAdmission(session.run.admission, session.schedule, board, taken=taken, processes=processes)
+        record = session.run.admission
+        return LocalAdmission(record, session.schedule, board, taken=taken, processes=processes, process=index)
     from pipelinerl.actor.admission_redis import RedisAdmission  # noqa: PLC0415 - needs the extra `redis`
     from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - as above
 
@@ -246,7 +247,7 @@ async def _generate(
         closing(_actor_of(generation, rollout_writer, timeline)) as actor,
     ):
         try:
-            if generation.evaluation.problems and session.plan.version == 0:
+            if generation.evaluation.problems and session.plan.version == 0 and not generation.admission.opened:
                 await _unless_stopped(actor.evaluate("before"), stop, between)
             if generation.index == 0:
                 generation.admission.open()  # the other processes have waited for the evaluation

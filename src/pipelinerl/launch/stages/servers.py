@@ -16,10 +16,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
-from pipelinerl.config.schema import EngineConfig, ModelConfig
+from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
 from pipelinerl.errors import MissingDependencyError, StalledError, UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.roles import server_roles
@@ -73,7 +74,7 @@ def _serve_engine(session: Session, role: str) -> None:
             model=config.model,
             engine=engine.model_copy(update={"threads": session.here.threads}),
             name=role,
-            listen=Address(session.here.address, 0),
+            listen=Address(session.here.address, _port_before(session.run.ready_file(role))),
             api_key=server_key(session),
             tls=_tls(engine),
             max_queue=engine.slots,
@@ -82,6 +83,13 @@ def _serve_engine(session: Session, role: str) -> None:
             ready_file=session.run.ready_file(role),
         )
     )
+
+
+def _port_before(ready_file: Path) -> int:
+    """The port at which clients know the server, if this process replaces one that died; otherwise 0, any free port."""
+    if not ready_file.exists():
+        return 0
+    return urlsplit(msgspec.json.decode(ready_file.read_bytes(), type=ReadyFile).url).port or 0
 
 
 def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
@@ -171,7 +179,8 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
     shared = config.engine.weights_dir
     directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
     left_s = max(1.0, deadline_s - time.monotonic())
-    bounds = Bounds(startup_s=left_s, join_s=left_s)
+    alone_s = config.launch.startup_timeout_s if _are_started_again(config) else 0.0
+    bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
     servers = server_clients(config.engine.kind, urls, facts, key)
     async with RemoteEngine.connect(servers, name=name, weight_dirs=directories, bounds=bounds) as engine:
         _refuse_newer(engine.newest_version, session.plan.version)
@@ -180,6 +189,12 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
 
             await engine.join_broadcast(*sender_address(session, weights_fd))
         yield EngineHandle(engine, engine.slots, facts.stop_token_ids)
+
+
+def _are_started_again(config: RunConfig) -> bool:
+    """Whether servers that die are started again, at the same address (see `launch.healing`)."""
+    on_one_machine = config.launch.kind == "processes" and config.engine.kind == "http" and config.weights.kind == "shared"
+    return on_one_machine and config.launch.restarts > 0 and bool(server_roles(config))
 
 
 def _refuse_newer(held: int, first: int) -> None:

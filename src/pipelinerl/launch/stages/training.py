@@ -27,6 +27,7 @@ from pipelinerl.launch.stages.preprocessing import prepared_groups
 from pipelinerl.launch.stages.recording import record_session
 from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
+from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
 from pipelinerl.parent_pipe import stop_on_sigterm
@@ -248,8 +249,8 @@ def build_trainer(
             sink=logs.metrics,
             trained_log=logs.trained,
             published_log=logs.published,
-            engines=[stages.engine for stages in generation],
-            actors=[stages.actor for stages in generation],
+            engines=[*(stages.engine for stages in generation), ENDED_ENGINES],
+            actors=[*(stages.actor for stages in generation), ENDED_ACTORS],
             started_s=session.records_from_s,
         ),
         checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer, folders=_folders(session)),

@@ -199,7 +199,7 @@ class Dispatcher:
             if replica.info is not None:
                 self._router.set_server(replica.url, replica.info.slots, open_=self._pool.accepts(replica))
         self.slots = self._router.slots
-        if self._pool.all_gone:
+        if self._pool.none_left():
             self.fail(self._pool.unavailable())
         self._place()
 

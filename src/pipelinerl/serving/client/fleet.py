@@ -138,14 +138,20 @@ class ReplicaPool:
         self._clock = clock
         self._update_lock = asyncio.Lock()
         self.last_update: WeightUpdateRequest | None = None
+        self._alone_since_s: float | None = None
 
     def accepts(self, replica: Replica) -> bool:
         """Whether it gets new requests: it is healthy and holds the newest weights that all servers have acknowledged."""
         return replica.healthy and (self.last_update is None or replica.holds(self.last_update.version))
 
-    @property
-    def all_gone(self) -> bool:
-        return all(replica.gone for replica in self.replicas)
+    def none_left(self) -> bool:
+        """Whether all servers are gone, and have been for as long as `Bounds` allows."""
+        if not all(replica.gone for replica in self.replicas):
+            self._alone_since_s = None
+            return False
+        now_s = self._clock()
+        self._alone_since_s = now_s if self._alone_since_s is None else self._alone_since_s
+        return now_s - self._alone_since_s >= self._bounds.alone_s
 
     def unavailable(self) -> EngineUnavailableError:
         """The error to raise when all servers are gone, with the last error of each."""
@@ -237,23 +243,24 @@ class ReplicaPool:
         a server that did not answer in time, EngineUnavailableError if no server is left.
         """
         async with self._update_lock:
-            targets = [replica for replica in self.replicas if not replica.gone]
-            answers = await asyncio.gather(
-                *(self._update_one(replica, weights) for replica in targets), return_exceptions=True
-            )
-            receipts: list[UpdateReceipt] = []
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
-                if answer is not None:
-                    receipts.append(answer)
-            if not receipts:
-                raise self.unavailable()
+            while not (receipts := await self._update_all(weights)):
+                if self.none_left():
+                    raise self.unavailable()
+                await asyncio.sleep(self._bounds.health_every_s)
             receipt = _combined_receipt(receipts, weights)
             if receipt.error is None:
                 self.last_update = weights
         self.on_change()
         return receipt
+
+    async def _update_all(self, weights: WeightUpdateRequest) -> list[UpdateReceipt]:
+        """The receipts of all servers that are not gone."""
+        targets = [replica for replica in self.replicas if not replica.gone]
+        answers = await asyncio.gather(*(self._update_one(replica, weights) for replica in targets), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, UpdateReceipt)]
 
     async def _update_one(self, replica: Replica, weights: WeightUpdateRequest) -> UpdateReceipt | None:
         """The replica's receipt, or None if it is gone."""

@@ -40,11 +40,15 @@ class Offer(msgspec.Struct, frozen=True):
     buffer_bytes: int
 
 
+AWAY = -1
+"""`number` of an answer for a receiver whose process has died: the sender does not wait for it until it answers again."""
+
+
 class Answer(msgspec.Struct, frozen=True):
-    """A receiver's receipt for update `number`."""
+    """A receiver's receipt for update `number`; without a receipt, the sender waits for it from now on, or not (`AWAY`)."""
 
     number: int
-    receipt: UpdateReceipt
+    receipt: UpdateReceipt | None = None
 
 
 def create_shared_file() -> int:
@@ -87,7 +91,7 @@ class Control:
 
     def write_answer(self, index: int, answer: Answer) -> None:
         receipt = answer.receipt
-        if receipt.error is not None:
+        if receipt is not None and receipt.error is not None:
             receipt = msgspec.structs.replace(receipt, error=receipt.error[:_MAX_ERROR_CHARACTERS])
         self._answers[index].write(msgspec.json.encode(Answer(answer.number, receipt)))
 

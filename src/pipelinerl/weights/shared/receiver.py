@@ -41,6 +41,8 @@ class SharedWeightReceiver:
         The tensors are views of shared memory: do not write to them. They do not change until the next update is
         acknowledged. Raises WeightUpdateError if the bytes do not match the sender's checksum.
         """
+        if self._taken is None:  # from now on the sender waits for this process, which may replace one that died
+            self._control.write_answer(self._index, Answer(0))
         offer = self._newest()
         if offer is None:
             return None

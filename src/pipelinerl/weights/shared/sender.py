@@ -17,7 +17,7 @@ from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.sending import complaint, layout_of, require_same
-from pipelinerl.weights.shared.file import CONTROL_BYTES, Control, Offer, buffer_views, file_bytes
+from pipelinerl.weights.shared.file import AWAY, CONTROL_BYTES, Control, Offer, buffer_views, file_bytes
 
 _POLL_S = 0.0005
 
@@ -99,7 +99,7 @@ class SharedWeightSender:
         """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
         self._collect()
         sent = self._sent.number if self._sent else 0
-        return [name for name, answered in zip(self._engines, self._answered, strict=True) if answered < sent]
+        return [name for name, answered in zip(self._engines, self._answered, strict=True) if AWAY < answered < sent]
 
     def receipts(self) -> Sequence[UpdateReceipt]:
         """Receipts since the last call. Raises WeightUpdateError if an engine does not hold exactly what was sent."""
@@ -144,13 +144,19 @@ class SharedWeightSender:
         return True
 
     def _collect(self) -> None:
-        """Move new receipts into the inbox. None is missed, because the next update waits for the receipts of this one."""
+        """Move new receipts into the inbox. None is missed, because the next update waits for the receipts of this one.
+
+        An engine whose process has died is not waited for. The process that replaces it takes the newest update: its buffer
+        is not written before the engine has answered the next one.
+        """
         sent = self._sent
         for index, answered in enumerate(self._answered):
             answer = self._control.read_answer(index) if sent and answered < sent.number else None
-            if sent is None or answer is None or answer.number <= answered:
+            if sent is None or answer is None or answer.number == answered:
                 continue
             self._answered[index] = answer.number
+            if answer.receipt is None or answer.number < sent.number:
+                continue  # a process that replaces another one may answer an update that the other engines have had before
             self._engines[index] = f"number {index} ({answer.receipt.engine})"
             self._problem = self._problem or complaint(answer.receipt, sent.version, sent.checksum)
             self._inbox.append(answer.receipt)

@@ -1,0 +1,394 @@
+"""Healing: processes of a run on one machine that die are started again, while the others continue.
+
+    death ─▶ what is left of it is killed ─▶ its work is taken back ─▶ a pause ─▶ it is started again ─▶ it is ready
+
+A process that is killed can't write any more, so nothing of it arrives after its replacement has started. What it had begun
+is taken back before that, under the lock of admission:
+
+generation     The groups that it had in progress are counted as lost and start again under their index, in any generation
+               process. A group that is recorded but not in the stream is written to it. The trainer does not wait for the
+               engine until the new process asks for weights; it gets the newest.
+preprocessing  A group that is in both streams is removed from the first.
+server         Its clients send its requests to other servers, and the newest weights to the new process. That has the same
+               address.
+
+The launcher imports this module at the first death.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from sqlite3 import Connection
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipelinerl.actor.groups import STREAM_DROP
+from pipelinerl.actor.outstanding import SCHEMA, Outstanding
+from pipelinerl.child import KILL_TIMEOUT_S
+from pipelinerl.database import Database
+from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.files import write_atomically
+from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, Worker, named
+from pipelinerl.launch.roles import PREPROCESSING, generation_roles, stages_of
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.streams import ROLLOUTS, group_reader, prepared_writer
+from pipelinerl.launch.stages.weights import remove_weights_of
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
+from pipelinerl.status.reporter import starting
+from pipelinerl.status.view import View
+from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Group, Progress, StageStatus, trainer_progress
+from pipelinerl.weights.shared.file import AWAY, Answer, Control
+
+FIRST_PAUSE_S = 0.5
+"""Pause before the first restart of a process; it doubles with each further one."""
+WORKED_S = 600.0
+"""A process that has worked for so long after a restart has recovered: its restarts count from zero again."""
+LOST = "lost_in_crash"
+"""Why the rollouts were dropped that a process had in progress when it died."""
+PAUSES_KEPT = 256
+"""Pauses for weight updates, of all ended processes, that are published."""
+STACKS_S = 0.2
+"""Time for a process to write its stacks to its log before it is killed."""
+
+
+class Beginning(NamedTuple):
+    """Where the session began: bytes of `rollouts.jsonl`, groups ever written to the rollout stream, and how many more were
+    ever written to the prepared stream than taken from the first.
+    """
+
+    recorded: int
+    written: int
+    passed_on: int
+
+
+@dataclass
+class History:
+    """The deaths of the process of one role.
+
+    reports      how it ended each time, since it last worked for long
+    restarts     all of them
+    lost         attempts of groups that were taken back
+    away_s       the time of each restart, from the death until it was ready
+    died_s       the latest death
+    due_s        when it will be started again; None if it was
+    ready_s      since when it works; None while it does not
+    pid          of the new process
+    actor        totals of all that died
+    engine       the same
+    """
+
+    reports: list[str] = field(default_factory=list)
+    restarts: int = 0
+    lost: int = 0
+    away_s: list[float] = field(default_factory=list)
+    died_s: float = 0.0
+    due_s: float | None = None
+    ready_s: float | None = None
+    pid: int = 0
+    actor: ActorProgress = field(default_factory=ActorProgress)
+    engine: EngineProgress = field(default_factory=EngineProgress)
+
+
+class Healing:
+    """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts."""
+
+    def __init__(self, session: Session, host: LocalHost, view: View, beginning: Beginning) -> None:
+        self._session, self._host, self._view, self._beginning = session, host, view, beginning
+        self._histories: dict[str, History] = {}
+        self.changed_s = 0.0
+        """The time of the latest death or restart."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a process waits for its restart."""
+        return any(history.due_s is not None for history in self._histories.values())
+
+    def heal(self, dead: Sequence[LocalWorker], now: float) -> PipelineRLError | None:
+        """Take back the work of processes that died, and plan their restarts. Returns why the run must end instead, if so.
+
+        Raises the errors of streams.
+        """
+        self.changed_s = now
+        for worker in dead:
+            history = self._histories.setdefault(worker.role, History())
+            if history.ready_s is not None and now - history.ready_s >= WORKED_S:
+                history.reports.clear()
+            history.reports.append(str(worker.failure()))
+            history.died_s, history.ready_s = now, None
+            self._bury(worker)
+        try:
+            self._take_back(dead)
+        except OSError as error:  # a full disk, or a lock that a stopped process holds
+            return StageDiedError(f"{self._histories[dead[0].role].reports[-1]}\nits work can't be taken back: {error}")
+        self._publish()
+        most = self._session.config.launch.restarts
+        looping = [worker.role for worker in dead if len(self._histories[worker.role].reports) > most]
+        if looping:
+            return StageDiedError("\n".join(self._crash_loop(role) for role in looping))
+        for worker in dead:
+            history = self._histories[worker.role]
+            number = len(history.reports)
+            pause_s = FIRST_PAUSE_S * 2 ** (number - 1)
+            history.due_s = now + pause_s
+            said = history.reports[-1].splitlines()[0].removesuffix("; the end of its log:")
+            self._view.say(f"{said}; it is started again in {pause_s:g} s (restart {number} of {most})")
+        return None
+
+    def kill(self, silent: Sequence[str], workers: Sequence[Worker], replaceable: Collection[str]) -> bool:
+        """Kill those processes of the `silent` stages that can be replaced. Returns whether there were any.
+
+        Others, like a trainer that waits for an engine, may only be silent because of them.
+        """
+        config = self._session.config
+        candidates = [worker for worker in workers if worker.role in replaceable]
+        hung = [worker for worker in candidates if not set(silent).isdisjoint(stages_of(config, worker.role))]
+        for worker in hung:
+            self._view.say(f"{named(worker)} has not reported for {config.launch.watchdog_s:g} s: it is killed")
+            worker.dump_stacks()
+        if hung:
+            time.sleep(STACKS_S)
+        for worker in hung:
+            worker.kill()
+            worker.wait(KILL_TIMEOUT_S)
+        return bool(hung)
+
+    def begin(self, now: float) -> list[LocalWorker]:
+        """Start the processes that are due."""
+        started = []
+        for role, history in self._histories.items():
+            if history.due_s is not None and now >= history.due_s:
+                self._write_plan()
+                worker, self.changed_s = self._host.start(role), now
+                history.due_s, history.pid, history.restarts = None, worker.pid, history.restarts + 1
+                started.append(worker)
+        return started
+
+    def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+        """Note which new processes are ready."""
+        for role, history in self._histories.items():
+            if history.ready_s is None and history.due_s is None and self._is_ready(role, history.pid, statuses):
+                history.ready_s = now
+                history.away_s.append(now - history.died_s)
+                lost = history.actor.rollouts_dropped.get(LOST)
+                rollouts = f"; {lost} rollouts were lost in crashes so far" if lost else ""
+                self._view.say(f"the {role} process works again after {history.away_s[-1]:.1f} s{rollouts}")
+                self._publish()
+
+    def summary(self) -> dict[str, Any]:
+        """By role: how often it was started again, the rollouts lost, and the seconds that it was away each time."""
+        return {
+            role: {
+                "count": history.restarts,
+                "rollouts_lost": history.actor.rollouts_dropped.get(LOST, 0),
+                "recovery_s": [round(away_s, 3) for away_s in history.away_s],
+            }
+            for role, history in self._histories.items()
+        }
+
+    def _is_ready(self, role: str, pid: int, statuses: Mapping[str, StageStatus]) -> bool:
+        if stages := stages_of(self._session.config, role):
+            found = [statuses.get(stage) for stage in stages]
+            return all(status is not None and status.pid == pid and status.state != "starting" for status in found)
+        ready = self._session.run.ready_file(role)
+        return ready.exists() and msgspec.json.decode(ready.read_bytes(), type=dict[str, Any])["pid"] == pid
+
+    def _crash_loop(self, role: str) -> str:
+        reports = self._histories[role].reports
+        numbered = (f"{number}. {report}" for number, report in enumerate(reports, start=1))
+        return "\n".join([f"the {role} process died {len(reports)} times (launch.restarts: {len(reports) - 1}):", *numbered])
+
+    # ---- the work of the dead
+
+    def _bury(self, worker: LocalWorker) -> None:
+        """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine."""
+        worker.kill()
+        worker.wait(KILL_TIMEOUT_S)
+        remove_weights_of(worker.pid)
+        if worker.role in (roles := generation_roles(self._session.config)):
+            with closing(Control(self._host.channels.weights)) as control:
+                control.write_answer(roles.index(worker.role), Answer(AWAY))
+
+    def _take_back(self, dead: Sequence[LocalWorker]) -> None:
+        """Take back what the processes had begun, and add what they had done to the totals of ended processes."""
+        config, run = self._session.config, self._session.run
+        roles = generation_roles(config)
+        processes = {roles.index(worker.role): worker for worker in dead if worker.role in roles}
+        with closing(Database(run.admission, SCHEMA, temporary=True)) as database:
+            begun = _begun(database, processes)
+            path = run.rollouts_of(0, shared=False)
+            recorded = _recorded(path, self._beginning.recorded, {one.group for one in begun})
+            with database.transaction() as record:  # actors wait: the stream and the record belong together
+                self._return_groups(record, begun, recorded)
+                if any(worker.role == PREPROCESSING for worker in dead):
+                    self._pass_on()
+                for process, worker in processes.items():
+                    history = self._histories[worker.role]
+                    lost = (one.attempts for one in begun if one.process == process and one.group not in recorded)
+                    history.lost += sum(lost)
+                    self._count(record, process, worker, history)
+        for worker in dead:
+            starting(self._host.board, stages_of(config, worker.role), "has died and is started again")
+
+    def _return_groups(self, record: Connection, begun: Sequence[Begun], recorded: Mapping[int, Recorded]) -> None:
+        """Of the groups that were `begun` and not handed over, hand over those that were recorded, and return the others.
+
+        A process that dies between writing a group to the stream and counting it as handed over has left one group more in
+        the stream than was counted. Raises StageDiedError if it can't be known which of several groups that is.
+        """
+        state = _state(record)
+        latency = state.latency
+        store = self._session.streams()
+        ((counted,),) = record.execute("SELECT count(*) FROM groups WHERE kept IS NOT NULL").fetchall()
+        with closing(store.writer(ROLLOUTS, Group, capacity=None, when_full="block", on_drop=None)) as stream:
+            written = stream.stats().written - self._beginning.written - counted
+            if written not in (0, len(recorded)):
+                raise StageDiedError(
+                    f"{len(recorded)} generation processes died while they wrote a group, and {written} of these groups are "
+                    "in the stream: continue with --resume"
+                )
+            for index, _, version, attempts in begun:
+                rollouts = 0
+                if index in recorded:
+                    group, line = recorded[index]
+                    rollouts = len(group.rollouts)
+                    if not written:
+                        stream.try_write(group, line)
+                    record.execute("UPDATE groups SET kept = ? WHERE number = ?", (rollouts, index))
+                else:
+                    record.execute("DELETE FROM groups WHERE number = ?", (index,))
+                    state.returned.append(index)
+                state.hand_over(version, started=attempts, rollouts=rollouts)
+        state.returned.sort()
+        state.latency = latency  # how long a group took that was not finished says nothing
+        record.execute("UPDATE record SET json = ?", (msgspec.json.encode(state),))
+
+    def _pass_on(self) -> None:
+        """Commit the group that the preprocessor had written to the second stream and not committed in the first, if any."""
+        store = self._session.streams()
+        with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
+            if writer.stats().written - self._beginning.passed_on > reader.stats().taken:
+                ((offset, _),) = reader.read(1)
+                reader.commit(offset + 1)
+
+    def _count(self, record: Connection, process: int, worker: LocalWorker, history: History) -> None:
+        """Set the totals of all processes of this role that died.
+
+        What was started, handed over and dropped by the stream is in the record. The other drops are those that were
+        published. The rest was lost.
+        """
+        board, (engine_stage, actor_stage) = self._host.board, stages_of(self._session.config, worker.role)
+        actor = _progress(board.read(actor_stage), worker.pid, ActorProgress)
+        engine = _progress(board.read(engine_stage), worker.pid, EngineProgress)
+        (counts,) = record.execute(
+            "SELECT count(*), total(started), total(kept), (SELECT total(rollouts) FROM drops WHERE process = ?1) "
+            "FROM groups WHERE process = ?1 AND kept IS NOT NULL",
+            (process,),
+        ).fetchall()
+        groups, started, handed_over, replaced = map(int, counts)
+        started += history.lost
+        dropped = Counter(history.actor.rollouts_dropped) + Counter(actor.rollouts_dropped)
+        dropped.pop(LOST, 0)
+        dropped.pop(STREAM_DROP, 0)
+        dropped[LOST] = started - handed_over - dropped.total()
+        dropped[STREAM_DROP] = replaced
+        history.actor = msgspec.structs.replace(
+            actor_total({"before": _ended(history.actor), "now": _ended(actor)}) or actor,
+            groups_started=groups + history.lost // self._session.config.actor.group_size,
+            rollouts_started=started,
+            rollouts_handed_over=handed_over - replaced,
+            rollouts_dropped=+dropped,
+            rollouts_in_progress=0,
+        )
+        totals = engine_total({"before": _ended(history.engine), "now": _ended(engine)}) or engine
+        pauses_s = totals.pauses_s[-PAUSES_KEPT:]
+        history.engine = msgspec.structs.replace(totals, slots=0, in_progress=0, queued=0, probes=(), pauses_s=pauses_s)
+
+    # ---- what others see
+
+    def _publish(self) -> None:
+        """Publish the totals of ended processes, with the number of restarts."""
+        histories = self._histories.values()
+        told = [
+            f"{role}: {history.restarts} restarts, {history.actor.rollouts_dropped.get(LOST, 0)} rollouts lost, "
+            f"{sum(history.away_s):.1f} s away"
+            for role, history in self._histories.items()
+        ]
+        actors = actor_total({str(number): _ended(history.actor) for number, history in enumerate(histories)})
+        engines = engine_total({str(number): _ended(history.engine) for number, history in enumerate(histories)})
+        for stage, detail, progress in ((ENDED_ENGINES, "", engines), (ENDED_ACTORS, "; ".join(told), actors)):
+            self._host.board.publish(_ended(progress, stage, detail))
+
+    def _write_plan(self) -> None:
+        """Tell the new process which evaluations have taken place, and which weights the run has come to."""
+        session, run = self._session, self._session.run
+        trainer = trainer_progress(self._host.board.read(TRAINER))
+        evaluated = [record.version for record in read_records(run.evaluations, EvaluationRecord)]
+        plan = msgspec.structs.replace(
+            session.plan,
+            version=max(session.plan.version, trainer.published_version if trainer else 0),
+            evaluated=max(evaluated, default=session.plan.evaluated),
+        )
+        write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)
+
+
+class Begun(NamedTuple):
+    """A group that a process has started and not handed over: a row of the record."""
+
+    group: int
+    process: int
+    version: int
+    attempts: int
+
+
+class Recorded(NamedTuple):
+    """A group in `rollouts.jsonl`, with its line."""
+
+    group: Group
+    line: bytes
+
+
+def _begun(database: Database, processes: Collection[int]) -> list[Begun]:
+    rows = database.rows("SELECT number, process, version, started FROM groups WHERE kept IS NULL ORDER BY number")
+    return [begun for row in rows if (begun := Begun(*row)).process in processes]
+
+
+def _recorded(path: Path, begin: int, indices: Collection[int]) -> dict[int, Recorded]:
+    """The groups of these indices in `rollouts.jsonl` from the byte `begin` on."""
+    found: dict[int, Recorded] = {}
+    starts = tuple(b'{"index":%d,' % index for index in indices)
+    if not starts or not path.exists():
+        return found
+    with path.open("rb") as file:
+        file.seek(begin)
+        for line in file:
+            if line.startswith(starts) and line.endswith(b"\n"):
+                group = msgspec.json.decode(line, type=Group)
+                found[group.index] = Recorded(group, line[:-1])
+    return found
+
+
+def _state(record: Connection) -> Outstanding:
+    ((json,),) = record.execute("SELECT json FROM record").fetchall()
+    return msgspec.json.decode(json, type=Outstanding)
+
+
+def _progress(status: StageStatus | None, pid: int, kind: type[Any]) -> Any:
+    """What the process published last; nothing if it had not come to that."""
+    known = status is not None and status.pid == pid and isinstance(status.progress, kind)
+    return status.progress if known and status is not None else kind()
+
+
+def _ended(progress: Progress | None, stage: str = "", detail: str = "") -> StageStatus:
+    now = time.monotonic()
+    return StageStatus(
+        stage=stage, pid=os.getpid(), state="done", detail=detail, since_s=now, written_s=now, progress=progress
+    )

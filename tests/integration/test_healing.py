@@ -1,0 +1,238 @@
+"""Processes of a run that die are started again while the others continue, and nothing is lost, doubled or miscounted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.metrics.reading import read_timeline
+from tests.integration.runs import (
+    alive,
+    assert_finished,
+    assert_gone_on,
+    groups,
+    in_training,
+    process_ids,
+    start,
+    start_processes,
+    status_of,
+    steps,
+    summary,
+    trained,
+    until,
+    version_of,
+    wait,
+    write_environment,
+)
+
+pytestmark = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
+
+
+def assert_healed(run_dir: Path, process: subprocess.Popen[str], *, max_lag: int | None = 4) -> dict[str, Any]:
+    """All that a run promises that reached its goal, and that no group was recorded twice. Returns its summary."""
+    counts = assert_finished(run_dir, wait(process))
+    goal = len(steps(run_dir))
+    assert [record.version for record in trained(run_dir)] == list(range(1, goal + 1))
+    indices = [group.index for group in groups(run_dir)]
+    assert len(indices) == len(set(indices))
+    timeline = read_timeline(run_dir)
+    assert [look.time_s for look in timeline] == sorted(look.time_s for look in timeline)
+    assert max_lag is None or counts["lag_max"] <= max_lag
+    assert all(record["count"] == len(record["recovery_s"]) for record in counts["restarts"].values())
+    lost = sum(record["rollouts_lost"] for record in counts["restarts"].values())
+    assert counts["rollouts_dropped"].get("lost_in_crash", 0) == lost
+    for pid_left in Path("/dev/shm").glob("pipelinerl-weights-*"):  # noqa: S108 - looked at only
+        assert alive(int(pid_left.name.split("-")[2]))
+    return counts
+
+
+def replaced(run_dir: Path, role: str, pid: int) -> Callable[[], bool]:
+    """Whether the role has a new process that works."""
+    stage = role.replace("generation", "actor").replace("preprocessing", "preprocessor")
+
+    def found() -> bool:
+        if role.startswith("server"):
+            return process_ids(run_dir)[role] != pid
+        status = status_of(run_dir, stage)
+        return status is not None and status.state != "starting" and status.pid != pid
+
+    return found
+
+
+def kill(run_dir: Path, process: subprocess.Popen[str], role: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Kill the process of this role, and wait until a new one works."""
+    pid = process_ids(run_dir)[role]
+    os.kill(pid, number)
+    until(replaced(run_dir, role, pid), process)
+    assert not alive(pid)
+
+
+DIES_AT = """
+def problem(self, index):
+    if index == {index} and ({always} or not os.path.exists({path!r})):
+        open({path!r}, "a").write(str(os.getpid()) + "\\n")
+        os.kill(os.getpid(), 9)
+    return super().problem(index)
+"""
+
+
+def dies_at(folder: Path, index: int, *, always: bool = False) -> str:
+    body = DIES_AT.format(index=index, always=always, path=str(folder / "died"))
+    return write_environment(folder, body, imports=["import os"])
+
+
+def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
+    """It dies as it starts a group; the new process starts that group first."""
+    run_dir = tmp_path / "r"
+    process = start_processes(run_dir, environment__kind=dies_at(tmp_path, 12), trainer__steps=8, schedule__max_lag=4)
+    counts = assert_healed(run_dir, process)
+    assert counts["rollouts_trained"] == 8 * 16
+    assert counts["restarts"]["generation"]["count"] == 1
+    assert counts["rollouts_dropped"]["lost_in_crash"] >= 4
+    assert 12 in {group.index for group in groups(run_dir)}
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("victim", "settings"),
+    [
+        ("generation", {}),
+        ("generation-0", {"engine__processes": 2}),
+        ("generation-1", {"engine__processes": 2, "schedule__kind": "conventional"}),
+        ("generation-1", {"engine__processes": 2, "schedule__kind": "async"}),
+        ("generation", {"stream__capacity": 4}),
+        ("generation", {"stream__capacity": 4, "stream__when_full": "drop_oldest"}),
+        ("preprocessing", {"launch__preprocessor": "process"}),
+        ("generation", {"launch__preprocessor": "process"}),
+        ("server-0", {"engine__kind": "http"}),
+        ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}),
+        ("generation", {"engine__kind": "http"}),
+    ],
+)
+def test_a_process_that_is_killed_is_started_again(victim: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    rounds = "schedule__kind" in settings
+    lag = {"schedule__steps_per_round": 2} if rounds else {"schedule__max_lag": 4}
+    process = start_processes(run_dir, trainer__steps=100_000, **lag, **settings)
+    with in_training(process, run_dir, workers=1 + settings.get("engine__processes", 1)):
+        kill(run_dir, process, victim)
+        version = version_of(run_dir)
+        until(lambda: version_of(run_dir) >= version + 3, process)
+        process.send_signal(signal.SIGINT)
+        assert wait(process).status == 130
+    counts = summary(run_dir)
+    assert counts["restarts"][victim]["count"] == 1
+    ended = start("train", "--resume", str(run_dir), f"--trainer.steps={counts['version'] + 2}")
+    assert wait(ended).status == 0
+    assert_gone_on(run_dir, counts["version"] + 2)
+
+
+@exhaustive
+def test_the_same_twice_in_a_row_and_all_at_once(tmp_path: Path) -> None:
+    """One process dies twice, once while it starts; then all that can be replaced die together."""
+    run_dir = tmp_path / "r"
+    process = start_processes(
+        run_dir, engine__processes=2, launch__preprocessor="process", trainer__steps=150, schedule__max_lag=4
+    )
+    until(lambda: version_of(run_dir) >= 3, process)
+    pid = process_ids(run_dir)["generation-1"]
+    os.kill(pid, signal.SIGKILL)
+    starting = lambda: (found := status_of(run_dir, "actor-1")) is not None and found.pid not in (pid, process.pid)  # noqa: E731
+    until(starting, process)
+    kill(run_dir, process, "generation-1")
+    pids = process_ids(run_dir)
+    del pids["training"]
+    for one in pids.values():
+        os.kill(one, signal.SIGKILL)
+    for role, one in pids.items():
+        until(replaced(run_dir, role, one), process)
+    restarts = assert_healed(run_dir, process)["restarts"]
+    assert {role: record["count"] for role, record in restarts.items()} == {
+        "generation-0": 1,
+        "generation-1": 3,
+        "preprocessing": 1,
+    }
+
+
+@exhaustive
+def test_a_process_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> None:
+    """It can't go on when it is continued: its replacement has its groups."""
+    run_dir = tmp_path / "r"
+    process = start_processes(run_dir, engine__processes=2, trainer__steps=150, schedule__max_lag=4, launch__watchdog_s=20)
+    until(lambda: version_of(run_dir) >= 3, process)
+    kill(run_dir, process, "generation-1", signal.SIGSTOP)
+    assert assert_healed(run_dir, process)["restarts"]["generation-1"]["count"] == 1
+
+
+@exhaustive
+def test_a_crash_loop_ends_the_run_with_every_exit_report(tmp_path: Path) -> None:
+    """The group that kills is started again first, so it kills again."""
+    run_dir = tmp_path / "r"
+    kind = dies_at(tmp_path, 12, always=True)
+    process = start_processes(run_dir, environment__kind=kind, launch__restarts=1)
+    ended = wait(process)
+    assert ended.status == 4
+    assert "the generation process died 2 times (launch.restarts: 1):" in ended.error
+    died = (tmp_path / "died").read_text().split()
+    assert len(died) == 2
+    for number, pid in enumerate(died, start=1):
+        assert f"{number}. the generation process (pid {pid}) was killed by SIGKILL" in ended.error
+    counts = summary(run_dir)
+    assert "conservation_error" not in counts
+    assert counts["rollouts_dropped"]["lost_in_crash"] > 0
+    assert counts["restarts"]["generation"]["count"] == 1
+    assert list((run_dir / "checkpoints").glob("step_*")) or counts["optimizer_steps"] == 0
+
+
+@exhaustive
+def test_an_error_of_the_users_code_is_not_repeated(tmp_path: Path) -> None:
+    body = "def __init__(self, tokenizer, seed):\n    raise ValueError('no data')"
+    ended = wait(start_processes(tmp_path / "r", environment__kind=write_environment(tmp_path, body)))
+    assert ended.status == 2
+    assert "no data" in ended.error
+    assert summary(tmp_path / "r")["restarts"] == {}
+
+
+@exhaustive
+@pytest.mark.parametrize("when", ["before", "online", "after"])
+def test_an_evaluation_that_a_death_interrupts_is_repeated(when: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = start_processes(
+        run_dir, engine__processes=2, evaluation__problems=300, evaluation__every=4, trainer__steps=10, schedule__max_lag=4
+    )
+    text = {"before": "before training", "online": "since version", "after": "after training"}[when]
+
+    def evaluates() -> bool:
+        status = status_of(run_dir, "actor-0")
+        return status is not None and text in status.detail
+
+    until(evaluates, process)
+    kill(run_dir, process, "generation-0")
+    counts = assert_healed(run_dir, process)
+    assert counts["restarts"]["generation-0"]["count"] == 1
+    assert counts["eval_reward_before"] is not None
+    assert counts["eval_reward_after"] is not None
+    lines = (run_dir / "evaluations.jsonl").read_text().splitlines()
+    assert sum('"before"' in line for line in lines) == sum('"after"' in line for line in lines) == 1
+    versions = [record["version"] for record in counts["eval_online"]]
+    assert versions == sorted(set(versions))
+
+
+@exhaustive
+@pytest.mark.parametrize(("victim", "kind"), [("generation", "collective"), ("training", "shared")])
+def test_other_processes_are_not_started_again(victim: str, kind: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = start_processes(run_dir, weights__kind=kind, trainer__steps=100_000)
+    with in_training(process, run_dir) as pids:
+        os.kill(pids[victim], signal.SIGKILL)
+        ended = wait(process)
+    assert ended.status == 4
+    assert f"the {victim} process (pid {pids[victim]}) was killed by SIGKILL" in ended.error
+    assert "such a process is not started again" in ended.error

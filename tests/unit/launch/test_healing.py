@@ -1,0 +1,411 @@
+"""Healing: what a dead process had begun is taken back once, and counted exactly, whenever it died."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from pipelinerl import load_config
+from pipelinerl.actor.admission import LocalAdmission
+from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.files import JsonLines, write_atomically
+from pipelinerl.launch import healing as module
+from pipelinerl.launch.healing import Beginning, Healing
+from pipelinerl.launch.hosts.host import Channels, LocalHost, LocalWorker
+from pipelinerl.launch.hosts.processes import beginning_of, replaceable_roles
+from pipelinerl.launch.run import make_record
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS
+from pipelinerl.metrics.totals import actor_total
+from pipelinerl.schedule import make_schedule
+from pipelinerl.status.board import MmapBoard, last_statuses
+from pipelinerl.status.view import View
+from pipelinerl.types import (
+    ActorProgress,
+    Completion,
+    EngineProgress,
+    Group,
+    Prepared,
+    Problem,
+    Progress,
+    Rollout,
+    StageStatus,
+    TrainerProgress,
+    Turn,
+    VersionSpan,
+)
+from pipelinerl.weights.shared.file import AWAY, Control, create_shared_file
+
+K = 2
+
+
+class DiedError(Exception):
+    """What ends a process in these tests: as if it had been killed, nothing after it is executed."""
+
+
+def group(index: int, version: int = 0, rollouts: int = K) -> Group:
+    completion = Completion(
+        request_id="", token_ids=(1,), logprobs=(0.0,), weight_versions=(VersionSpan(version, 0, 1),), finish_reason="stop"
+    )
+    attempts = tuple(
+        Rollout(turns=(Turn(prompt_ids=(1,), completion=completion),), reward=1.0, id=f"g{index}.a{number}", attempt=number)
+        for number in range(rollouts)
+    )
+    return Group(index=index, problem=Problem(id="", payload={}), rollouts=attempts, started=K, started_version=version)
+
+
+class Worker:
+    """A dead process."""
+
+    machine = ""
+
+    def __init__(self, role: str, pid: int = 0) -> None:
+        self.role, self.pid, self.killed = role, pid or os.getpid(), False
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def dump_stacks(self) -> None:
+        pass
+
+    def failure(self) -> PipelineRLError:
+        return StageDiedError(f"the {self.role} process (pid {self.pid}) was killed; the end of its log:\nlast words")
+
+
+class Host:
+    def __init__(self, run: RunDirectory) -> None:
+        self.board = MmapBoard(run.scratch)
+        self.channels = Channels(create_shared_file())
+        self.started: list[str] = []
+
+    def start(self, role: str) -> Worker:
+        self.started.append(role)
+        return Worker(role, pid=1000 + len(self.started))
+
+
+class Said(View):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Run:
+    """A run of two generation processes, in one process: each has its access to admission and to the stream."""
+
+    def __init__(self, folder: Path, *settings: str, earlier: int = 0) -> None:
+        flags = ["--engine.processes=2", f"--actor.group_size={K}", f"--run_dir={folder}", *settings]
+        self.config = load_config(None, flags)
+        self.directory = RunDirectory(folder)
+        self.directory.make_folders()
+        make_record(self.directory.admission)
+        self.session = Session(self.config, self.directory, StartPlan(), make_schedule(self.config), 0.0)
+        self.store = self.session.streams()
+        self.host, self.said = Host(self.directory), Said()
+        if earlier:  # groups of an earlier session, with the same indices
+            with closing(self.writer()) as stream, self.records() as lines:
+                for index in range(earlier):
+                    lines.write(group(index, 9))
+                    stream.try_write(group(index, 9))
+        self.healing = Healing(self.session, cast(LocalHost, self.host), self.said, Beginning(*beginning_of(self.session)))
+        self.admissions = [
+            LocalAdmission(self.directory.admission, self.session.schedule, self.host.board, processes=2, process=process)
+            for process in range(2)
+        ]
+        self.admissions[0].open()
+        self.progress: dict[int, ActorProgress] = {0: ActorProgress(), 1: ActorProgress()}
+
+    def writer(self, **options: Any) -> Any:
+        return self.store.writer(ROLLOUTS, Group, **{"capacity": None, "when_full": "block", "on_drop": None, **options})
+
+    def records(self) -> JsonLines:
+        return JsonLines(self.directory.rollouts / "rollouts.jsonl")
+
+    def claim(self, process: int, version: int = 0) -> int:
+        index = self.admissions[process].claim(version, 0, K).group
+        assert index is not None
+        return index
+
+    def hand_over(self, process: int, index: int, *, rollouts: int = K, version: int = 0, die: str = "") -> None:
+        """As the actor does; `die` is the last thing that the process does."""
+
+        def write() -> bool:
+            with self.records() as lines:
+                lines.write(group(index, version, rollouts))
+            if die == "recorded":
+                raise DiedError
+            with closing(self.writer()) as stream:
+                stream.try_write(group(index, version, rollouts))
+            if die == "written":
+                raise DiedError
+            return True
+
+        try:
+            self.admissions[process].hand_over(index, version, started=K, rollouts=rollouts, write=write)
+        except DiedError:
+            assert die
+
+    def publish(self, stage: str, progress: Progress | None, pid: int = 0) -> None:
+        self.host.board.publish(
+            StageStatus(
+                stage=stage,
+                pid=pid or os.getpid(),
+                state="working",
+                detail="",
+                since_s=0,
+                written_s=0,
+                progress=progress,
+            )
+        )
+
+    def heal(self, *processes: int, now: float = 0.0) -> PipelineRLError | None:
+        dead = [Worker(f"generation-{process}") for process in processes]
+        error = self.healing.heal(cast(list[LocalWorker], dead), now)
+        assert all(worker.killed for worker in dead)
+        return error
+
+    def streamed(self) -> list[int]:
+        return [one.index for one in self.store.waiting(ROLLOUTS, Group)]
+
+    def recorded(self) -> list[int]:
+        lines = (self.directory.rollouts / "rollouts.jsonl").read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=Group).index for line in lines]
+
+    @property
+    def ended(self) -> ActorProgress:
+        status = self.host.board.read("ended-actors")
+        assert status is not None
+        assert isinstance(status.progress, ActorProgress)
+        return status.progress
+
+    def away(self, process: int) -> bool:
+        with closing(Control(self.host.channels.weights)) as control:
+            answer = control.read_answer(process)
+        return answer is not None and answer.number == AWAY
+
+    def close(self) -> None:
+        for admission in self.admissions:
+            admission.close()
+        os.close(self.host.channels.weights)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with closing(Run(tmp_path / "r")) as made:
+        yield made
+
+
+def test_groups_of_a_dead_process_are_started_again_by_whoever_is_first(run: Run) -> None:
+    assert [run.claim(process) for process in (0, 1, 0, 1, 1)] == [0, 1, 2, 3, 4]
+    run.hand_over(1, 3)
+    assert run.heal(1) is None
+    state = run.admissions[0].read()
+    assert (state.in_progress, state.handed_over, state.returned) == ({0: 2 * K}, K, [1, 4])
+    assert [run.claim(0, version=2), run.claim(1, version=3), run.claim(0, version=3)] == [1, 4, 5]
+    assert run.admissions[0].read().in_progress == {0: 2 * K, 2: K, 3: 2 * K}
+    assert run.ended.rollouts_dropped == {"lost_in_crash": 2 * K}
+    assert run.away(1)
+    assert not run.away(0)
+
+
+def test_what_counts_as_outstanding_no_longer_holds_back_the_others(run: Run) -> None:
+    """The lag bound: until they are returned, groups of the dead count; from then on, they do not."""
+    run.claim(0, version=5)
+    run.claim(1, version=2)
+    assert run.admissions[0].read().oldest_in_progress == 2
+    run.heal(1)
+    assert run.admissions[0].read().oldest_in_progress == 5
+    assert run.admissions[0].read().latency is None, "a group that was not finished says nothing of how long one takes"
+
+
+@pytest.mark.parametrize("die", ["recorded", "written"])
+def test_a_group_whose_process_died_while_it_was_handed_over_is_in_the_stream_once(run: Run, die: str) -> None:
+    for process in (0, 1, 1):
+        run.claim(process)
+    run.hand_over(0, 0)
+    run.hand_over(1, 1, rollouts=1, die=die)
+    assert run.heal(1) is None
+    assert run.streamed() == run.recorded() == [0, 1]
+    state = run.admissions[0].read()
+    assert (state.in_progress, state.handed_over, state.returned) == ({}, K + 1, [2])
+    assert run.ended.rollouts_started == 2 * K
+    assert run.ended.rollouts_handed_over == 1
+    assert run.heal(1) is None, "the next death finds the record whole"
+    assert run.streamed() == [0, 1]
+
+
+def test_a_partial_line_is_no_record(run: Run) -> None:
+    run.claim(1)
+    path = run.directory.rollouts / "rollouts.jsonl"
+    path.write_bytes(msgspec.json.encode(group(0))[:-5])
+    run.heal(1)
+    assert run.admissions[0].read().returned == [0]
+    assert run.streamed() == []
+
+
+def test_records_of_an_earlier_session_are_not_mistaken_for_those_of_this_one(tmp_path: Path) -> None:
+    with closing(Run(tmp_path / "r", earlier=2)) as run:
+        assert [run.claim(1), run.claim(1)] == [0, 1]
+        run.hand_over(1, 1, version=0, die="recorded")
+        run.heal(1)
+        assert run.admissions[0].read().returned == [0]
+        assert run.streamed() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("second", "known"), [("recorded", False), ("written", True)])
+def test_two_deaths_at_once_are_healed_if_it_is_known_what_is_in_the_stream(run: Run, second: str, known: bool) -> None:
+    for process in (0, 1):
+        run.claim(process)
+        run.hand_over(process, process, die=["written", second][process])
+    if known:
+        assert run.heal(0, 1) is None
+        assert run.streamed() == [0, 1]
+    else:
+        with pytest.raises(StageDiedError, match="2 generation processes died while they wrote a group, and 1 of these"):
+            run.heal(0, 1)
+
+
+def test_the_account_is_exact_though_the_last_status_is_old(run: Run) -> None:
+    """Of three groups one is handed over with one rollout, since the status was published, and two are lost."""
+    for _ in range(3):
+        run.claim(1)
+    run.publish("engine-1", EngineProgress(version=3, slots=4, tokens_generated=70, busy_s=2.0))
+    run.publish("actor-1", ActorProgress(groups_started=2, rollouts_started=2 * K, rollouts_dropped={"timeout": 1}))
+    run.hand_over(1, 0, rollouts=1)
+    run.heal(1)
+    first = run.ended
+    assert (first.rollouts_started, first.rollouts_handed_over) == (3 * K, 1)
+    assert first.rollouts_dropped == {"timeout": 1, "lost_in_crash": 2 * K}
+    # The next process of the role, and its death.
+    assert run.claim(1) == 1
+    run.publish("actor-1", ActorProgress(groups_started=1, rollouts_started=K, rollouts_dropped={"error": 1}))
+    run.publish("engine-1", EngineProgress(version=4, slots=4, tokens_generated=5, busy_s=1.0))
+    run.heal(1)
+    assert run.ended.rollouts_started == 4 * K
+    assert run.ended.rollouts_handed_over == 1
+    assert run.ended.rollouts_dropped == {"timeout": 1, "error": 1, "lost_in_crash": 3 * K - 1}
+    engine = last_statuses(run.host.board)["ended-engines"].progress
+    assert isinstance(engine, EngineProgress)
+    assert (engine.tokens_generated, engine.busy_s, engine.slots) == (75, 3.0, 0)
+    # The totals of the view do not count the dead twice.
+    total = actor_total(last_statuses(run.host.board))
+    assert total is not None
+    assert total.rollouts_started == 4 * K
+    assert run.healing.summary()["generation-1"]["rollouts_lost"] == 3 * K - 1
+
+
+def test_what_the_stream_dropped_for_the_dead_is_counted(run: Run) -> None:
+    for _ in range(2):
+        run.claim(1)
+    run.hand_over(1, 0)
+
+    def write() -> bool:
+        def on_drop(dropped: Group) -> None:
+            run.admissions[1].stream_dropped(len(dropped.rollouts))
+
+        with closing(run.writer(capacity=1, when_full="drop_oldest", on_drop=on_drop)) as stream:
+            return bool(stream.try_write(group(1)))
+
+    run.admissions[1].hand_over(1, 0, started=K, rollouts=K, write=write)
+    run.heal(1)
+    assert run.ended.rollouts_dropped == {"stream_full": K}
+    assert run.ended.rollouts_handed_over == K
+
+
+def test_a_process_is_started_again_after_a_pause_that_doubles_and_not_for_ever(run: Run) -> None:
+    assert run.config.launch.restarts == 3
+    now, pauses = 100.0, [0.5, 1.0, 2.0]
+    for pause_s in pauses:
+        assert run.heal(1, now=now) is None
+        assert run.healing.pending
+        assert run.healing.begin(now + pause_s - 0.01) == []
+        now += pause_s
+        assert [worker.role for worker in run.healing.begin(now)] == ["generation-1"]
+        assert not run.healing.pending
+    error = run.heal(1, now=now)
+    assert isinstance(error, StageDiedError)
+    assert str(error).startswith("the generation-1 process died 4 times (launch.restarts: 3):\n1. ")
+    assert str(error).count("last words") == 4
+    assert run.host.started == ["generation-1"] * 3
+
+
+def test_a_process_that_has_worked_for_long_is_as_good_as_new(run: Run) -> None:
+    for death in range(6):
+        now = 10_000.0 * death
+        assert run.heal(1, now=now) is None
+        (worker,) = run.healing.begin(now + 0.5)
+        for stage in ("engine-1", "actor-1"):
+            run.publish(stage, None, pid=worker.pid)
+        run.healing.observe(last_statuses(run.host.board), now + 4.0)
+    assert run.healing.summary()["generation-1"] == {"count": 6, "rollouts_lost": 0, "recovery_s": [4.0] * 6}
+    assert any("works again after 4.0 s" in line for line in run.said.lines)
+    assert all("(restart 1 of 3)" in line for line in run.said.lines if "started again in" in line)
+
+
+def test_the_new_process_learns_what_was_evaluated(run: Run) -> None:
+    run.publish("trainer", TrainerProgress(version=8, published_version=7))
+    line = {"version": 5, "when": "online", "time_s": 1.0, "problems": 1, "reward_mean": 0.5}
+    write_atomically(run.directory.evaluations, msgspec.json.encode(line) + b"\n")
+    run.heal(0)
+    run.healing.begin(1.0)
+    plan = msgspec.json.decode(run.directory.plan.read_bytes(), type=StartPlan)
+    assert (plan.version, plan.evaluated) == (7, 5)
+    assert plan.weights_key == run.session.plan.weights_key
+
+
+def test_only_processes_that_can_be_replaced_are_killed_because_they_are_silent(run: Run) -> None:
+    workers = [Worker(role) for role in ("generation-0", "generation-1", "training")]
+    roles = replaceable_roles(run.config)
+    assert roles == ["generation-0", "generation-1"]
+    assert not run.healing.kill(("trainer",), workers, roles)  # type: ignore[arg-type]
+    assert not run.healing.kill((), workers, roles)  # type: ignore[arg-type]
+    assert not any(worker.killed for worker in workers)
+    assert run.healing.kill(("engine-1", "actor-1", "trainer"), workers, roles)  # type: ignore[arg-type]
+    assert [worker.killed for worker in workers] == [False, True, False]
+
+
+def test_what_can_be_replaced_is_a_rule() -> None:
+    def roles(*settings: str) -> list[str]:
+        return replaceable_roles(load_config(None, list(settings)))
+
+    assert roles() == ["generation"]
+    assert roles("--launch.preprocessor=process") == ["generation", "preprocessing"]
+    assert roles("--engine.kind=http", "--engine.servers=2") == ["server-0", "server-1", "generation"]
+    assert roles("--engine.kind=vllm", "--engine.python=python") == ["generation"]
+    assert roles("--launch.preprocessor=process", "--weights.kind=collective") == []
+    assert roles("--launch.restarts=0") == []
+
+
+@pytest.mark.parametrize("die", ["", "read", "written"])
+def test_a_group_that_the_preprocessor_had_passed_on_is_passed_on_once(tmp_path: Path, die: str) -> None:
+    with closing(Run(tmp_path / "r", "--launch.preprocessor=process")) as run:
+        for index in range(3):
+            run.claim(0)
+            run.hand_over(0, index)
+        with (
+            closing(run.store.reader(ROLLOUTS, Group)) as reader,
+            closing(run.store.writer(PREPARED, Prepared, capacity=None, when_full="block", on_drop=None)) as writer,
+        ):
+            for ending in ("", die):
+                ((offset, one),) = reader.read(1)
+                if ending == "read":
+                    break
+                writer.try_write(Prepared(index=one.index, newest_version=0, ids=(), samples=()))
+                if ending != "written":
+                    reader.commit(offset + 1)
+        assert run.healing.heal(cast(list[LocalWorker], [Worker("preprocessing")]), 0.0) is None
+        passed_on = [one.index for one in run.store.waiting(PREPARED, Prepared)]
+        with closing(run.store.reader(ROLLOUTS, Group)) as again:  # as the new process does
+            assert passed_on + [one.index for _, one in again.read(9)] == [0, 1, 2]
+        assert module.LOST not in run.ended.rollouts_dropped
