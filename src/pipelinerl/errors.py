@@ -104,6 +104,10 @@ class StageDiedError(PipelineRLError):
     exit_status = 4
 
 
+class CrashLoopError(StageDiedError):
+    """A process of the run died more often than `launch.restarts` allows; the message has all its exit reports."""
+
+
 class RankLostError(StageDiedError):
     """A process of a sharded trainer noticed that another one has ended, or is silent. The message names its rank."""
 

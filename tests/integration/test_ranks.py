@@ -123,7 +123,7 @@ def start_faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **fault: Any) 
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(FAULTY).format(run_dir=str(run_dir), **fault))
     path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000, "launch__watchdog_s": 40})
+    process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000, "launch__watchdog_s": 40, "launch__restarts": 0})
     ended = wait(process)
     assert "Traceback" not in ended.out + ended.error
     return ended

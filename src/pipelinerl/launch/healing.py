@@ -33,7 +33,7 @@ from pipelinerl.actor.groups import STREAM_DROP
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.database import Database
-from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.errors import CrashLoopError, PipelineRLError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, Worker, named
 from pipelinerl.launch.roles import PREPROCESSING, generation_roles, stages_of
@@ -133,7 +133,7 @@ class Healing:
         most = self._session.config.launch.restarts
         looping = [worker.role for worker in dead if len(self._histories[worker.role].reports) > most]
         if looping:
-            return StageDiedError("\n".join(self._crash_loop(role) for role in looping))
+            return CrashLoopError("\n".join(self._crash_loop(role) for role in looping))
         for worker in dead:
             history = self._histories[worker.role]
             number = len(history.reports)

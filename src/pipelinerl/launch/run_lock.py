@@ -54,10 +54,12 @@ class RunLock:
         return True
 
     def _holder_alive(self) -> bool:
-        """Whether the launcher that took the lock still runs. An empty file means that it has just taken the lock."""
+        """Whether another launcher holds the lock and still runs. An empty file means that it has just taken the lock."""
         pid = os.pread(self.fd, 32, 0)
         if not pid.isdigit():
             return True
+        if int(pid) == os.getpid():  # processes of this launcher's previous session
+            return False
         try:
             os.kill(int(pid), 0)
         except ProcessLookupError:

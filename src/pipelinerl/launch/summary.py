@@ -25,7 +25,10 @@ FINISHED = "finished"
 
 @dataclass(frozen=True)
 class Outcome:
-    """`error` is None for a run that reached its goal. `stream_rollouts` are in a stream, not yet read by the trainer."""
+    """`error` is None for a run that reached its goal. `stream_rollouts` are in a stream, not yet read by the trainer.
+
+    `lost`: the session ended because a process was lost, so that another session can go on.
+    """
 
     statuses: Mapping[str, StageStatus]
     error: PipelineRLError | None
@@ -33,6 +36,7 @@ class Outcome:
     stream_rollouts: int = 0
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     restarts: Mapping[str, Any] = field(default_factory=dict)
+    lost: bool = False
 
     @property
     def status(self) -> str:

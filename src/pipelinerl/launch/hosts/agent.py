@@ -100,7 +100,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process ended. `kind`, `message` and `notes` are of its error (a class in `errors`), if there is one."""
+    """How a process ended. `kind`, `message` and `notes` are of its error (a class in `errors`), if there is one.
+
+    died: see `host.Worker`
+    """
 
     role: str
     status: int
@@ -108,6 +111,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     notes: tuple[str, ...] = ()
     peak_memory_bytes: int | None = None
+    died: bool = False
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,6 +294,7 @@ class Agent:
             message="" if error is None else str(error).replace(here, there),
             notes=() if error is None else tuple(getattr(error, "__notes__", ())),
             peak_memory_bytes=worker.peak_memory_bytes(),
+            died=worker.died,
         )
 
     def _end(self, problem: str) -> None:

@@ -57,6 +57,11 @@ class Worker(Protocol):
         """The error that it ended with. None if it still runs, ended with status 0, or was stopped on request."""
         ...
 
+    @property
+    def died(self) -> bool:
+        """Whether it ended without an outcome: it was killed, or wrote no report of an error."""
+        ...
+
     def peak_memory_bytes(self) -> int | None:
         """Known once it has ended without being killed."""
         ...
@@ -153,7 +158,6 @@ class LocalWorker(ChildProcess):
 
     @property
     def died(self) -> bool:
-        """Whether it ended without an outcome: it was killed, or wrote no report of an error."""
         return bool(self.status) and self._report() is None and not self.asked_to_stop
 
     def _report(self) -> WorkerReport | None:

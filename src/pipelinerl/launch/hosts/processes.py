@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import PipelineRLError, RankLostError, RunInterruptedError, StageDiedError, StalledError
+from pipelinerl.errors import (
+    CrashLoopError,
+    PipelineRLError,
+    RankLostError,
+    RunInterruptedError,
+    StageDiedError,
+    StalledError,
+    StreamError,
+)
 from pipelinerl.files import JsonLines
 from pipelinerl.launch.hosts.host import Host, LocalHost, LocalWorker, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
@@ -34,7 +42,7 @@ from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.status.board import last_statuses
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached
+from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached, trainer_progress
 
 if TYPE_CHECKING:
     from pipelinerl.launch.healing import Healing
@@ -58,7 +66,6 @@ class Processes:
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
     replaceable: Sequence[str] = ()  # roles
-    restarts: bool = False
     healing: Healing | None = None
 
     def dead(self) -> list[LocalWorker]:
@@ -93,13 +100,21 @@ class Processes:
                 return server.failure() or premature_exit(server)
         others = [worker for worker in self.workers if worker not in dead]
         failures = {worker.role: failure for worker in others if (failure := worker.failure()) is not None}
-        for worker in others:
-            if self.restarts and worker.role in failures and isinstance(worker, LocalWorker) and worker.died:
-                failures[worker.role] = StageDiedError(f"{failures[worker.role]}\nsuch a process is not started again")
         if isinstance(failures.get(TRAINING), RankLostError):  # it ended because of another rank, and may have ended engines
             failures = {role: failure for role, failure in failures.items() if role.startswith(TRAINING)}
         # The loss of a rank is noticed by the others: what the lost one died of comes first.
         return min(failures.values(), key=lambda failure: isinstance(failure, RankLostError), default=None)
+
+    def lost(self, error: PipelineRLError | None) -> bool:
+        """Whether the error is that a process or a machine was lost, and not one that would only happen again."""
+        if isinstance(error, CrashLoopError) or not isinstance(error, (StageDiedError, StalledError, StreamError)):
+            return False
+        if isinstance(error, StalledError):
+            trainer = trainer_progress(last_statuses(self.host.board).get(TRAINER))
+            return trainer is not None and trainer.busy_s > 0  # it worked before
+        if isinstance(error, RankLostError) or self.broker_failure() or self.host.failure():
+            return True
+        return any(worker.died for worker in (*self.servers, *self.workers))
 
 
 def premature_exit(worker: Worker) -> PipelineRLError:
@@ -113,6 +128,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     processes = Processes(host, broker)
     beginning = (0, 0, 0)
     error: PipelineRLError | None = None
+    lost = False
 
     def healing() -> Healing:
         from pipelinerl.launch.healing import Beginning, Healing  # noqa: PLC0415 - few runs need it
@@ -125,8 +141,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
         interrupts = stack.enter_context(counted_interrupts())
         try:
             stack.enter_context(host)
-            processes.restarts = isinstance(host, LocalHost) and session.config.launch.restarts > 0
-            if processes.restarts and (roles := replaceable_roles(session.config)):
+            if isinstance(host, LocalHost) and (roles := replaceable_roles(session.config)):
                 processes.replaceable = roles
                 beginning = beginning_of(session)
             for role in server_roles(session.config):
@@ -134,6 +149,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
             for role in worker_roles(session.config):
                 processes.workers.append(host.start(role))
             error = _watch(session.config, processes, healing, view=view, interrupts=interrupts)
+            lost = processes.lost(error)
         except PipelineRLError as raised:
             error = raised
         finally:
@@ -156,6 +172,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
         stream_rollouts=session.plan.rollouts_left(in_streams),
         peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
         restarts=processes.healing.summary() if processes.healing else {},
+        lost=lost and not isinstance(error, RunInterruptedError),
     )
 
 

@@ -202,6 +202,11 @@ class RemoteWorker:
             error.add_note(note)
         return error
 
+    @property
+    def died(self) -> bool:
+        ended = self._seat.ended.get(self.role)
+        return ended is not None and ended.died and not self.asked_to_stop
+
     def peak_memory_bytes(self) -> int | None:
         ended = self._seat.ended.get(self.role)
         return None if ended is None else ended.peak_memory_bytes
