@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.types import Segment
 
@@ -78,13 +78,13 @@ class FrozenModelScorer:
 
     With `lora`, `model` is the model being trained, and scores are computed without its adapters, so no copy is needed.
     `temperature` is the sampling temperature of the rollouts. Segments run in packed batches of at most `micro_batch_tokens`
-    tokens. Raises UnsupportedModelError like `use_packed_attention`.
+    tokens. Raises UnsupportedModelError like `training_forward`.
     """
 
     def __init__(
         self, model: Any, *, temperature: float, micro_batch_tokens: int, pack: Packer, lora: LoraModel | None = None
     ) -> None:
-        use_packed_attention(model)
+        self._forward = training_forward(model)
         self._model = model.eval() if lora else model.eval().requires_grad_(False)
         self._initial = lora.without_adapters if lora else nullcontext
         self._device: torch.device = next(model.parameters()).device
@@ -99,7 +99,7 @@ class FrozenModelScorer:
         for indices in self._pack([len(segment.token_ids) for segment in segments], self._budget):
             row = PackedRow.of([segments[i] for i in indices], self._device)
             with self._initial():
-                logits_PV = sampled_logits(self._model, row)
+                logits_PV = self._forward(row)
             logprobs_P, _ = token_logprobs(logits_PV, row.sampled_ids_P, self._temperature)
             remaining = iter(logprobs_P.tolist())
             for i in indices:

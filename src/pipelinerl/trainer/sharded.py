@@ -24,7 +24,7 @@ from pipelinerl.config.schema import CorrectionConfig, LoraConfig, ModelConfig, 
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.models.packed import PackedRow, sampled_logits
+from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.sharded import gather, host_model, load_for_sharding, load_rows, reshard, rows_of, shard
 from pipelinerl.models.state import local, named_weights, not_finite
 from pipelinerl.trainer import ranks
@@ -229,7 +229,7 @@ class ShardedLearner(Learner):
         if samples:
             super()._accumulate(samples, version, normalizer, sums)
             return
-        logits_PV = sampled_logits(self.model, PackedRow.of([_IDLE], self._device))
+        logits_PV = self._forward(PackedRow.of([_IDLE], self._device))
         (logits_PV.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
     def _gather(self) -> None:

@@ -23,7 +23,7 @@ from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.loading import checkpoint_activations
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
@@ -75,8 +75,8 @@ class Learner:
     sampled from. With `skip_zero_advantage`, rollouts without a gradient get no forward pass, but still count in Z. `lora`
     is set if `model` has adapters, which are then the only trained weights.
 
-    Raises UnsupportedModelError if the model can't be trained on packed batches, and ModelLoadError if it can't recompute
-    activations although the configuration asks for it.
+    Raises UnsupportedModelError if the model can't be trained on several sequences at once, and ModelLoadError if it can't
+    recompute activations although the configuration asks for it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Learner:
         model.eval()  # no dropout, so that the trained policy is the sampling policy
         if config.gradient_checkpointing:
             checkpoint_activations(model)
-        use_packed_attention(model)
+        self._forward = training_forward(model)
         self.model = model
         self.lora = lora
         self.optimizer = self._new_optimizer(config)
@@ -127,7 +127,7 @@ class Learner:
     @torch.no_grad()
     def logits(self, segments: Sequence[Segment]) -> Tensor:
         """Logits [P, V] that predict the segments' sampled tokens."""
-        return sampled_logits(self.model, PackedRow.of(segments, self._device))
+        return self._forward(PackedRow.of(segments, self._device))
 
     def step(
         self,
@@ -197,7 +197,7 @@ class Learner:
     def _accumulate(self, samples: Sequence[TrainingSample], version: int, normalizer: int, sums: Sums) -> None:
         """Forward and backward of one micro-batch."""
         batch = MicroBatch.of(samples, version=version, device=self._device)
-        logits_PV = sampled_logits(self.model, batch.row)
+        logits_PV = self._forward(batch.row)
         logprobs_P, entropy_P = token_logprobs(logits_PV, batch.row.sampled_ids_P, self._temperature)
         del logits_PV
         inputs = LossInputs(
