@@ -88,6 +88,11 @@ class LocalEngine:
         return self._version
 
     @property
+    def description(self) -> str:
+        """How the model is run."""
+        return self._runner.description
+
+    @property
     def in_progress(self) -> int:
         return self._table.used
 

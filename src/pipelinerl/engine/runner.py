@@ -30,7 +30,6 @@ TOLERANCE = 1e-4
 """Log-probabilities in float32 may be off by this much on the probe, and by `_NARROW_TOLERANCE` in narrower types."""
 _NARROW_TOLERANCE = 0.25
 _LARGEST_TOLERANCE = 1e-3
-_ROUNDING_FACTOR = 4
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +86,9 @@ def make_runner(model: Any, rows: int, max_length: int, *, flatten: bool = True)
         )
     own = model.config._attn_implementation
     try:
-        return ModelRunner(model, rows, max_length, flatten=flatten)
+        packed = ModelRunner(model, rows, max_length, flatten=flatten)
+        _log.info("%s runs %s", name, packed.description)
+        return packed
     except UnsupportedModelError as error:
         reason = error
     choose_attention(model, own)
@@ -263,18 +264,20 @@ def require_exact(error: float, model: Any, ids_T: Tensor, reference_TV: Tensor)
 def rounding_limit(model: Any, ids_T: Tensor, reference_TV: Tensor) -> float:
     """How much rounding may change log-probabilities of the probe.
 
-    The rounding of a large model in float32 may exceed `TOLERANCE`, and a recurrence amplifies it. Allowed is four times the
-    change of the model's own forward when each element of the embeddings changes by at most the precision of its type.
+    The rounding of a large model in float32 may exceed `TOLERANCE`, and a recurrence amplifies it. Then four times that of
+    its own forward is allowed.
     """
     if reference_TV.dtype not in (torch.float32, torch.float64):
         return _NARROW_TOLERANCE
-    own = difference(_perturbed(model, ids_T), reference_TV)
-    return min(max(TOLERANCE, _ROUNDING_FACTOR * own), _LARGEST_TOLERANCE)
+    return min(max(TOLERANCE, 4 * rounding(model, ids_T, reference_TV)), _LARGEST_TOLERANCE)
+
+
+def rounding(model: Any, ids_T: Tensor, reference_TV: Tensor) -> float:
+    """The change of the model's own forward when each element of the embeddings changes by the precision of its type."""
+    return difference(_perturbed(model, ids_T), reference_TV)
 
 
 def _perturbed(model: Any, ids_T: Tensor) -> Tensor:
-    """Logits [T, V] of the model's own forward, with the embeddings changed by about their rounding error."""
-
     def perturb(_: Any, __: Any, embedded: Tensor) -> Tensor:
         signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded.device)
         return embedded * (1 + torch.finfo(embedded.dtype).eps * signs)

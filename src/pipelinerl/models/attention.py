@@ -79,7 +79,7 @@ def refuse_states(cache: Any, name: str) -> None:
     model's own cache.
     """
     layers = getattr(cache, "layers", None)
-    if not layers:
+    if not layers or type(cache).__name__ != "DynamicCache":
         raise UnsupportedModelError(f"{name} has no key/value cache of the usual kind")
     other = sorted({type(layer).__name__ for layer in layers} - _PLAIN_LAYERS)
     if other:
