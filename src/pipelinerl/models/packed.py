@@ -86,8 +86,13 @@ class PackedRow:
     _windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device | str = "cpu") -> PackedRow:
-        """Pack `segments` into a row. Raises ValueError if there are none, one is empty, or its first token is sampled."""
+    def of(
+        cls, segments: Sequence[Segment], device: torch.device | str = "cpu", *, waste: float = MAX_PADDING_WASTE
+    ) -> PackedRow:
+        """Pack `segments` into a row. `waste` is the largest share of padding in a bucket; 1 makes a single bucket.
+
+        Raises ValueError if there are none, one is empty, or its first token is sampled.
+        """
         if not segments or any(not segment.token_ids for segment in segments):
             raise ValueError("a packed row needs at least one segment, and every segment at least one token")
         by_length = sorted(range(len(segments)), key=lambda i: (-len(segments[i].token_ids), i))
@@ -110,7 +115,7 @@ class PackedRow:
             predictor_P=sampled_P - 1,
             sampled_ids_P=token_ids_T[sampled_P],
             longest=lengths[0],
-            buckets=tuple(_buckets(lengths, device)),
+            buckets=tuple(_buckets(lengths, device, waste)),
         )
 
     @property
@@ -133,14 +138,14 @@ class PackedRow:
         return mask
 
 
-def _buckets(lengths: Sequence[int], device: torch.device | str) -> list[Bucket]:
-    """Split descending lengths into buckets whose padding is at most MAX_PADDING_WASTE of the padded batch."""
+def _buckets(lengths: Sequence[int], device: torch.device | str, waste: float) -> list[Bucket]:
+    """Split descending lengths into buckets whose padding is at most `waste` of the padded batch."""
     buckets: list[Bucket] = []
     first = row_start = 0
     total = 0
     for i, length in enumerate([*lengths, 0]):
         cells = (i + 1 - first) * lengths[first]
-        if length and cells - total - length <= MAX_PADDING_WASTE * cells:
+        if length and cells - total - length <= waste * cells:
             total += length
             continue
         buckets.append(_bucket(row_start, lengths[first:i], device))

@@ -27,9 +27,9 @@ class ModelShape:
 
     `linears` are the shapes of the matrices that tokens are multiplied with, by name. The output `head` is one of them (and
     is also the embedding if the two are `tied`). `query_width` is heads times head size. `kv_width` is the width of a
-    token's keys and values in all layers, as attention receives them. `state` is the size of a sequence's recurrent and convolution
-    states. `feed_forward` is the inner width of a layer's MLP (the sum over all experts that a token goes through).
-    `max_length` is None if the config does not give it.
+    token's keys and values in all layers, as attention receives them. `state` is the size of a sequence's recurrent and
+    convolution states. `feed_forward` is the inner width of a layer's MLP (the sum over all experts that a token goes
+    through). `max_length` is None if the config does not give it.
     """
 
     parameters: int

@@ -29,9 +29,9 @@ from pipelinerl.models.sharded import gather, host_model, load_for_sharding, loa
 from pipelinerl.models.state import local, named_weights, not_finite
 from pipelinerl.trainer import ranks
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
-from pipelinerl.trainer.micro_batch import Packer
+from pipelinerl.trainer.micro_batch import Packer, segment_lengths
 from pipelinerl.trainer.optimizer import Optimizer
-from pipelinerl.trainer.plan import plan, token_cost
+from pipelinerl.trainer.plan import plan, plan_padded, token_cost
 from pipelinerl.trainer.ranks import Team
 from pipelinerl.trainer.step import Learner, OnMicroBatch, Sums
 from pipelinerl.types import Segment, TrainingSample
@@ -130,10 +130,13 @@ class ShardedLearner(Learner):
             skip_zero_advantage=skip_zero_advantage,
             lora=policy.lora,
         )
+        if self._forward.padded:
+            self._waste = 1.0  # one forward for each micro-batch: the ranks' collective calls must be the same
         text = policy.model.config.get_text_config()
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = getattr(text, "num_attention_heads", 1)
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
         matrices = sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
-        self._quadratic = text.num_hidden_layers * text.num_attention_heads * width / matrices
+        self._quadratic = text.num_hidden_layers * heads * width / matrices
 
     def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
         """Raises RuntimeError if a parameter to train is not sharded: the optimizer would train a gathered copy."""
@@ -154,9 +157,12 @@ class ShardedLearner(Learner):
     def _differentiate(
         self, used: Sequence[TrainingSample], version: int, normalizer: int, on_micro_batch: OnMicroBatch | None
     ) -> tuple[int, Sums]:
-        lengths = [sample.length for sample in used]
-        costs = [token_cost([len(segment.token_ids) for segment in sample.segments], self._quadratic) for sample in used]
-        grid = plan(lengths, costs, self._team.size, self._config.micro_batch_tokens, self._pack)
+        size, budget, lengths = self._team.size, self._config.micro_batch_tokens, segment_lengths(used)
+        if self._forward.padded:
+            grid = plan_padded(lengths, size, budget)
+        else:
+            costs = [token_cost(of_sample, self._quadratic) for of_sample in lengths]
+            grid = plan([sample.length for sample in used], costs, size, budget, self._pack)
         peers = self._team.peers
         peers.send(ranks.Differentiate(version, normalizer, len(grid)))
         for row in grid:
