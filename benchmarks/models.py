@@ -74,6 +74,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{name: {"layer_types": _ALTERNATE} for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
     **{name: {"layer_types": ["sliding_attention", "full_attention"]} for name in ("gpt_oss", "olmo3", "cohere2")},
     "bamba": {"attn_layer_indices": [1]},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon": {"head_dim": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 24},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},

@@ -33,7 +33,8 @@ PROCESSES = {
     ),
     "generation": (
         "launch.hosts.worker launch.stages.generation weights.shared.receiver engine",
-        "checkpoint environments.chat environments.static_check models.lora models.packed preprocess serving trainer "
+        "checkpoint engine.cache_runner environments.chat environments.static_check models.lora models.own_forward "
+        "models.packed preprocess serving trainer "
         "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
         f"launch.stages.preprocessing {LAUNCHER}",
     ),
@@ -47,8 +48,8 @@ PROCESSES = {
     ),
     "training": (
         "launch.hosts.worker launch.stages.training weights.shared.sender",
-        f"actor engine environments serving weights.broadcast launch.stages.broadcast launch.stages.generation "
-        f"launch.stages.engines models.hub models.sharded trainer.ranks trainer.sharded trainer.plan {LAUNCHER}",
+        f"actor engine environments models.own_forward serving weights.broadcast launch.stages.broadcast "
+        f"launch.stages.generation launch.stages.engines models.hub models.sharded trainer.ranks trainer.sharded trainer.plan {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",
