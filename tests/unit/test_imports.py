@@ -49,7 +49,8 @@ PROCESSES = {
     "training": (
         "launch.hosts.worker launch.stages.training weights.shared.sender",
         f"actor engine environments models.own_forward serving weights.broadcast launch.stages.broadcast "
-        f"launch.stages.generation launch.stages.engines models.hub models.sharded trainer.ranks trainer.sharded trainer.plan {LAUNCHER}",
+        f"launch.stages.generation launch.stages.engines models.hub models.sharded trainer.ranks trainer.sharded "
+        f"trainer.plan {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",
