@@ -73,8 +73,8 @@ class _AttentionCalls:
         self.noted: list[LayerCall] = []
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.noted.append(call)
-        attended: Tensor = _attention_placeholder()(query, key, value, len(self.noted) - 1)
+        self.noted.append(call._replace(sinks=None))
+        attended: Tensor = _attention_placeholder()(query, key, value, call.sinks, len(self.noted) - 1)
         return attended
 
 
@@ -102,11 +102,11 @@ def _attention_placeholder() -> Callable[..., Tensor]:
     """A placeholder operator for attention in the exported graph. It is never run."""
 
     @torch.library.custom_op("pipelinerl::slot_attention", mutates_args=())
-    def placeholder(query: Tensor, key: Tensor, value: Tensor, call: int) -> Tensor:
+    def placeholder(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: int) -> Tensor:
         raise NotImplementedError("this operator is a placeholder")
 
     @placeholder.register_fake
-    def _(query: Tensor, key: Tensor, value: Tensor, call: int) -> Tensor:  # noqa: ARG001 - the signature of the operator
+    def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: int) -> Tensor:  # noqa: ARG001 - as above
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
     return placeholder
@@ -203,7 +203,7 @@ def _insert_attention(graph: fx.Graph, calls: _AttentionCalls) -> None:
         if node.target is placeholder:
             *tensors, call = node.args
             node.target = _Attention(calls.noted[call])
-            node.args = (batch, *tensors)
+            node.args = (batch, *(tensor for tensor in tensors if tensor is not None))
 
 
 class _Attention:
@@ -214,8 +214,9 @@ class _Attention:
         self.__name__ = self.__qualname__ = f"attention_{call.layer}"
         self.__module__ = __name__
 
-    def __call__(self, batch: StepBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_rows(batch, self._call, query, key, value)
+    def __call__(self, batch: StepBatch, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        call = self._call if sinks is None else self._call._replace(sinks=sinks)
+        return attend_rows(batch, call, query, key, value)
 
 
 def _use_python_functions(graph: fx.Graph) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from pipelinerl.engine.attention import Chunk, Move
 from pipelinerl.engine.rows import Ints, Prefill, RowTable, Sequence, VersionMarks
-from pipelinerl.engine.runner import ModelRunner
+from pipelinerl.engine.runner import make_runner
 from pipelinerl.engine.sampler import SamplingRows, StepsAhead, request_key, sample, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
@@ -61,7 +61,7 @@ class LocalEngine:
         self.name = name
         self.slots = slots
         self.max_length = max_length
-        self._runner = ModelRunner(model, slots, max_length, flatten=flatten)
+        self._runner = make_runner(model, slots, max_length, flatten=flatten)
         self._weights = named_weights(self._runner.model)
         self._prefill_tokens = prefill_tokens
         self._recompute_kv = kv_on_update == "recompute"
@@ -86,6 +86,11 @@ class LocalEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def description(self) -> str:
+        """How the model is run."""
+        return self._runner.description
 
     @property
     def in_progress(self) -> int:

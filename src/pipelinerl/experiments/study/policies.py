@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.attention import Chunk
-from pipelinerl.engine.runner import ModelRunner
+from pipelinerl.engine.runner import Runner, make_runner
 from pipelinerl.experiments.statistics import Floats, Ints
 from pipelinerl.experiments.study.inputs import Prompt
 from pipelinerl.interfaces import WeightUpdate
@@ -248,8 +248,8 @@ class Replay:
 
     def __init__(self, behaviour: Any, target: Any, *, slots: int, max_length: int, temperature: float) -> None:
         """Takes ownership of both models: their weights are replaced."""
-        self._behaviour = ModelRunner(behaviour, slots, max_length)
-        self._target = ModelRunner(target, slots, max_length)
+        self._behaviour = make_runner(behaviour, slots, max_length)
+        self._target = make_runner(target, slots, max_length)
         self._slots = slots
         self._temperature = temperature
 
@@ -285,7 +285,7 @@ class Replay:
             pi_NV = self._log_probabilities(self._target, wave, target_feeds[batch])
             yield self._compare(wave, behaviour_feeds[batch], stretch, mu_NV, pi_NV)
 
-    def _log_probabilities(self, runner: ModelRunner, wave: Sequence[Sampled], feeds: Sequence[_Feed]) -> Tensor:
+    def _log_probabilities(self, runner: Runner, wave: Sequence[Sampled], feeds: Sequence[_Feed]) -> Tensor:
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
