@@ -24,7 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import CacheLayerMixin
 
 from pipelinerl.engine.attention import Chunk, ChunkBatch, LengthBucket, Move, batch_chunks
-from pipelinerl.engine.runner import difference, require_exact, rounding_limit
+from pipelinerl.engine.rounding import require_exact, rounding_limit
+from pipelinerl.engine.runner import difference
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention, unsupported
 from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, use_configured_time_steps

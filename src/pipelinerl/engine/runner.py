@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,52 +25,14 @@ from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention, refuse_states, replace_attention, rope_limit, unsupported
 
+if TYPE_CHECKING:
+    from pipelinerl.engine.runners import Runner
+
 _CHECK_TOKENS = 24
 TOLERANCE = 1e-4
-"""Log-probabilities in float32 may be off by this much on the probe, and by `_NARROW_TOLERANCE` in narrower types."""
-_NARROW_TOLERANCE = 0.25
-_LARGEST_TOLERANCE = 1e-3
+"""Log-probabilities may be off by this much on the probe, or by `rounding.rounding_limit`."""
 
 _log = logging.getLogger(__name__)
-
-
-class Slots(Protocol):
-    """What a runner keeps of the past tokens of every row."""
-
-    @property
-    def kv_bytes(self) -> int: ...
-
-    def move(self, moves: Sequence[Move]) -> None: ...
-
-
-class Runner(Protocol):
-    """Runs a model over slots: `ModelRunner`, or `CacheRunner` for models that it can't run."""
-
-    model: Any
-    vocabulary: int
-
-    @property
-    def kv(self) -> Slots: ...
-
-    @property
-    def flat(self) -> bool: ...
-
-    @property
-    def description(self) -> str: ...
-
-    def weights_changed(self) -> None: ...
-
-    def forward(
-        self,
-        kv: Any,
-        token_ids: Sequence[int] | Tensor,
-        positions: Sequence[int] | Tensor,
-        *,
-        keep: Sequence[int] | Tensor | None,
-        decoding: int = 0,
-        buckets: tuple[LengthBucket, ...] = (),
-        chunks: tuple[Chunk, ...] = (),
-    ) -> Tensor: ...
 
 
 def make_runner(model: Any, rows: int, max_length: int, *, flatten: bool = True) -> Runner:
@@ -218,6 +180,8 @@ class ModelRunner:
         kv = KVCache(self._shapes, 2, len(ids_T), self.dtype, self.device)
         self.error = difference(self._slot_logits(kv, ids_T), reference_TV)
         if not self.error <= TOLERANCE:
+            from pipelinerl.engine.rounding import require_exact, rounding_limit  # noqa: PLC0415 - few models round so much
+
             require_exact(self.error, rounding_limit(self.model, ids_T, reference_TV), self.model)
 
     def _slot_logits(self, kv: KVCache, ids_T: Tensor) -> Tensor:
@@ -251,40 +215,3 @@ def _sliding_window(model: Any) -> int | None:
 def difference(logits_TV: Tensor, reference_TV: Tensor) -> float:
     """The largest difference of log-probabilities, over tokens and vocabulary."""
     return float((logits_TV.float().log_softmax(-1) - reference_TV.float().log_softmax(-1)).abs().max())
-
-
-def require_exact(error: float, limit: float, model: Any) -> None:
-    """Raise UnsupportedModelError if the error on the probe is above the limit, or not a number."""
-    if not error <= limit:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} can't be run by the embedded engine: on a probe its log-probabilities are off by "
-            f"{error:.2g} (limit {limit:.2g})"
-        )
-
-
-def rounding_limit(model: Any, ids_T: Tensor, reference_TV: Tensor, *, least: float = TOLERANCE) -> float:
-    """How much rounding may change log-probabilities of the probe; at least `least`, in float32.
-
-    Large models and recurrences amplify rounding. So eight times that of the model's own forward is allowed: its change when
-    each element of the embeddings changes by the precision of its type.
-    """
-    if reference_TV.dtype not in (torch.float32, torch.float64):
-        return _NARROW_TOLERANCE
-    own = difference(_perturbed(model, ids_T), reference_TV)
-    return min(max(least, 8 * own), _LARGEST_TOLERANCE)
-
-
-def _perturbed(model: Any, ids_T: Tensor) -> Tensor:
-    def perturb(_: Any, __: Any, embedded: Tensor) -> Tensor:
-        signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded.device)
-        return embedded * (1 + torch.finfo(embedded.dtype).eps * signs)
-
-    chosen = model.config._attn_implementation
-    choose_attention(model, "eager")
-    hook = model.get_input_embeddings().register_forward_hook(perturb)
-    try:
-        logits: Tensor = model(input_ids=ids_T[None], use_cache=False).logits[0]
-    finally:
-        hook.remove()
-        choose_attention(model, chosen)
-    return logits

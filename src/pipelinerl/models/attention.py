@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pipelinerl.errors import PipelineRLError, UnsupportedModelError
 
@@ -150,56 +149,22 @@ def attend(
         raise ValueError("causal attention with a soft cap or sinks needs its mask")
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
-    if softcap is None and sinks is not None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-        attended: Tensor = _SinkAttention.apply(query, key, value, mask, sinks, scale)  # type: ignore[no-untyped-call]
-        return attended
-    scores = query @ key.transpose(-1, -2) * scale if softcap is None else _capped(query, key, scale, softcap)
+    if sinks is not None:
+        from pipelinerl.models.sinks import attend_with_sinks  # noqa: PLC0415 - few models have them
+
+        return attend_with_sinks(query, key, value, mask, sinks, scale=scale, softcap=softcap)
+    scores = capped(query, key, scale, softcap)
     if mask is not None:
         scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores.dtype).expand(scores.shape[:3])[..., None]), -1)
     precision = torch.promote_types(query.dtype, torch.float32)
     weights: Tensor = scores.softmax(-1, dtype=precision).to(query.dtype)
-    return (weights if sinks is None else weights[..., :-1]) @ value
+    return weights @ value
 
 
-def _capped(query: Tensor, key: Tensor, scale: float, softcap: float) -> Tensor:
-    return torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
-
-
-class _SinkAttention(torch.autograd.Function):
-    """Attention with sinks by the fused CPU kernel, which knows none: query, key, value, mask, sinks, scale.
-
-    With the kernel's output o and its log-sum-exp z over the keys, the log-sum-exp over keys and sink is
-    t = logaddexp(z, s), and the output is o exp(z - t). The kernel's backward computes probabilities as exp(score - z), and
-    subtracts the sum over (gradient x output). Given t and the corrected output, it computes the exact gradients with the
-    sink. That of the sink is -exp(s - t) (gradient x output), summed over queries: its value is 0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        query, key, value, mask, sinks, scale = inputs
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, log_z = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
-        total = torch.logaddexp(log_z, sinks.to(log_z.dtype))
-        attended: Tensor = output * (log_z - total).exp().unsqueeze(-1).to(output.dtype)
-        ctx.save_for_backward(query, key, value, attended, total, sinks, mask)
-        ctx.scale = scale
-        return attended
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, attended, total, sinks, mask = ctx.saved_tensors
-        gradient = grads[0].contiguous()
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        for_query, for_key, for_value = kernel(
-            gradient, query, key, value, attended, total, 0.0, False, attn_mask=mask, scale=ctx.scale
-        )
-        per_query = (gradient.to(total.dtype) * attended.to(total.dtype)).sum(-1)
-        share = (sinks.to(total.dtype) - total).exp()
-        for_sinks = -(share * per_query).sum(0).sum_to_size(sinks.shape).to(sinks.dtype)
-        return for_query, for_key, for_value, None, for_sinks, None
+def capped(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Attention scores, soft-capped if `softcap` is set."""
+    scores = query @ key.transpose(-1, -2)
+    return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
 
 
 def rope_limit(model: Any) -> int | None:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.attention import Chunk
-from pipelinerl.engine.runner import Runner, make_runner
+from pipelinerl.engine.runner import make_runner
+from pipelinerl.engine.runners import Runner
 from pipelinerl.experiments.statistics import Floats, Ints
 from pipelinerl.experiments.study.inputs import Prompt
 from pipelinerl.interfaces import WeightUpdate

@@ -1,0 +1,53 @@
+"""How much rounding may change what a runner computes on the probe with which a model is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelinerl.engine.runner import TOLERANCE, difference
+from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.attention import choose_attention
+
+NARROW_TOLERANCE = 0.25
+"""In types narrower than float32."""
+LARGEST_TOLERANCE = 1e-3
+
+
+def require_exact(error: float, limit: float, model: Any) -> None:
+    """Raise UnsupportedModelError if the error on the probe is above the limit, or not a number."""
+    if not error <= limit:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} can't be run by the embedded engine: on a probe its log-probabilities are off by "
+            f"{error:.2g} (limit {limit:.2g})"
+        )
+
+
+def rounding_limit(model: Any, ids_T: Tensor, reference_TV: Tensor, *, least: float = TOLERANCE) -> float:
+    """How much rounding may change log-probabilities of the probe; at least `least`, in float32.
+
+    Large models and recurrences amplify rounding. So eight times that of the model's own forward is allowed: its change when
+    each element of the embeddings changes by the precision of its type.
+    """
+    if reference_TV.dtype not in (torch.float32, torch.float64):
+        return NARROW_TOLERANCE
+    own = difference(_perturbed(model, ids_T), reference_TV)
+    return min(max(least, 8 * own), LARGEST_TOLERANCE)
+
+
+def _perturbed(model: Any, ids_T: Tensor) -> Tensor:
+    def perturb(_: Any, __: Any, embedded: Tensor) -> Tensor:
+        signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded.device)
+        return embedded * (1 + torch.finfo(embedded.dtype).eps * signs)
+
+    chosen = model.config._attn_implementation
+    choose_attention(model, "eager")
+    hook = model.get_input_embeddings().register_forward_hook(perturb)
+    try:
+        logits: Tensor = model(input_ids=ids_T[None], use_cache=False).logits[0]
+    finally:
+        hook.remove()
+        choose_attention(model, chosen)
+    return logits
