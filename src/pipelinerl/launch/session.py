@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import secrets
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +19,6 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.share import peak_memory_bytes
 from pipelinerl.launch.stages.streams import StreamStore, stream_store
 from pipelinerl.ledger import LedgerRecord
 from pipelinerl.schedule import make_schedule
@@ -150,3 +152,21 @@ def write_error(path: Path, kind: str, message: str) -> None:
         write_report(path, WorkerError(kind, message, traceback.format_exc()))
     except OSError as error:  # on a full disk the log may still have room; the launcher shows its last lines
         print(f"{message}\n(can't write {path}: {error})", file=sys.stderr)
+
+
+GENERATION_NICENESS = 10
+"""For generation processes that share cores with the trainer: a faster engine only fills the stream with older data."""
+
+
+def yield_to_the_trainer(here: Here) -> None:
+    """Lower the priority of this process if it shall yield."""
+    if here.yields:
+        os.nice(GENERATION_NICENESS)
+        # Linux may compare sessions instead of processes (autogroup), and each process of a run has a session of its own.
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(GENERATION_NICENESS))
+
+
+def peak_memory_bytes() -> int:
+    """The peak resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

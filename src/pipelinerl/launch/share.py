@@ -1,13 +1,9 @@
-"""The share of the machine that each process of a run gets: threads, priority, memory."""
+"""The CPU threads of each process of a run: its share of the machine, and whether it yields to the trainer."""
 
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
@@ -15,10 +11,8 @@ from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles
 
 if TYPE_CHECKING:
-    from pipelinerl.launch.session import Here
+    pass
 
-GENERATION_NICENESS = 10
-"""For generation processes that share cores with the trainer: a faster engine only fills the stream with older data."""
 PREPROCESSING_THREADS = 1
 """For a preprocessing process. Without a reference model it computes almost nothing."""
 
@@ -102,20 +96,6 @@ def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int, engine
     return config.engine.device == "cpu" and not schedule.takes_turns() and engines + 1 > cores
 
 
-def yield_to_the_trainer(here: Here) -> None:
-    """Lower the priority of this process if it shall yield."""
-    if here.yields:
-        os.nice(GENERATION_NICENESS)
-        # Linux may compare sessions instead of processes (autogroup), and each process of a run has a session of its own.
-        with suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(GENERATION_NICENESS))
-
-
 def thread_environment(threads: int) -> dict[str, str]:
     """Environment variables that limit the numerical libraries of a process to `threads` threads, from the first import."""
     return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-
-
-def peak_memory_bytes() -> int:
-    """The peak resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

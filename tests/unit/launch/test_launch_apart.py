@@ -107,7 +107,7 @@ def test_engines_yield_to_the_trainer_only_where_they_share_its_cores(config: Ru
 def test_a_process_that_yields_has_a_low_priority_also_among_sessions() -> None:
     code = (
         "import os\nfrom pathlib import Path\nfrom pipelinerl.launch.session import Here\n"
-        "from pipelinerl.launch.share import yield_to_the_trainer\nyield_to_the_trainer(Here(threads=1, yields=True))\n"
+        "from pipelinerl.launch.session import yield_to_the_trainer\nyield_to_the_trainer(Here(threads=1, yields=True))\n"
         "group = Path('/proc/self/autogroup')\nprint(os.nice(0), group.read_text().split()[-1] if group.exists() else 10)"
     )
     ran = subprocess.run([sys.executable, "-c", code], start_new_session=True, check=True, capture_output=True, text=True)

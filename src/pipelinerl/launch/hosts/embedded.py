@@ -22,8 +22,8 @@ from pipelinerl.interfaces import Board, StreamReader, StreamWriter, WeightSende
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import LOG_FORMAT
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Session
-from pipelinerl.launch.share import peak_memory_bytes, plan_threads, usable_cores
+from pipelinerl.launch.session import Session, peak_memory_bytes
+from pipelinerl.launch.share import plan_threads, usable_cores
 from pipelinerl.launch.stages.generation import Generation, build_generation, generate
 from pipelinerl.launch.stages.preprocessing import preparing
 from pipelinerl.launch.stages.streams import group_reader, group_writer

@@ -35,8 +35,7 @@ from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
-from pipelinerl.launch.session import Session
-from pipelinerl.launch.share import yield_to_the_trainer
+from pipelinerl.launch.session import Session, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
 from pipelinerl.launch.stages.streams import group_writer, redis_of
 from pipelinerl.launch.stages.weights import make_receiver

@@ -24,8 +24,7 @@ from pipelinerl.errors import MissingDependencyError, StalledError, UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Session
-from pipelinerl.launch.share import yield_to_the_trainer
+from pipelinerl.launch.session import Session, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle
 from pipelinerl.ports import free_port
 
