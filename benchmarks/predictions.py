@@ -1,10 +1,10 @@
 """Predicted and measured rates of short demo runs with 1 to 3 trainer ranks and 1 to 4 generation processes on this machine.
 
-    python -m benchmarks.predictions            # about 9 minutes on two idle cores
+    python -m benchmarks.predictions            # about 18 minutes on two idle cores
 
-Every repetition calibrates the machine with one generation process and each number of ranks, and then makes one run of
-each case. These calibrations predict the runs of the repetition: nothing is fitted to runs. Each prediction replays the
-lengths that its run sampled (`pipelinerl simulate --compare`), so it is of the machine, not of what the model learns.
+Every repetition calibrates the machine for each case and then makes one run of it. The calibration predicts the run:
+nothing is fitted to runs. Each prediction replays the lengths that its run sampled (`pipelinerl simulate --compare`), so it
+is of the machine, not of what the model learns.
 
 `others` is the share of the machine that other programs used during the run: the calibration does not see them.
 """
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -37,6 +38,10 @@ def command(*arguments: str) -> None:
         raise SystemExit(f"pipelinerl {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
 
 
+def flags(settings: Mapping[str, object]) -> list[str]:
+    return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+
+
 def busy_s() -> tuple[float, float]:
     """Seconds of CPU time so far: of the whole machine, and of the ended processes that this one started."""
     first = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
@@ -48,25 +53,28 @@ def busy_s() -> tuple[float, float]:
 def case_of(folder: Path, ranks: int, processes: int, repetition: int, options: argparse.Namespace) -> Record:
     """One run and its prediction."""
     run, prediction = folder / f"{repetition}-{ranks}-{processes}", folder / "prediction.json"
-    settings = {
-        "run_dir": run,
-        "seed": repetition,
+    calibration = folder / "calibration.json"
+    shape = {
         "trainer.ranks": ranks,
         "trainer.threads": 1,
-        "trainer.steps": options.steps,
-        "trainer.checkpoint_every": 0,
         "engine.processes": processes,
         "engine.threads": 1,
         "engine.slots": options.slots // processes,
+    }
+    command("calibrate", *flags(shape), "--out", str(calibration))
+    settings = shape | {
+        "run_dir": run,
+        "seed": repetition,
+        "trainer.steps": options.steps,
+        "trainer.checkpoint_every": 0,
         "evaluation.problems": 0,
         "metrics.view": "none",
         "metrics.plot": "false",
     }
     begin_s, (all_before, ours_before) = time.monotonic(), busy_s()
-    command("train", *(text for key, value in settings.items() for text in (f"--{key}", str(value))))
+    command("train", *flags(settings))
     wall_s, (all_after, ours_after) = time.monotonic() - begin_s, busy_s()
     others_s = (all_after - all_before) - (ours_after - ours_before)
-    calibration = folder / f"calibration-{ranks}.json"
     command("simulate", "--compare", str(run), "--calibration", str(calibration), "--json", str(prediction))
     found = json.loads(prediction.read_text())
     keys = ("samples_per_s_later", "samples_per_s", "trainer_busy_fraction", "lag_mean", "lag_max")
@@ -114,10 +122,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for repetition in range(options.repetitions):
-            for ranks in dict.fromkeys(ranks for ranks, _ in CASES):
-                settings = {"engine.threads": 1, "trainer.threads": 1, "engine.slots": options.slots, "trainer.ranks": ranks}
-                arguments = (text for key, value in settings.items() for text in (f"--{key}", str(value)))
-                command("calibrate", *arguments, "--out", str(folder / f"calibration-{ranks}.json"))
             for ranks, processes in CASES:
                 record = case_of(folder, ranks, processes, repetition, options)
                 records.append(record)

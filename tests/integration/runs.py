@@ -176,6 +176,7 @@ def in_training(
         assert not [path for pid in pids.values() for path in shared_memory.glob(f"pipelinerl-weights-{pid}-*")]
     finally:
         process.kill()
+        process.wait()
 
 
 @contextmanager

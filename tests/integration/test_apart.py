@@ -14,10 +14,10 @@ from tests.integration.runs import (
     assert_finished,
     assert_gone_on,
     assert_provenance,
+    assert_trained_once,
     command,
     endless,
     flags,
-    groups,
     run_processes,
     wait,
 )
@@ -55,8 +55,8 @@ def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) ->
         wait(process)
     newest = max(int(re.sub(r"\D", "", path.name)) for path in (run_dir / "checkpoints").glob("step_*"))
     resume_to(run_dir, newest + 2)
-    indices = [group.index for group in groups(run_dir)]
-    assert len(indices) == len(set(indices))
+    assert_trained_once(run_dir)
+    assert_provenance(run_dir)
 
 
 def test_a_preprocessor_with_a_reference_model_goes_on_from_its_checkpoint(
@@ -82,6 +82,7 @@ def test_weights_by_broadcast_to_two_generation_processes(tmp_path: Path) -> Non
     assert counts["weight_updates"] >= 5
 
 
+@pytest.mark.exhaustive
 def test_rounds_are_exact_with_servers_and_a_preprocessor(tmp_path: Path) -> None:
     settings = {"schedule__kind": "conventional", "schedule__steps_per_round": 2, "trainer__steps": 4}
     counts = run_processes(tmp_path / "r", **PREPROCESSOR, **SERVERS, **settings)

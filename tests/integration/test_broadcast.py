@@ -35,6 +35,7 @@ def test_a_run_broadcasts_to_the_servers_that_it_starts(tmp_path: Path) -> None:
     assert assert_provenance(run_dir) > 0, "some tokens that were trained on span an update"
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_deltas_equals_one_that_sends_all_weights_and_resumes(tmp_path: Path) -> None:
     settings = {
         # One sequence at a time, in rounds: log-probabilities depend on the batch in their last bits.

@@ -9,7 +9,7 @@ import pytest
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.experiments.planner.calibrate import TrainingProcess, calibrate
+from pipelinerl.experiments.planner.calibrate import calibrate, training_process
 from pipelinerl.experiments.planner.calibration import read_calibration, write_calibration
 
 SLOTS = 6
@@ -24,7 +24,7 @@ def config(*settings: str) -> RunConfig:
 def test_a_training_process_that_fails_says_why(tmp_path: Path) -> None:
     broken = config().model_copy(update={"model": config().model.model_copy(update={"path": "/nowhere"})})
     with (
-        TrainingProcess(broken, tmp_path / "stream", tmp_path, 1) as training,
+        training_process(broken, tmp_path / "stream", tmp_path, 1) as training,
         pytest.raises(PipelineRLError, match="rollouts"),
     ):
         training.wait_for("ready")
@@ -48,6 +48,7 @@ def test_a_whole_calibration(tmp_path: Path, kind: str, monkeypatch: pytest.Monk
     assert read_calibration(tmp_path / "calibration.json") == found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_calibration_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.ACTOR_SECONDS", 0.2)

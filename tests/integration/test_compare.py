@@ -55,6 +55,7 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
     assert len(error.strip().splitlines()) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_stopped_it_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -34,6 +34,8 @@ from tests.integration.runs import (
     weights_checksum,
 )
 
+pytestmark = pytest.mark.slow
+
 KL = {"trainer__kl_coefficient": 0.05, "preprocess__zero_advantage": "keep"}
 PUBLISHED = "published.jsonl"
 ROLLOUTS = "rollouts/rollouts.jsonl"
@@ -80,38 +82,34 @@ def test_a_resumed_run_is_repeated_with_the_batches_that_the_guard_rejected(pipe
     assert result.generation.drawn == result.generation.tokens
 
 
-@pytest.mark.slow
 def test_a_run_in_processes_is_repeated(tmp_path: Path) -> None:
     run_processes(tmp_path / "r", trainer__steps=6, engine__slots=32)
     assert_repeated(tmp_path / "r", 7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "settings", "versions"),
     [
         (run, {"schedule__kind": "conventional", "schedule__steps_per_round": 3, "trainer__steps": 5}, 3),
         (run, {"schedule__kind": "async", "schedule__steps_per_round": 2}, 3),
-        (run_processes, {"launch__preprocessor": "process", **KL}, 5),
         (run_processes, {"weights__kind": "collective", "weights__encoding": "delta"}, 5),
-        (run_processes, {"trainer__ranks": 2, **KL}, 5),
-        (run_processes, {"engine__kind": "http", "engine__servers": 2}, 5),
+        pytest.param(run_processes, {"launch__preprocessor": "process", **KL}, 5, marks=pytest.mark.exhaustive),
+        pytest.param(run_processes, {"trainer__ranks": 2, **KL}, 5, marks=pytest.mark.exhaustive),
+        pytest.param(run_processes, {"engine__kind": "http", "engine__servers": 2}, 5, marks=pytest.mark.exhaustive),
     ],
-    ids=["conventional, in the middle of a round", "async", "preprocessor apart", "deltas", "ranks", "servers"],
+    ids=["conventional, in the middle of a round", "async", "deltas", "preprocessor apart", "ranks", "servers"],
 )
 def test_every_kind_of_run_is_repeated(start: Any, settings: dict[str, Any], versions: int, tmp_path: Path) -> None:
     start(tmp_path / "r", **{"trainer__steps": 4, **settings})
     assert_repeated(tmp_path / "r", versions)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_with_adapters_and_a_reference_model_is_repeated(tmp_path: Path) -> None:
     run(tmp_path / "r", trainer__steps=2, model__lora__rank=4, trainer__learning_rate=3e-3, **KL)
     resume(tmp_path / "r", trainer__steps=4)
     assert_repeated(tmp_path / "r", 5)
 
 
-@pytest.mark.slow
 def test_a_run_that_was_killed_is_repeated_without_the_steps_that_it_lost(tmp_path: Path) -> None:
     """The record of a step that was taken twice counts as it was taken last."""
     run_dir = tmp_path / "r"

@@ -76,8 +76,8 @@ def _placement(config: RunConfig) -> list[str]:
     """Where the processes of a run on several machines would be started."""
     if config.launch.kind != "ray":
         return []
+    from pipelinerl.launch.hosts.placement import placement_lines  # noqa: PLC0415 - only for several machines
     from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - needs the extra `ray`
-    from pipelinerl.launch.placement import placement_lines  # noqa: PLC0415 - only for several machines
 
     with connected(config.launch) as cluster:
         return placement_lines(placement_of(config, cluster), cluster.machines)

@@ -162,8 +162,8 @@ def _run_stages(session: Session, lock: RunLock, cluster: Cluster | None, broker
 
         return run_embedded(session, view)
     if cluster is not None:
+        from pipelinerl.launch.hosts.placement import placement_lines  # noqa: PLC0415 - only for several machines
         from pipelinerl.launch.hosts.ray import RayHost, placement_of  # noqa: PLC0415 - needs the extra `ray`
-        from pipelinerl.launch.placement import placement_lines  # noqa: PLC0415 - only for several machines
 
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):

@@ -20,20 +20,23 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
+DYING_PATIENCE_S = 2.0
+"""A launcher that was just killed exists for a moment longer: the time that a new one waits for it."""
+
 
 class RunLock:
     """A lock on a run directory, held until `close`, or until this process and all that inherited `fd` have ended."""
 
     def __init__(self, run: RunDirectory, file: Path | None = None) -> None:
-        """Waits for the processes of a killed launcher to end. Raises RunDirectoryError if another run holds the lock.
+        """Waits for a killed launcher and its processes to end. Raises RunDirectoryError if another run holds the lock.
 
         `file` is what is locked, by default one in the directory.
         """
         self.run = run
         self.fd = os.open(file or run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        deadline_s = time.monotonic() + ORPHAN_PATIENCE_S + 5.0
+        begin_s = time.monotonic()
         while not self._try_lock():
-            if self._holder_alive() or time.monotonic() > deadline_s:
+            if time.monotonic() > begin_s + (DYING_PATIENCE_S if self._holder_alive() else ORPHAN_PATIENCE_S + 5.0):
                 os.close(self.fd)
                 raise RunDirectoryError(f"{run.root} is in use by another run; wait for it or choose another --run_dir")
             time.sleep(0.05)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles
-
-if TYPE_CHECKING:
-    pass
 
 PREPROCESSING_THREADS = 1
 """For a preprocessing process. Without a reference model it computes almost nothing."""

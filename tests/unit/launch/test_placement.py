@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
-from pipelinerl.launch.placement import Machine, Place, Role, place, placement_lines, roles_of, shares_on
+from pipelinerl.launch.hosts.placement import Machine, Place, Role, place, placement_lines, roles_of, shares_on
 from pipelinerl.launch.share import Share
 from pipelinerl.schedule import make_schedule
 

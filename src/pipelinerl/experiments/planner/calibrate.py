@@ -1,12 +1,13 @@
 """Measures a machine for a run file: `measure_generation` in this process, `measure_training` in another.
 
     1. an actor generates the rollouts of one optimizer step: lengths, and data to train on
-    2. a training process starts
-    3. decode steps, prefill, weight updates and an actor at full load are measured while training runs
+    2. a training process starts, and then the other generation processes of the run (`engine.processes`)
+    3. decode steps, prefill, weight updates and an actor at full load are measured while all these run
     4. the training process stops and reports the costs of its steps
 
-Generation and training slow each other down even on separate cores, because they share caches and memory bandwidth. So they
-are measured at the same time if the run file's schedule runs them at the same time. Otherwise step 4 comes before step 3.
+Processes slow each other down even on separate cores, because they share caches and memory bandwidth. So everything that
+runs at the same time in the run is measured at the same time. If its schedule alternates between generation and training,
+step 4 comes before the other generation processes and step 3.
 On CPUs the times are those that a process computes (`clock_of`): other programs on the machine do not count.
 """
 
@@ -17,7 +18,8 @@ import datetime
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 
@@ -30,7 +32,15 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.machine import load_average, processor
 from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation
-from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, Machine, TrainingCost
+from pipelinerl.experiments.planner.calibration import (
+    ENOUGH,
+    READY,
+    Calibration,
+    DecodeCost,
+    GenerationCost,
+    Machine,
+    TrainingCost,
+)
 from pipelinerl.experiments.planner.measure_generation import (
     Generator,
     Production,
@@ -41,7 +51,6 @@ from pipelinerl.experiments.planner.measure_generation import (
     prompt_tokens_mean,
     update_pause_s,
 )
-from pipelinerl.experiments.planner.measure_training import ENOUGH, READY
 from pipelinerl.launch.share import plan_threads, side_by_side, thread_environment, usable_cores
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import Group
@@ -67,15 +76,19 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         report(f"generating {config.trainer.batch_size} rollouts")
         sampled = asyncio.run(produce(generator, folder / "first", seconds=0, rollouts=config.trainer.batch_size)).first
         report("starting the training process" if together else "measuring training")
-        with TrainingProcess(config, folder / "first" / "stream", folder, threads.training) as training:
+        with training_process(config, folder / "first" / "stream", folder, threads.training) as training:
             training.wait_for(READY)
             if not together:
                 training.wait_for(ENOUGH)
                 training_cost = training.result()
             report("measuring generation")
-            generation_cost = measure(
-                generator, sampled, folder / "second", lambda: together and not training.has_said(ENOUGH)
-            )
+            with ExitStack() as stack:
+                others = _other_generation_processes(config, folder, threads.generation)
+                for other in [stack.enter_context(other) for other in others]:
+                    other.wait_for(READY)
+                generation_cost = measure(
+                    generator, sampled, folder / "second", lambda: together and not training.has_said(ENOUGH)
+                )
             if together:
                 training_cost = training.result()
     return Calibration(
@@ -125,19 +138,21 @@ def rollout_overhead_s(production: Production, decode: list[DecodeCost]) -> floa
     return max(0.0, production.busy_s - decoding_s) / production.rollouts
 
 
-class TrainingProcess(ChildProcess):
-    """Runs `measure_training` in a process. Leaving the context kills the process if it is still running."""
+class MeasuringProcess(ChildProcess):
+    """A process that computes for a measurement. Leaving the context kills it if it is still running.
 
-    def __init__(self, config: RunConfig, stream: Path, folder: Path, threads: int) -> None:
-        path = folder / "config.yaml"
+    `module` is run with the run file, `source` and a file for what it says.
+    """
+
+    def __init__(self, module: str, config: RunConfig, source: Path, folder: Path, threads: int) -> None:
+        self._name = module.rpartition("_")[2]
+        path, self._messages = folder / f"{self._name}.yaml", folder / f"{self._name}.messages"
         path.write_text(config_to_yaml(config), encoding="utf-8")
-        self._messages = folder / "training.messages"
         self._messages.touch()
         self._timeout_s = config.launch.startup_timeout_s
-        arguments = [str(path), str(stream), str(self._messages)]
         super().__init__(
-            [sys.executable, "-m", "pipelinerl.experiments.planner.measure_training", *arguments],
-            log=folder / "training.log",
+            [sys.executable, "-m", f"pipelinerl.experiments.planner.{module}", str(path), str(source), str(self._messages)],
+            log=folder / f"{self._name}.log",
             environment=thread_environment(threads),
         )
 
@@ -152,13 +167,13 @@ class TrainingProcess(ChildProcess):
     def wait_for(self, word: str) -> None:
         """Wait for `word`. Raises PipelineRLError if the process ends first or exceeds `launch.startup_timeout_s`."""
         if not self.wait_until(lambda: self.has_said(word), self._timeout_s):
-            raise PipelineRLError(f"the training process did not say {word!r} within {self._timeout_s:.0f} s")
+            raise PipelineRLError(f"the {self._name} process did not say {word!r} within {self._timeout_s:.0f} s")
 
     def result(self) -> TrainingCost:
-        """Stop the process and return what it measured. Raises PipelineRLError."""
+        """Stop the training process and return what it measured. Raises PipelineRLError."""
         self.ask_to_stop()
         if not self.wait(self._timeout_s):
-            raise PipelineRLError(f"the training process did not end within {self._timeout_s:.0f} s")
+            raise PipelineRLError(f"the {self._name} process did not end within {self._timeout_s:.0f} s")
         if self.status != 0:
             raise self._error()
         return msgspec.json.decode(self._said()[-1], type=TrainingCost)
@@ -170,7 +185,20 @@ class TrainingProcess(ChildProcess):
     def _error(self) -> PipelineRLError:
         last = next((line for line in reversed(self.log_lines()) if line.strip()), "no output")
         kind = UserError if self.status == UserError.exit_status else PipelineRLError
-        return kind(f"training could not be measured (it {self.how_it_ended()}): {last.removeprefix('error: ')}")
+        return kind(f"{self._name} could not be measured (it {self.how_it_ended()}): {last.removeprefix('error: ')}")
+
+
+def training_process(config: RunConfig, stream: Path, folder: Path, threads: int) -> MeasuringProcess:
+    """`measure_training` in a process, on the groups of `stream`."""
+    return MeasuringProcess("measure_training", config, stream, folder, threads)
+
+
+def _other_generation_processes(config: RunConfig, folder: Path, threads: int) -> Iterator[MeasuringProcess]:
+    """Start all but one of the run's generation processes, if they share this machine's cores."""
+    for index in range(1, config.engine.processes if config.engine.device == "cpu" else 1):
+        own = folder / f"generation-{index}"
+        own.mkdir()
+        yield MeasuringProcess("measure_generation", config, own / "produced", own, threads)
 
 
 def describe_machine(device: str, threads: int) -> Machine:

@@ -11,6 +11,8 @@ from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisat
 from pipelinerl.report import write_file
 
 FORMAT = 1
+READY, ENOUGH = "ready", "enough"
+"""What a measuring process says when it computes as in a run, and when it has measured enough."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +101,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     side_by_side   generation and training were measured while both were running, as in a pipeline run; otherwise each had
                    the machine to itself, as in a conventional run
-    processes      number of generation processes in the run; `generation` has the costs of one of them
+    processes      number of generation processes in the run; `generation` has the costs of one of them, while the others
+                   generated too if they share the machine's cores
     lengths        sampled tokens -> number of rollouts, with the initial model (training changes lengths)
     """
 

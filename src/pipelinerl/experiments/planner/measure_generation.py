@@ -1,11 +1,18 @@
 """Measures generation: an actor at full load as in a run, and an engine's decode steps, prefill and weight updates.
 
+    python -m pipelinerl.experiments.planner.measure_generation CONFIG.yaml FOLDER MESSAGES
+
+As a command it only computes, beside the process that measures, as the other generation processes of a run do. It says
+`ready` in the file MESSAGES and generates until it is stopped.
+
 Decode steps are timed with the KV cache as full as in a batch that is kept full. The sequences are random tokens, with the
 distribution of ages at a random moment.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -23,13 +30,14 @@ from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.outstanding import make_record
 from pipelinerl.actor.rollouts import RolloutContext
+from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
-from pipelinerl.errors import UserError
+from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.analytic import LengthDistribution
-from pipelinerl.experiments.planner.calibration import DecodeCost
+from pipelinerl.experiments.planner.calibration import READY, DecodeCost
 from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer, WeightUpdate
 from pipelinerl.launch.stages.engines import load_local_engine
@@ -295,3 +303,19 @@ def _clear(engine: LocalEngine, names: Sequence[str]) -> None:
     for name in names:
         engine.cancel(name)
     engine.step()
+
+
+def main(arguments: Sequence[str]) -> int:
+    config_path, folder, messages = map(Path, arguments)
+    try:
+        generator = load_generator(config_from_yaml(config_path.read_text(encoding="utf-8")))
+        messages.write_text(f"{READY}\n", encoding="utf-8")
+        asyncio.run(produce(generator, folder, seconds=0, rollouts=0, keep_going=lambda: True))
+    except PipelineRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

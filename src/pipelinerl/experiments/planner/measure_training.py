@@ -33,7 +33,7 @@ from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig, TrainerConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, UserError
 from pipelinerl.experiments.machine import clock_of
-from pipelinerl.experiments.planner.calibration import TrainingCost
+from pipelinerl.experiments.planner.calibration import ENOUGH, READY, TrainingCost
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.preprocess.packing import pack
@@ -45,7 +45,6 @@ from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 from pipelinerl.types import Group, TrainingSample
 from pipelinerl.weights.memory import MemoryChannel
 
-READY, ENOUGH = "ready", "enough"
 MIN_STEPS = 3
 SMALL = 4
 """Steps of B and of B / SMALL rollouts are measured. A line through both gives the fixed cost and the cost per token."""

@@ -29,6 +29,7 @@ from pipelinerl.errors import PolicyMismatchError, RunInterruptedError
 from pipelinerl.experiments.replay.records import Batch, RecordedRun, RecordedSamples, Segment
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Schedule, StreamStats, Verdict
+from pipelinerl.launch.hosts.embedded import torch_threads
 from pipelinerl.launch.hosts.host import Channels, LocalWorker
 from pipelinerl.launch.roles import rank_roles
 from pipelinerl.launch.run_directory import RunDirectory
@@ -96,7 +97,7 @@ class TrainingReplay:
         session = self._session(segment, checkpoint)
         config, board = session.config, MemoryBoard()
         with ExitStack() as stack:
-            stack.enter_context(_threads(config.trainer.threads or 1))
+            stack.enter_context(torch_threads(config.trainer.threads or 1))
             team = stack.enter_context(_ranks(session, board)) if config.trainer.ranks > 1 else None
             policy = load_policy(session, team)
             logs = stack.enter_context(self._logs())
@@ -156,16 +157,6 @@ class TrainingReplay:
             JsonLines(self.folder.published) as published,
         ):
             yield TrainingLogs(metrics, trained, published)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -279,7 +270,7 @@ def _prepare(config: RunConfig, policy: Policy) -> Callable[[Group], Prepared]:
     threads = PREPROCESSING_THREADS if apart else torch.get_num_threads()
 
     def prepare(group: Group) -> Prepared:
-        with _threads(threads):
+        with torch_threads(threads):
             return preprocessor.process(group)
 
     return prepare

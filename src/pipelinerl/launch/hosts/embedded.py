@@ -55,7 +55,7 @@ def run_embedded(session: Session, view: View) -> Outcome:
 
     with ExitStack() as stack:
         stack.enter_context(_logging_to(session.run))
-        stack.enter_context(_torch_threads(threads))
+        stack.enter_context(torch_threads(threads))
         stack.enter_context(closing(board))
         interrupts = stack.enter_context(counted_interrupts(raising=True))
         writer, reader = _stream(session, on_drop)
@@ -152,7 +152,8 @@ class _GuardedBoard(MemoryBoard):
 
 
 @contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
+    """Compute with `count` threads while inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -35,8 +35,8 @@ from pipelinerl.errors import (
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.hosts.agent import BEAT_EVERY_S, LAUNCHER, Agent, Ended, Look, Order, Setup
+from pipelinerl.launch.hosts.placement import Machine, Place, place, roles_of, shares_on
 from pipelinerl.launch.memory import Memory, check_memory, judge_machine
-from pipelinerl.launch.placement import Machine, Place, place, roles_of, shares_on
 from pipelinerl.launch.roles import TRAINING, rank_roles, stages_of
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
 from pipelinerl.launch.session import Here, Session

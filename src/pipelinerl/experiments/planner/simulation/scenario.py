@@ -369,6 +369,11 @@ def doubts(config: RunConfig, calibration: Calibration) -> list[str]:
         found.append(f"it was made with {calibration.slots} slots, fewer than the run's {config.engine.slots}")
     if (measured := calibration.training.ranks) != (ranks := config.trainer.ranks):
         found.append(f"it was made with trainer.ranks {measured}, the run has {ranks}: what ranks exchange is not known")
+    if config.engine.device == "cpu" and calibration.processes != (processes := config.engine.processes):
+        found.append(
+            f"it was made with engine.processes {calibration.processes}, the run has {processes}: processes that share "
+            "cores slow each other down"
+        )
     together = side_by_side(config, make_schedule(config))
     if calibration.side_by_side != together:
         made, is_now = ("at the same time", "in turn") if calibration.side_by_side else ("in turn", "at the same time")
