@@ -32,14 +32,14 @@ BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 PACKED = """
 afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama doge
 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2
-gpt_bigcode gpt_neo gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense
+gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense
 hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe laguna llama mellum mimo_v2_flash minicpm3 minimax_m2
 ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
-qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu"""
+qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"""
 OTHERS = """axk2 bailing_hybrid bamba beam biogpt bloom codegen cpmant ctrl deepseek_v32 deepseek_v4 falcon falcon_h1
-falcon_mamba flint glm_moe_dsa gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba kimi_linear
+falcon_mamba flint glm_moe_dsa gpt_neox_japanese gpt_neo gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba kimi_linear
 kolibri1 lfm2 lfm2_moe lfm3 llama4_text mamba mamba2 minimax minimax_m3_vl_text moshi mpt nemotron nemotron_h olmo_hybrid
-openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xglm zamba2 zaya"""
+openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xglm zamba2 zaya stablelm"""
 
 _SAME = {
     64: "hidden_size d_model n_embd",
@@ -74,9 +74,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{name: {"layer_types": _ALTERNATE} for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
     **{name: {"layer_types": ["sliding_attention", "full_attention"]} for name in ("gpt_oss", "olmo3", "cohere2")},
     "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v2": _LATENT | {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon": {"head_dim": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 24},
+    **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "mamba_dt_rank": 8},
     "mamba2": {"num_heads": 8},
