@@ -12,6 +12,7 @@ tokens at once, all tokens of a prompt except its first chunk run one by one. Th
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ from pipelinerl.models.attention import choose_attention, unsupported
 from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, use_configured_time_steps
 
 ATTENTION_NAME = "pipelinerl_cache"
+_log = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 5
 _PROBE_ROWS = 3
@@ -234,6 +236,19 @@ def _own_attention(module: nn.Module, *arguments: Any, **options: Any) -> Any:
 
 
 # ---- the runner
+
+
+def instead_of_packed(
+    model: Any, rows: int, max_length: int, *, own_attention: str, reason: UnsupportedModelError
+) -> CacheRunner:
+    """A runner for a model that can't run packed, for `reason`. Raises UnsupportedModelError, with both reasons."""
+    choose_attention(model, own_attention)
+    try:
+        runner = CacheRunner(model, rows, max_length)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}; and not over packed batches: {reason}") from error
+    _log.warning("%s runs %s: %s", type(model).__name__, runner.description, reason)
+    return runner
 
 
 class CacheRunner:

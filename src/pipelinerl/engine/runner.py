@@ -23,7 +23,7 @@ from pipelinerl.engine.attention import (
 )
 from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.attention import choose_attention, refuse_states, replace_attention, rope_limit, unsupported
+from pipelinerl.models.attention import refuse_states, replace_attention, rope_limit, unsupported
 
 if TYPE_CHECKING:
     from pipelinerl.engine.runners import Runner
@@ -48,20 +48,11 @@ def make_runner(model: Any, rows: int, max_length: int, *, flatten: bool = True)
         )
     own = model.config._attn_implementation
     try:
-        packed = ModelRunner(model, rows, max_length, flatten=flatten)
-        _log.info("%s runs %s", name, packed.description)
-        return packed
-    except UnsupportedModelError as error:
-        reason = error
-    choose_attention(model, own)
-    from pipelinerl.engine.cache_runner import CacheRunner  # noqa: PLC0415 - most models don't need it
+        return ModelRunner(model, rows, max_length, flatten=flatten)
+    except UnsupportedModelError as reason:
+        from pipelinerl.engine.cache_runner import instead_of_packed  # noqa: PLC0415 - most models don't need it
 
-    try:
-        runner = CacheRunner(model, rows, max_length)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error}; and not over packed batches: {reason}") from error
-    _log.warning("%s runs %s: %s", name, runner.description, reason)
-    return runner
+        return instead_of_packed(model, rows, max_length, own_attention=own, reason=reason)
 
 
 class ModelRunner:

@@ -145,26 +145,11 @@ def attend(
     if softcap is None and sinks is None:
         is_causal = causal and mask is None
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
+    from pipelinerl.models.scores import attend_by_scores  # noqa: PLC0415 - few models have soft caps or sinks
+
     if causal and mask is None:
         raise ValueError("causal attention with a soft cap or sinks needs its mask")
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
-    if sinks is not None:
-        from pipelinerl.models.sinks import attend_with_sinks  # noqa: PLC0415 - few models have them
-
-        return attend_with_sinks(query, key, value, mask, sinks, scale=scale, softcap=softcap)
-    scores = capped(query, key, scale, softcap)
-    if mask is not None:
-        scores = scores + mask
-    precision = torch.promote_types(query.dtype, torch.float32)
-    weights: Tensor = scores.softmax(-1, dtype=precision).to(query.dtype)
-    return weights @ value
-
-
-def capped(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Attention scores, soft-capped if `softcap` is set."""
-    scores = query @ key.transpose(-1, -2)
-    return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
+    return attend_by_scores(query, key, value, mask, sinks, scale=scale, softcap=softcap)
 
 
 def rope_limit(model: Any) -> int | None:

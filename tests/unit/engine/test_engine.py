@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from pipelinerl.engine import LocalEngine, flat
-from pipelinerl.engine.runner import rounding_limit
+from pipelinerl.engine.rounding import rounding_limit
 from pipelinerl.engine.sampler import StepsAhead, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
@@ -417,7 +417,7 @@ def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flat, "PACK_FROM", 1)
     packed, plain = engine(flatten=True), engine(flatten=False)
     assert packed._runner._flat is not None
-    assert packed._runner._flat._packed
+    assert packed._runner._flat._copies
     wanted = [request(f"r{i}", tuple(range(3, 6 + i)), 20) for i in range(6)]
     completions = []
     for served in (packed, plain):

@@ -1,4 +1,8 @@
-"""Attention with sinks: each query has a further key, whose score is learned and whose value is 0 (gpt-oss)."""
+"""Attention with other scores than products: soft caps (Gemma 2), and sinks (gpt-oss).
+
+A sink is a further key of each query, whose score is learned and whose value is 0. No fused kernel knows either, so
+scores are computed as a tensor. On a CPU, sinks alone need only what the fused kernel returns.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,32 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipelinerl.models.attention import capped
 
-
-def attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, *, scale: float, softcap: float | None
+def attend_by_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
-    """As `attention.attend`, with sinks [h, 1] or [h, L]. Queries and keys have equally many heads; `mask` is added."""
-    if softcap is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+    """As `attention.attend`, with sinks [h, 1] or [h, L]. Queries and keys have equally many heads."""
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
+    fused = softcap is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+    if fused and sinks is not None:
         attended: Tensor = _SinkAttention.apply(query, key, value, mask, sinks, scale)  # type: ignore[no-untyped-call]
         return attended
-    scores = capped(query, key, scale, softcap)
+    scores = query @ key.transpose(-1, -2)
+    scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
     if mask is not None:
         scores = scores + mask
-    scores = torch.cat((scores, sinks.to(scores.dtype).expand(scores.shape[:3])[..., None]), -1)
-    precision = torch.promote_types(query.dtype, torch.float32)
-    weights: Tensor = scores.softmax(-1, dtype=precision).to(query.dtype)
-    return weights[..., :-1] @ value
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).expand(scores.shape[:3])[..., None]), -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    return (weights if sinks is None else weights[..., :-1]) @ value
 
 
 class _SinkAttention(torch.autograd.Function):
