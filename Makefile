@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install install-ray demo test test-all test-models test-fast test-wild test-ray test-vllm check format clean
+.PHONY: install install-ray demo chaos test test-all test-models test-fast test-wild test-ray test-vllm check format clean
 
 install: $(STAMP)
 
@@ -48,6 +48,12 @@ test-wild: install
 # All runs over a Ray cluster (its machines are this one), with machines that are lost: some fifteen minutes.
 test-ray: install-ray
 	$(BIN)/python -m pytest --exhaustive tests/integration/test_ray.py
+
+# Real runs with faults, in every layout: CHAOS_RUNS of each, ten minutes for each of them. The results are in runs/chaos-DATE.
+CHAOS_RUNS ?= 1
+CHAOS_SEED ?= 0
+chaos: install
+	$(BIN)/pipelinerl chaos --layouts all --runs $(CHAOS_RUNS) --seed $(CHAOS_SEED) --replay
 
 # The real vLLM, for CPU, in an environment of its own: 3.5 GB and some minutes the first time.
 test-vllm: install $(VLLM)/.installed

@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from pipelinerl.errors import INVALID_DATA
+
 POLL_S = 0.05
 _SOCKET_BOUND_S = 10
 _LONGEST_BYTES = 64 << 20  # a layout of half a million tensors
@@ -75,7 +77,7 @@ class Channel(Generic[M]):
         data = self._connection.recv_bytes(_LONGEST_BYTES)
         try:
             message: M = self._decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except INVALID_DATA as error:
             raise ProtocolError(f"it sent an invalid message: {error}") from error
         return message
 

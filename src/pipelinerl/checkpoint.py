@@ -20,7 +20,6 @@ to be written often, for evaluations after the run.
 from __future__ import annotations
 
 import base64
-import os
 import re
 import secrets
 import shutil
@@ -38,25 +37,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import logging
 
-from pipelinerl.errors import CheckpointError
-from pipelinerl.files import sync_directory
+from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of, remove_unfinished
+from pipelinerl.errors import INVALID_DATA, CheckpointError
 
 FORMAT = 1
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 OPTIMIZER_SHARD = "optimizer-{:05d}-of-{:05d}.safetensors"
 OPTIMIZER_NAME = re.compile(r"optimizer(-\d{5}-of-\d{5})?\.safetensors")
-WEIGHTS_FOLDER = "weights"
-"""Folder in a run directory that `save_weights` writes to."""
-
-# A checkpoint that is replaced by one of the same version is named `.old` between the two renames.
-_NAME = re.compile(r"step_(\d{8,})(\.old)?")
-_HIDDEN = ".unfinished-"
-
-
-class FileRecord(msgspec.Struct, frozen=True):
-    size: int
-    checksum: str
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,17 +135,18 @@ def save_checkpoint(
     version: int,
     model: Any,
     tokenizer: Any,
-    optimizer: Mapping[str, Tensor] | Callable[[Path], None],
+    optimizer: Mapping[str, Tensor] | Callable[[Path], Mapping[str, FileRecord]],
     rng: Mapping[str, str],
     positions: Mapping[str, Any],
     counters: Mapping[str, Any],
     config_checksum: str = "",
     keep: int = 2,
+    folders: Folders = Folders(),  # noqa: B008 - it does not change
 ) -> Path:
     """Write `directory/step_XXXXXXXX`, then delete all but the last `keep` checkpoints.
 
     `model` and `tokenizer` are written with their `save_pretrained(folder)`. `optimizer` are the tensors of its state, or
-    writes them to the folder (`save_optimizer`).
+    writes them to the folder (`save_optimizer`) and returns the records of the files that other processes have written.
 
     Raises CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
     """
@@ -168,60 +157,59 @@ def save_checkpoint(
         counters=dict(counters),
         config_checksum=config_checksum,
     )
-    with _new_folder(directory, version) as hidden:
+    with _new_folder(directory, version, folders, durable=True) as hidden:
         _write_model(hidden, model, tokenizer)
+        others: Mapping[str, FileRecord] = {}
         if callable(optimizer):
-            optimizer(hidden)
+            others = optimizer(hidden)
         else:
             save_optimizer(hidden, optimizer)
-        _write_state(hidden, state)
-        _sync_tree(hidden)
-    _delete(checkpoints(directory)[:-keep])
-    return directory / _name(version)
+        _write_state(hidden, state, others)
+    folders.keep_latest(directory, None, keep)
+    return directory / folder_name(version)
 
 
-def save_optimizer(folder: Path, tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) -> None:
+def save_optimizer(folder: Path, tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) -> Path:
     """Write the optimizer's state to a checkpoint's folder: all of it, or the rows (first dimension) that `rank` has.
+
+    Returns the file.
 
     Raises OSError or SafetensorError.
     """
     name = OPTIMIZER_FILE if ranks == 1 else OPTIMIZER_SHARD.format(rank + 1, ranks)
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, folder / name)
+    return folder / name
 
 
-def save_weights(directory: Path, *, version: int, model: Any, tokenizer: Any) -> Path:
+def save_weights(
+    directory: Path,
+    *,
+    version: int,
+    model: Any,
+    tokenizer: Any,
+    folders: Folders = Folders(),  # noqa: B008 - it does not change
+) -> Path:
     """Write `directory/step_XXXXXXXX` with only model and tokenizer, for evaluation. A machine crash may lose it.
 
     `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError if it can't be written.
     """
-    with _new_folder(directory, version) as hidden:
+    with _new_folder(directory, version, folders, durable=False) as hidden:
         _write_model(hidden, model, tokenizer)
         _write_state(hidden, CheckpointState(version=version))
-    return directory / _name(version)
-
-
-def keep_latest(directory: Path, version: int, count: int, *, spared_every: int) -> None:
-    """Delete copies of weights, except the last `count` up to `version`, and versions that `spared_every` divides (0: none).
-
-    Raises CheckpointError if that fails.
-    """
-    found = _by_version(directory)
-    kept = {number for number in found if spared_every and number % spared_every == 0}
-    kept.update([number for number in found if number <= version][-count:])
-    _delete([path for number, path in found.items() if number not in kept])
+    return directory / folder_name(version)
 
 
 @contextmanager
-def _new_folder(directory: Path, version: int) -> Iterator[Path]:
+def _new_folder(directory: Path, version: int, folders: Folders, *, durable: bool) -> Iterator[Path]:
     """A hidden folder that is renamed to its final name on success, and deleted on failure. Raises CheckpointError."""
-    target = directory / _name(version)
-    hidden = directory / f"{_HIDDEN}{target.name}-{secrets.token_hex(4)}"
+    target = directory / folder_name(version)
+    hidden = directory / f"{HIDDEN}{target.name}-{secrets.token_hex(4)}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_unfinished(directory)
         hidden.mkdir()
         yield hidden
-        _install(hidden, target)
+        folders.install(hidden, target, durable=durable)
     except (OSError, SafetensorError, ValueError) as error:  # ValueError: a config that save_pretrained refuses
         shutil.rmtree(hidden, ignore_errors=True)
         raise CheckpointError(f"can't write checkpoint {target}: {_first_line(error)}") from error
@@ -236,41 +224,13 @@ def _write_model(folder: Path, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _write_state(folder: Path, state: CheckpointState) -> None:
-    """Must be called last: the file has the checksums of all other files in the folder."""
-    files = {str(path.relative_to(folder)): _record(path) for path in _files(folder)}
+def _write_state(folder: Path, state: CheckpointState, others: Mapping[str, FileRecord] | None = None) -> None:
+    """Must be called last: the file has the checksums of all other files in the folder. `others` are known already."""
+    files = dict(others or {})
+    for path in files_in(folder):
+        if (name := str(path.relative_to(folder))) not in files:
+            files[name] = record_of(path)
     (folder / STATE_FILE).write_bytes(_encode(msgspec.structs.replace(state, files=files)))
-
-
-def _name(version: int) -> str:
-    return f"step_{version:08d}"
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, oldest first. An `.old` one is included if its replacement does not exist yet."""
-    return list(_by_version(directory).values())
-
-
-def _by_version(directory: Path) -> dict[int, Path]:
-    """Version -> checkpoint, ascending; empty if the directory does not exist."""
-    if not directory.is_dir():
-        return {}
-    found: dict[int, Path] = {}
-    for path in sorted(directory.iterdir(), reverse=True):  # `step_X.old` comes before `step_X`, which overrides it
-        if match := _NAME.fullmatch(path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
-
-
-def saved_versions(run_dir: Path) -> dict[int, Path]:
-    """Version -> folder with its weights, ascending: the run's checkpoints and its `weights/` folders."""
-    return dict(sorted((_by_version(run_dir / WEIGHTS_FOLDER) | _by_version(run_dir / "checkpoints")).items()))
-
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint in `run_dir/checkpoints`, or None."""
-    found = checkpoints(run_dir / "checkpoints")
-    return found[-1] if found else None
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -281,7 +241,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     state = _read_state(path / STATE_FILE)
     for name, record in state.files.items():
         try:
-            actual = _record(path / name)
+            actual = record_of(path / name)
         except OSError as error:
             raise CheckpointError(f"checkpoint {path}: can't read {name}: {error.strerror}{_ADVICE}") from error
         if actual != record:
@@ -293,15 +253,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 _ADVICE = "; delete this checkpoint to resume from the one before"
-
-
-def remove_unfinished(directory: Path) -> None:
-    """Delete the remains of interrupted writes and deletions in `directory`."""
-    for path in directory.glob(_HIDDEN + "*"):
-        shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob("step_*.old"):
-        if path.with_suffix("").exists():
-            _remove(path)
 
 
 def _encode(state: CheckpointState) -> bytes:
@@ -321,26 +272,8 @@ def _read_state(path: Path) -> CheckpointState:
         return msgspec.json.decode(encoded, type=CheckpointState)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path.parent}: can't read {path.name}: {error.strerror}{_ADVICE}") from error
-    except msgspec.DecodeError as error:
+    except INVALID_DATA as error:
         raise CheckpointError(f"checkpoint file {path} is damaged: {error}{_ADVICE}") from error
-
-
-def _install(hidden: Path, target: Path) -> None:
-    if target.exists():
-        replaced = target.with_name(target.name + ".old")
-        if replaced.exists():
-            _remove(replaced)
-        os.rename(target, replaced)
-    os.rename(hidden, target)
-    sync_directory(target.parent)
-    remove_unfinished(target.parent)
-
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a partly deleted one is never read as a checkpoint."""
-    hidden = path.with_name(f"{_HIDDEN}{path.name}-{secrets.token_hex(4)}")
-    os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
 
 
 @contextmanager
@@ -353,39 +286,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _delete(paths: Sequence[Path]) -> None:
-    for path in paths:
-        try:
-            _remove(path)
-        except OSError as error:
-            raise CheckpointError(f"can't delete the old checkpoint {path}: {error.strerror}") from error
-
-
-def _sync_tree(directory: Path) -> None:
-    for path in _files(directory):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:
-        sync_directory(path)
-
-
-def _files(directory: Path) -> Sequence[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
-def _record(path: Path) -> FileRecord:
-    digest = xxhash.xxh3_128()
-    size = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            size += len(block)
-    return FileRecord(size, digest.hexdigest())
 
 
 def _checksum(data: bytes) -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
+INVALID_DATA = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec's decoders raise: for the wrong form or type, for text that is not UTF-8, and for too deep nesting."""
+
 
 class PipelineRLError(Exception):
     """Base class of the errors that this package raises. `exit_status` is the exit status of the command line."""
@@ -81,6 +86,10 @@ class LogitsError(TrainingDivergedError):
 
 class ReplayDifferenceError(PipelineRLError):
     """A replay did not repeat what the run recorded; the message names the first step and parameter, rollout or token."""
+
+
+class ChaosError(PipelineRLError):
+    """A run that was hurt broke an invariant; the message has the command that runs its seed again."""
 
 
 class StalledError(PipelineRLError):

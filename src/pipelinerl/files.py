@@ -13,7 +13,7 @@ import struct
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -45,6 +45,22 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class Lines(Protocol):
+    """Where records go, one JSON line each: a file (`JsonLines`), or one on another machine."""
+
+    def write(self, record: Any) -> None: ...
+
+    def alone(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class JsonLines:

@@ -229,6 +229,10 @@ class WeightSender(Protocol):
         """
         ...
 
+    def unanswered(self) -> Sequence[str]:
+        """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
+        ...
+
     def receipts(self) -> Sequence[UpdateReceipt]:
         """Receipts since the last call. Raises WeightUpdateError if one has another checksum or an error."""
         ...

@@ -296,7 +296,7 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
 
     `queued` rollouts are in the trainer's queue; `dropped` counts those that the trainer dropped, by reason. Rollouts in
     the stream and rollouts that the actor dropped are not counted. `probe_ids` is the prompt of the weight canary (see
-    `ProbeReading`).
+    `ProbeReading`). `sent_bytes`: how much of a checkpoint is on the launcher's machine, while it is sent there.
     """
 
     version: int = 0
@@ -312,6 +312,7 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     goal_reached: bool = False
     probe_ids: tuple[int, ...] = ()
     latest: dict[str, float] = {}
+    sent_bytes: int = 0
 
 
 Progress = EngineProgress | ActorProgress | TrainerProgress

@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 import pipelinerl
-from pipelinerl.checkpoint import checkpoints, load_checkpoint
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint_folders import checkpoints
 from pipelinerl.cli import main
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.launch.run_directory import RunDirectory

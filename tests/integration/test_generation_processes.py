@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.metrics.reading import read_timeline
+from pipelinerl.report.series import read_timeline
 from tests.integration.runs import (
     assert_gone_on,
     assert_whole,

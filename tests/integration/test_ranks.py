@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from pipelinerl import train
-from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint_folders import latest_checkpoint
 from pipelinerl.errors import ConfigError
 from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import (

@@ -69,14 +69,16 @@ class Machines:
         command = [sys.executable, "-m", "tests.integration.ray_machines", str(folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         self._there: set[str] = set()
+        self._away: set[str] = set()
         self.address = self._answer()
 
-    def complete(self) -> None:
-        """Add the machines that are not there, or not any more."""
+    def complete(self, *away: str) -> None:
+        """Add the machines that are not there, or not any more. Those that are `away` do not see the run directory."""
         for name in OTHERS:
-            if name not in self._there:
-                self._tell("add", name)
+            if name not in self._there or (name in self._away) != (name in away):
+                self._tell("away" if name in away else "add", name)
                 self._there.add(name)
+        self._away = set(away)
 
     def remove(self, name: str) -> None:
         self._there.remove(name)
@@ -239,12 +241,17 @@ def opened_by(pid: int) -> set[str]:
     return fds | maps
 
 
+def scratch_folders(machines: Machines) -> set[Path]:
+    """Those of machines that were removed stay."""
+    return set(machines.folder.glob("*/pipelinerl-*/"))
+
+
 # ---------------------------------------------------------------------------------------------- runs to their end
 
 
 @pytest.mark.exhaustive
 def test_a_run_over_three_machines_and_on_from_its_checkpoint(machines: Machines, tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
+    run_dir, before = tmp_path / "r", scratch_folders(machines)
     dry = command("train", "--dry-run", *flags(run_dir, **APART))
     assert dry.status == 0, dry.error
     for line in ("machine-0 (", "training, preprocessing", "server-0", "server-1", "on all machines"):
@@ -253,7 +260,7 @@ def test_a_run_over_three_machines_and_on_from_its_checkpoint(machines: Machines
     assert counts["peak_memory_bytes"].keys() == {"generation", "preprocessing", "training", "server-0", "server-1"}
     assert counts["rollouts_trained"] == 4 * 16
     assert counts["lag_max"] <= 4
-    assert not list(machines.folder.glob("*/pipelinerl-*/")), "scratch folders are removed"
+    assert scratch_folders(machines) <= before
     resume_to_the_end(run_dir)
 
 
@@ -496,3 +503,156 @@ def test_what_can_not_run_is_refused_in_one_line(machines: Machines, tmp_path: P
     run.process.send_signal(signal.SIGINT)
     assert run.end().status == 130
     assert_conserved(summary(run.run_dir))
+
+
+# ------------------------------------------------------------------------- machines without the run directory
+
+
+@pytest.fixture
+def apart(cluster: Machines) -> Machines:
+    """A cluster whose second and third machine do not see the run directory."""
+    cluster.complete(*OTHERS)
+    return cluster
+
+
+TRAINER_AWAY = {"training": "machine-1", "generation": "machine-2"}
+files_with_a_shared_folder: dict[frozenset[Any], set[str]] = {}
+"""Of a run with these settings, wherever its processes are."""
+
+
+def files(run_dir: Path) -> set[str]:
+    """What a run has left, except what only a session of its own uses."""
+    names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}
+    return {name for name in names if not name.startswith("streams/") and "report.json" not in name}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SPREAD | {"launch__place": json.dumps(TRAINER_AWAY)},
+        APART | {"launch__place": json.dumps(TRAINER_AWAY | {"server-0": "machine-1", "server-1": "machine-0"})},
+        SPREAD | {"trainer__ranks": 2, "launch__place": json.dumps(TRAINER_AWAY | {"training-rank-1": "machine-2"})},
+        SPREAD | {"trainer__ranks": 2, "launch__place": json.dumps(TRAINER_AWAY | {"training-rank-1": "machine-0"})},
+        SPREAD
+        | {"trainer__ranks": 2, "launch__place": json.dumps({"training": "machine-0", "training-rank-1": "machine-1"})},
+    ],
+    ids=["plain", "apart", "both-ranks", "rank-0", "rank-1"],
+)
+def test_a_run_without_a_shared_folder_leaves_the_same(settings: dict[str, Any], apart: Machines, tmp_path: Path) -> None:
+    """The same files as with one, and it can be resumed."""
+    run_dir, before = tmp_path / "r", scratch_folders(apart)
+    more = {"evaluation__problems": 4, "trainer__weights_every": 1, "trainer__checkpoint_every": 2, "trainer__steps": 4}
+    dry = command("train", "--dry-run", *flags(run_dir, **settings, **more))
+    assert "machine machine-1 does not have the run directory: its records, logs and checkpoints are sent" in dry.out
+    ended = command("train", *flags(run_dir, **settings, **more, metrics__view="plain"))
+    checked(run_dir, msgspec.structs.replace(ended, error=""))
+    assert "machine machine-1" in ended.out
+    assert "does not have the run directory: its records, logs and checkpoints are sent to this machine" in ended.out
+    processes = frozenset(settings.items() - {("launch__place", settings["launch__place"])})
+    if processes not in files_with_a_shared_folder:
+        shared = tmp_path / "shared"
+        apart.complete()
+        checked(shared, command("train", *flags(shared, **settings, **more)))
+        files_with_a_shared_folder[processes] = files(shared)
+        apart.complete(*OTHERS)
+    assert files(run_dir) == files_with_a_shared_folder[processes]
+    resume_to_the_end(run_dir)
+    resume_to_the_end(run_dir, "--launch.place={}")
+    assert scratch_folders(apart) <= before
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", ["training", "generation"])
+def test_a_machine_without_the_folder_is_removed(victim: str, apart: Machines, tmp_path: Path) -> None:
+    run = Running(tmp_path / "r", **SPREAD, launch__place=json.dumps(TRAINER_AWAY))
+    for machine in OTHERS:
+        opened = [name for stage, place in run.machines.items() if place == machine for name in opened_by(run.pids[stage])]
+        assert opened
+        assert not [name for name in opened if name.startswith(str(run.run_dir))]
+    apart.remove(TRAINER_AWAY[victim])
+    ended = run.end()
+    assert ended.status == 4
+    assert f"which runs {victim}, is lost" in ended.error
+    resume_to_the_end(run.run_dir, "--launch.place={}")
+
+
+@pytest.mark.exhaustive
+def test_a_machine_is_removed_while_it_sends_a_checkpoint(apart: Machines, tmp_path: Path) -> None:
+    """Its agent is stopped as soon as the head has a part."""
+    run = Running(tmp_path / "r", **SPREAD, launch__place=json.dumps(TRAINER_AWAY), trainer__checkpoint_every=1)
+    agent = run.agents["machine-1"]
+
+    def stopped_in_a_checkpoint() -> bool:
+        os.kill(agent, signal.SIGSTOP)
+        if unfinished(run.run_dir):
+            return True
+        os.kill(agent, signal.SIGCONT)
+        return False
+
+    until(stopped_in_a_checkpoint, run.process)
+    apart.remove("machine-1")
+    with suppress(ProcessLookupError):
+        os.kill(agent, signal.SIGCONT)  # it finds that its machine is gone
+    ended = run.end()
+    assert ended.status == 4
+    assert "which runs training, is lost" in ended.error
+    resume_to_the_end(run.run_dir, "--launch.place={}")
+
+
+@pytest.mark.exhaustive
+def test_a_launcher_that_is_killed_is_followed_by_one_that_has_everything(apart: Machines, tmp_path: Path) -> None:
+    run = Running(tmp_path / "r", **SPREAD, launch__place=json.dumps(TRAINER_AWAY))
+    run.process.kill()
+    assert run.end().status == -signal.SIGKILL
+    resume_to_the_end(run.run_dir)
+
+
+KILLED = """
+    import os, signal
+    from pipelinerl.launch.hosts.head import Head
+
+    def killed(self, first, sizes, taken=Head._taken, times=[]):
+        times += [name for name in sizes if "rollouts-1" in name]
+        if len(times) == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        taken(self, first, sizes)
+
+    Head._taken = killed
+"""
+
+
+@pytest.mark.exhaustive
+def test_lines_that_a_killed_launcher_had_just_written_are_followed_by_no_copy(apart: Machines, tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    place = {"training": "machine-0", "generation-0": "machine-1", "generation-1": "machine-2"}
+    settings = TWO_ACTORS | ENDLESS | {"launch__place": json.dumps(place)}
+    assert wait(start("train", *flags(run_dir, **settings), prepare=KILLED)).status == -signal.SIGKILL
+    assert (run_dir / "rollouts" / "rollouts-1.jsonl").exists()
+    resume_to_the_end(run_dir)
+    lines = (run_dir / "rollouts" / "rollouts.jsonl").read_bytes().splitlines()
+    assert len(lines) == len(set(lines))
+
+
+FULL = """
+    import errno, os
+    from pipelinerl.launch.hosts import head
+
+    def full(path, start, data, write=head._write_at):
+        if path.name == "metrics.jsonl" and start:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, start, data)
+
+    head._write_at = full
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_full_disk_at_the_head_ends_the_run_with_one_error(apart: Machines, tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    settings = SPREAD | {"launch__place": json.dumps(TRAINER_AWAY), "trainer__checkpoint_every": 1}
+    ended = wait(start("train", *flags(run_dir, **settings), prepare=FULL))
+    assert ended.status == 2
+    assert ended.error.count("\n") == 1
+    assert f"can't write to {run_dir}/metrics.jsonl: No space left on device; make room on that disk" in ended.error
+    resume_to_the_end(run_dir)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,12 @@ from tests.integration.runs import (
 )
 
 
-def test_the_next_step_after_a_resume_is_the_same(tmp_path: Path) -> None:
-    """On policy, so that nothing is in flight at the checkpoint: to the bit."""
-    settings = {"schedule__kind": "conventional", "trainer__keep_checkpoints": 10}
+@pytest.mark.parametrize(
+    "of_loss", [{}, {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep"}], ids=["default", "KL penalty"]
+)
+def test_the_next_step_after_a_resume_is_the_same(of_loss: dict[str, Any], tmp_path: Path) -> None:
+    """On policy, so that nothing is in flight at the checkpoint: to the bit. The reference model is not the checkpoint."""
+    settings = {"schedule__kind": "conventional", "trainer__keep_checkpoints": 10, **of_loss}
     run(tmp_path / "straight", trainer__steps=6, trainer__checkpoint_every=2, **settings)
     run(tmp_path / "halves", trainer__steps=3, **settings)
     resume(tmp_path / "halves", trainer__steps=4)

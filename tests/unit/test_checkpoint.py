@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipelinerl import checkpoint as module
-from pipelinerl.checkpoint import checkpoints, keep_latest, latest_checkpoint, load_checkpoint, rng_state, save_checkpoint
+from pipelinerl.checkpoint import load_checkpoint, rng_state, save_checkpoint
+from pipelinerl.checkpoint_folders import checkpoints, keep_latest, latest_checkpoint
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.sharded import rows_of

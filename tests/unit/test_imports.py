@@ -21,7 +21,7 @@ PROCESSES = {
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights.shared.sender "
         "weights.broadcast config.help launch.dry_run launch.tryout launch.resume launch.hosts.agent launch.hosts.ray "
         "launch.hosts.placement launch.stages.broadcast launch.stages.generation launch.stages.training models.hub "
-        "redis_connection status.mirror report experiments torch",
+        "launch.away launch.hosts.head redis_connection status.mirror report experiments torch",
     ),
     "launcher, before a run": (
         "environments.static_check environments.tasks.gcd",

@@ -20,7 +20,7 @@ import msgspec
 
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.database import Database
-from pipelinerl.errors import StalledError
+from pipelinerl.errors import RunDirectoryError, StalledError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.types import ACTOR, TRAINER, StageStatus, TrainerProgress, trainer_progress
@@ -221,6 +221,8 @@ class LocalAdmission(Admission):
                 yield
         except TimeoutError as error:
             raise StalledError(str(error)) from error
+        except OSError as error:
+            raise RunDirectoryError(f"can't write {error.filename}: {error.strerror}; make room and resume") from error
 
     def _write(self, state: Outstanding) -> None:
         self._database.rows("UPDATE record SET json = ?", self._encoder.encode(state))

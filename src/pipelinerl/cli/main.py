@@ -22,6 +22,7 @@ MODULES = {
     "plan": ("plan", "calibrate", "simulate"),
     "serve": ("serve", "check-engine"),
     "replay": ("replay", "export"),
+    "chaos": ("chaos",),
 }
 """The modules of this package that add subcommands, in the order of `pipelinerl --help`, and the names of theirs."""
 

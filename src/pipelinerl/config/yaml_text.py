@@ -30,12 +30,19 @@ _PLAIN_VALUES = (
 )
 
 
+MOST_VALUES = 100_000
+"""In a run file, each counted as often as aliases name it."""
+LONGEST_NUMBER = 1000
+
+
 class _Loader(yaml.SafeLoader):
     """Plain values as in YAML 1.2."""
 
     def whole_number(self, node: yaml.ScalarNode) -> int:
         text = node.value
         base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+        if len(text) > LONGEST_NUMBER:
+            raise ValueError(f"line {node.start_mark.line + 1}: a number of {len(text)} characters")
         return int(text if base == 10 else text[2:], base)
 
 
@@ -77,6 +84,7 @@ def parse(text: str, source: str) -> YamlText:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
+            _check_size(node)
             lines: dict[str, int] = {}
             _collect_lines(node, "", lines)
             value = None if node is None else loader.construct_document(node)
@@ -92,7 +100,7 @@ def parse(text: str, source: str) -> YamlText:
     except yaml.reader.ReaderError as error:
         raise ConfigError(f"{source}: not valid YAML: character {error.position}: {error.reason}") from error
     except RecursionError as error:
-        raise ConfigError(f"{source}: not usable as YAML: nested too deeply, or a value that contains itself") from error
+        raise ConfigError(f"{source}: not usable as YAML: nested too deeply") from error
     except ValueError as error:
         raise ConfigError(f"{source}: not usable as YAML: {error}") from error
     return YamlText(value, lines)
@@ -104,6 +112,19 @@ def dump(value: Any) -> str:
         value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=float("inf")
     )
     return text
+
+
+def _check_size(node: yaml.Node | None) -> None:
+    """Raises ValueError for more than MOST_VALUES values. With aliases of aliases, a few lines can stand for billions."""
+    waiting, count = [node], 0
+    while waiting:
+        inner = waiting.pop()
+        if not isinstance(inner, yaml.CollectionNode):
+            continue
+        count += len(inner.value)
+        if count > MOST_VALUES:
+            raise ValueError(f"aliases (`*name`) make it more than {MOST_VALUES} values, or a value contains itself")
+        waiting += inner.value if isinstance(inner, yaml.SequenceNode) else [value for _, value in inner.value]
 
 
 def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.environments.options import Files, listed, names_a_dataset, unreadable
-from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Problem
 
 # ---- data sets of the Hugging Face hub, or folders in one of its formats (Parquet, CSV, JSON, Arrow, ...)
@@ -123,7 +123,7 @@ def fields_of(row: Any) -> str:
 def _value(line: bytes, place: str) -> Any:
     try:
         return msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except INVALID_DATA as error:
         raise EnvironmentSetupError(f"{place} is not JSON: {error}") from error
 
 

@@ -77,10 +77,11 @@ def _placement(config: RunConfig) -> list[str]:
     if config.launch.kind != "ray":
         return []
     from pipelinerl.launch.hosts.placement import placement_lines  # noqa: PLC0415 - only for several machines
-    from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - needs the extra `ray`
+    from pipelinerl.launch.hosts.ray import connected, machines_away, placement_of  # noqa: PLC0415 - needs the extra `ray`
 
     with connected(config.launch) as cluster:
-        return placement_lines(placement_of(config, cluster), cluster.machines)
+        places = placement_of(config, cluster)
+        return [*placement_lines(places, cluster.machines), *machines_away(config, cluster, places)]
 
 
 def try_environment(config: RunConfig) -> TryoutReport:

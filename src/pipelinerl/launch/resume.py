@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint_folders import latest_checkpoint
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import LoraConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,9 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
         run = lock.run
         if cluster is not None:
             _wait_until_unused(run)
+            if resume is not None:  # before its files are used or moved
+                with _running_broker(config, run, cluster.address) as broker:
+                    _take_what_is_left(config, run, broker.url if broker is not None else None)
         join_rollouts(run.rollouts)
         restart_notice = None if resume is None else _prepare_resume(config, run)
         with _running_broker(config, run, cluster.address if cluster is not None else None) as broker:
@@ -67,6 +71,11 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
             notices = [*([restart_notice] if restart_notice else []), *memory.lines]
             with closing(_make_view(session, notices)) as view:
                 outcome = _run_stages(session, lock, cluster, broker, view)
+            if cluster is not None and (broker is None or broker.failure() is None):
+                try:
+                    _take_what_is_left(config, run, redis_url)
+                except PipelineRLError as error:
+                    outcome = replace(outcome, error=outcome.error or error)
             join_rollouts(run.rollouts)
             return _conclude(session, outcome)
 
@@ -143,6 +152,14 @@ def _wait_until_unused(run: RunDirectory) -> None:
     from pipelinerl.launch.hosts.ray import wait_until_unused  # noqa: PLC0415 - as above
 
     wait_until_unused(run.root)
+
+
+def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None) -> None:
+    """Between sessions: what machines without the run directory have sent."""
+    from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
+
+    url, prefix, _ = redis_of(config, run, redis_url)
+    take_what_is_left(url, prefix, run.root)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:

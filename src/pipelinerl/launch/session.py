@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.files import write_atomically
+from pipelinerl.files import JsonLines, Lines, write_atomically
 from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.streams import StreamStore, stream_store
@@ -81,6 +81,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     weights_from      where the sender of a weight broadcast listens, if its socket is not inherited
     ranks_at          the same for rank 0 of a sharded trainer
     scratch           see `RunDirectory`
+    away              this machine has a folder of its own instead of the run directory (see `launch.away`)
     """
 
     threads: int = 1
@@ -90,6 +91,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     weights_from: tuple[str, int] | None = None
     ranks_at: tuple[str, int] | None = None
     scratch: str | None = None
+    away: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,16 @@ class Session:
     def streams(self) -> StreamStore:
         """The store of the streams between the session's processes."""
         return stream_store(self.config, self.run, self.plan.redis_url)
+
+    def lines(self, path: Path, *, empty: bool = False) -> Lines:
+        """Open a file of records in the run directory, to append to it. `empty`: after removing what is there."""
+        if self.here.away:
+            from pipelinerl.launch.away import AwayLines  # noqa: PLC0415 - only a machine without the directory needs it
+
+            return AwayLines(self, path, empty=empty)
+        if empty:
+            path.unlink(missing_ok=True)
+        return JsonLines(path)
 
 
 def write_session(session: Session) -> None:

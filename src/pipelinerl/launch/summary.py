@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import msgspec
 from rich.console import Console
 
-from pipelinerl.errors import PipelineRLError, RunDirectoryError, RunInterruptedError
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
@@ -93,7 +93,7 @@ def finished_summary(run: RunDirectory) -> dict[str, Any] | None:
     """The summary of the run's last session, if it reached its goal."""
     try:
         summary = msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *INVALID_DATA):
         return None
     return summary if summary.get("status") == FINISHED else None
 

@@ -8,10 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
-from pipelinerl.errors import RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
@@ -30,7 +29,7 @@ def read_json_lines(path: Path, record_type: type[T]) -> list[T]:
                 break
             try:
                 records.append(decoder.decode(line))
-            except msgspec.DecodeError as error:  # includes ValidationError
+            except INVALID_DATA as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     return records
 
@@ -76,11 +75,3 @@ def _superseded(old: StepRecord | EvaluationRecord, new: StepRecord | Evaluation
     if isinstance(old, StepRecord) or isinstance(new, StepRecord):
         return old.version >= new.version
     return old.when == new.when and (old.version >= new.version or old.newest_version > new.version)
-
-
-def read_timeline(run_dir: Path) -> list[TimelineRecord]:
-    """The records of all engines of a run, by time. Raises RunDirectoryError for a file that can't be read or is damaged."""
-    records: list[TimelineRecord] = []
-    for path in sorted(run_dir.glob(f"{TIMELINE_STEM}*.jsonl")):
-        records += read_lines(path, TimelineRecord, lambda old, new: old.time_s >= new.time_s)
-    return sorted(records, key=lambda record: (record.time_s, record.worker))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pipelinerl.files import JsonLines
+from pipelinerl.files import JsonLines, Lines
 from pipelinerl.metrics.evaluations import EvaluationRecord
 
 if TYPE_CHECKING:
@@ -29,14 +30,16 @@ class JsonlSink:
     Each file is opened when its first record is written.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, lines: Callable[[Path], Lines] = JsonLines) -> None:
+        """`lines` opens a file."""
         self._run_dir = run_dir
-        self._files: dict[str, JsonLines] = {}
+        self._lines = lines
+        self._files: dict[str, Lines] = {}
 
     def write(self, record: Record) -> None:
         name = EVALUATIONS_FILE if isinstance(record, EvaluationRecord) else METRICS_FILE
         if name not in self._files:
-            self._files[name] = JsonLines(self._run_dir / name)
+            self._files[name] = self._lines(self._run_dir / name)
         self._files[name].write(record)
 
     def close(self) -> None:
@@ -45,7 +48,7 @@ class JsonlSink:
         self._files.clear()
 
 
-def make_sink(run_dir: Path, *, tensorboard: bool = False) -> Sink:
+def make_sink(run_dir: Path, *, tensorboard: bool = False, lines: Callable[[Path], Lines] = JsonLines) -> Sink:
     """A sink for JSONL in `run_dir` and, with `tensorboard`, TensorBoard events in `run_dir/tensorboard`.
 
     Raises MissingDependencyError if TensorBoard is wanted but not installed.
@@ -53,5 +56,5 @@ def make_sink(run_dir: Path, *, tensorboard: bool = False) -> Sink:
     if tensorboard:
         from pipelinerl.metrics.tensorboard import TensorboardSink  # noqa: PLC0415 - costs a second of imports
 
-        return TensorboardSink(run_dir)
-    return JsonlSink(run_dir)
+        return TensorboardSink(run_dir, lines)
+    return JsonlSink(run_dir, lines)

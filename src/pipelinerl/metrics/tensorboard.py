@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from pipelinerl.errors import MissingDependencyError
+from pipelinerl.files import JsonLines, Lines
 from pipelinerl.metrics.sinks import JsonlSink, Record
 
 try:
@@ -18,8 +20,8 @@ except ImportError as error:
 class TensorboardSink(JsonlSink):
     """Also writes one chart for each number of a record, over the weights' version. Flushed with every record."""
 
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir)
+    def __init__(self, run_dir: Path, lines: Callable[[Path], Lines] = JsonLines) -> None:
+        super().__init__(run_dir, lines)
         self._writer = Writer(str(run_dir / "tensorboard"))
 
     def write(self, record: Record) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import JsonLines
+from pipelinerl.files import JsonLines, Lines
 from pipelinerl.types import EngineProgress
 
 EVERY_S = 0.25
@@ -33,8 +33,16 @@ class TimelineRecord(msgspec.Struct, frozen=True, kw_only=True):
 class TimelineWriter:
     """Writes `RUN_DIR/timeline-WORKER.jsonl`. Times are seconds since `origin_s` of `clock`."""
 
-    def __init__(self, run_dir: Path, worker: int, origin_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lines = JsonLines(run_dir / f"{TIMELINE_STEM}{worker}.jsonl")
+    def __init__(
+        self,
+        run_dir: Path,
+        worker: int,
+        origin_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        lines: Callable[[Path], Lines] = JsonLines,
+    ) -> None:
+        """`lines` opens the file."""
+        self._lines = lines(run_dir / f"{TIMELINE_STEM}{worker}.jsonl")
         self._worker = worker
         self._origin_s = origin_s
         self._clock = clock

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.config.schema import LONGEST_SLOT
-from pipelinerl.errors import ModelLoadError
+from pipelinerl.errors import INVALID_DATA, ModelLoadError
 
 _MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
@@ -180,7 +180,7 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
         shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
     except OSError as error:
         raise ModelLoadError(f"can't read {path}: {error.strerror}; get a complete copy of the model") from error
-    except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
+    except (*INVALID_DATA, KeyError, TypeError, IndexError) as error:
         raise ModelLoadError(f"{path} is damaged or not a safetensors file; get a complete copy of the model") from error
     if missing > 0:
         raise ModelLoadError(f"{path} is cut short: {missing} bytes are missing; get a complete copy of the model")
@@ -192,7 +192,7 @@ def _json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ModelLoadError(f"can't read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except INVALID_DATA as error:
         raise ModelLoadError(f"{path} is not a JSON object: {error}; get a complete copy of the model") from error
 
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from pipelinerl.config.load import config_from_yaml, with_own_model
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import read_lines, read_records, read_timeline
+from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
-from pipelinerl.metrics.timeline import TimelineRecord
+from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 from pipelinerl.types import VersionSpan
 
 WINDOW = 5
@@ -297,6 +297,14 @@ def read_run(run_dir: Path) -> RunRecords:
     )
 
 
+def read_timeline(run_dir: Path) -> list[TimelineRecord]:
+    """The records of all engines of a run, by time. Raises RunDirectoryError for a file that can't be read or is damaged."""
+    records: list[TimelineRecord] = []
+    for path in sorted(run_dir.glob(f"{TIMELINE_STEM}*.jsonl")):
+        records += read_lines(path, TimelineRecord, lambda old, new: old.time_s >= new.time_s)
+    return sorted(records, key=lambda record: (record.time_s, record.worker))
+
+
 def read_config(run_dir: Path) -> RunConfig:
     """The run file of a run directory. Raises ConfigError, and RunDirectoryError if there is none or it can't be read."""
     path = run_dir / "config.yaml"
@@ -318,7 +326,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except INVALID_DATA as error:
         raise RunDirectoryError(f"{path} is damaged: {error}; delete it") from error
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Literal, TextIO
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 
@@ -20,6 +21,18 @@ from pipelinerl.types import StageStatus
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 10.0
 LONG_WAIT_S = 10.0
+
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {0x7F: 0x2421}
+_INVISIBLE = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029, 0xFEFF]
+_SHOWN = _PICTURES | {code: f"<U+{code:04X}>" for code in (*_INVISIBLE, *range(0xD800, 0xE000))}
+
+
+def printable(text: str) -> str:
+    """Make text that may come from data or models safe to print: it never reaches the terminal as control codes.
+
+    Control characters become pictures (`␛`), except newlines, and bidirectional or invisible ones `<U+XXXX>`.
+    """
+    return text.translate(_SHOWN)
 
 
 class View:
@@ -33,7 +46,7 @@ class View:
 
     def say(self, text: str) -> None:
         """Print a message that stays on the screen, like a warning or a process's crash message."""
-        print(text, file=self._stream, flush=True)
+        print(printable(text.expandtabs()), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal. May be called twice."""
@@ -54,7 +67,8 @@ class LiveView(View):
 
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         first = self._last is None
-        self._last = (dict(statuses), now)
+        shown = {stage: msgspec.structs.replace(one, detail=printable(one.detail)) for stage, one in statuses.items()}
+        self._last = (shown, now)
         if first:
             self._first_s = now
             self._live.start()
@@ -62,7 +76,7 @@ class LiveView(View):
             self._draw(*self._last)
 
     def say(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+        self._live.console.print(printable(text.expandtabs()), markup=False, highlight=False)
 
     def close(self) -> None:
         if self._last is not None and self._live.is_started:

@@ -21,7 +21,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from pipelinerl.database import DamagedDatabaseError, Database
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import INVALID_DATA, StreamError
 from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
 from pipelinerl.stream import checked_capacity
 
@@ -93,7 +93,7 @@ class StreamFile(Generic[T]):
         """Raises StreamError if the JSON is not one of the stream's items."""
         try:
             return self._decoder.decode(json)
-        except msgspec.DecodeError as error:
+        except INVALID_DATA as error:
             raise StreamError(
                 f"{self._directory}, item {offset}: not a record of this stream ({error}). The file was changed: restore "
                 "it, or delete the stream's directory to go on without what was in it"

@@ -27,7 +27,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.errors import INVALID_DATA, ConfigError, StreamError
 from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
 from pipelinerl.redis_connection import PATIENCE_S, RedisConnection, exceptions
 from pipelinerl.stream import checked_capacity
@@ -104,7 +104,7 @@ class RedisStream(RedisConnection, Generic[T]):
         for offset, payload in entries:
             try:
                 items.append((offset, self._decoder.decode(payload)))
-            except msgspec.DecodeError as error:
+            except INVALID_DATA as error:
                 place = f"{self.place}, item {offset}"
                 raise StreamError(f"{place}: not an item of this stream ({error}); use another stream name") from error
         return items

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipelinerl.files import JsonLines
+from pipelinerl.files import Lines
 from pipelinerl.interfaces import Board, Verdict
 from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.totals import actor_total, engine_total
@@ -38,8 +38,8 @@ class TrainerOutput:
 
     board: Board
     sink: Sink
-    trained_log: JsonLines | None = None
-    published_log: JsonLines | None = None
+    trained_log: Lines | None = None
+    published_log: Lines | None = None
     engines: Sequence[str] = (ALONE.engine,)
     actors: Sequence[str] = (ALONE.actor,)
     clock: Callable[[], float] = time.monotonic

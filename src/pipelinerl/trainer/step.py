@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.checkpoint import Checkpoint, save_optimizer
+from pipelinerl.checkpoint_folders import FileRecord
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.lora import LoraModel
@@ -97,6 +98,8 @@ class Learner:
         self._forward = training_forward(model)
         self.model = model
         self.lora = lora
+        self.on_sent: Callable[[int], object] = lambda _: None
+        """Called with the bytes that were sent, while other ranks send a checkpoint to another machine."""
         self.optimizer = self._new_optimizer(config)
         self._config = config
         self._loss = make_loss(config, correction)
@@ -117,9 +120,10 @@ class Learner:
         """Write these weights as a Hugging Face folder, together with the adapter if there is one."""
         (self.model if self.lora is None else self.lora).save_pretrained(folder)
 
-    def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer's state to the folder of a checkpoint."""
+    def save_optimizer(self, folder: Path) -> Mapping[str, FileRecord]:
+        """Write the optimizer's state to the folder of a checkpoint. Returns the files that other processes have written."""
         save_optimizer(folder, self.optimizer.state())
+        return {}
 
     def load_optimizer(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer's state. Raises CheckpointError if it can't be read or is of another model."""

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipelinerl.checkpoint import WEIGHTS_FOLDER, Checkpoint, keep_latest, rng_state, save_checkpoint, save_weights
+from pipelinerl.checkpoint import Checkpoint, rng_state, save_checkpoint, save_weights
+from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, Folders
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.interfaces import Schedule, Verdict, WeightSender
@@ -28,7 +29,7 @@ from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
 from pipelinerl.trainer.status import TrainerOutput, TrainerStatus
 from pipelinerl.trainer.step import Learner, StepResult
-from pipelinerl.types import TrainerProgress, TrainingSample
+from pipelinerl.types import ENGINE, TrainerProgress, TrainingSample
 
 POLL_S = 0.002
 
@@ -72,6 +73,7 @@ class CheckpointPlan:
     directory: Path
     tokenizer: Any
     config_checksum: str = ""
+    folders: Folders = field(default_factory=Folders)
 
 
 class Trainer:
@@ -100,6 +102,8 @@ class Trainer:
         self._sender = sender
         self._probe = ProbeCheck(learner.model, learner.logits)
         self._checkpoints = checkpoints
+        if checkpoints is not None:
+            checkpoints.folders.on_sent = learner.on_sent = self._on_sent
         self._status = TrainerStatus(output, self._progress)
         self._version = state.version
         self._saved_version = state.version if state.version else -1
@@ -107,6 +111,7 @@ class Trainer:
         self._micro_batches = state.counters.micro_batches
         self._tokens_trained = state.counters.tokens_trained
         self._ess_guard_trips = state.counters.ess_guard_trips
+        self._sent_bytes = 0
         self._drop_stale()
 
     @property
@@ -119,12 +124,26 @@ class Trainer:
         return self._version >= self._config.steps
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Call `start`, then `pump` until the goal is reached or `stop()` returns true, then `finish`."""
+        """Call `start`, then `pump` until the goal is reached or `stop()` returns true, then `finish`.
+
+        The first step waits until all engines have weights. In a resumed run the stream may have a batch while engines still
+        load their models, and a second update would wait for them in silence.
+        """
         self.start()
+        ready = False
         while not self.goal_reached and not stop():
-            if not self.pump():
+            ready = ready or self._engines_have_weights()
+            if not ready or not self.pump():
                 time.sleep(POLL_S)
         self.finish()
+
+    def _engines_have_weights(self) -> bool:
+        """Whether all engines have the first weights; if not, report that the trainer waits. Raises WeightUpdateError."""
+        self._sender.receipts()
+        if self._sender.transfer is not None and not self._sender.unanswered():
+            return True
+        self._status.report_wait(Verdict(False, "the engines take their first weights", (ENGINE,)))
+        return False
 
     def start(self) -> None:
         """Publish the current weights, which engines need before they can generate."""
@@ -232,10 +251,13 @@ class Trainer:
         with self._status.saving():
             if copy:
                 self._status.report("working", f"writing the weights of version {self._version}", now=True)
-                folder = self._checkpoints.directory.parent / WEIGHTS_FOLDER
-                save_weights(folder, version=self._version, model=self._learner, tokenizer=self._checkpoints.tokenizer)
+                plan, every = self._checkpoints, self._config.weights_every
+                folder = plan.directory.parent / WEIGHTS_FOLDER
+                save_weights(
+                    folder, version=self._version, model=self._learner, tokenizer=plan.tokenizer, folders=plan.folders
+                )
                 if isinstance(kept, int):
-                    keep_latest(folder, self._version, kept, spared_every=self._config.weights_every)
+                    plan.folders.keep_latest(folder, self._version, kept, spared_every=every)
             if checkpoint:
                 self.checkpoint()
 
@@ -262,6 +284,7 @@ class Trainer:
             counters=msgspec.to_builtins(counters),
             config_checksum=self._checkpoints.config_checksum,
             keep=self._config.keep_checkpoints,
+            folders=self._checkpoints.folders,
         )
         self._saved_version = self._version
         self._queue.commit(position)
@@ -281,6 +304,10 @@ class Trainer:
         self._micro_batches += 1
         self._status.report("working", f"step {self._version + 1}: micro-batch {done} of {total}")
 
+    def _on_sent(self, sent_bytes: int) -> None:
+        self._sent_bytes = sent_bytes
+        self._status.report("working", f"version {self._version}: {sent_bytes / 1e9:.2f} GB are sent to the launcher")
+
     def _progress(self) -> TrainerProgress:
         return TrainerProgress(
             version=self._version,
@@ -293,4 +320,5 @@ class Trainer:
             published_version=self._published_version,
             goal_reached=self.goal_reached,
             probe_ids=self._probe.prompt_ids,
+            sent_bytes=self._sent_bytes,
         )

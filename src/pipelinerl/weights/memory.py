@@ -56,6 +56,10 @@ class MemoryWeightSender:
         self._version = version
         return update.checksum
 
+    def unanswered(self) -> Sequence[str]:
+        """The engine, if it has not acknowledged the last update."""
+        return ["engine"] if self._channel.offered or self._channel.taken else []
+
     def receipts(self) -> Sequence[UpdateReceipt]:
         """Receipts since the last call. Raises WeightUpdateError if a receipt does not match the update that was sent."""
         self._raise_problem()

@@ -24,11 +24,12 @@ from pipelinerl.actor.admission import Admission, LocalAdmission
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding, make_record
 from pipelinerl.config.load import load_config
 from pipelinerl.database import Database
-from pipelinerl.errors import StalledError, StreamError
+from pipelinerl.errors import RunDirectoryError, StalledError, StreamError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, make_schedule
 from pipelinerl.types import StageStatus, TrainerProgress
+from tests.limits import small_files
 from tests.unit.actor.admission_places import LocalPlace, Place, RedisPlace
 from tests.unit.stream.streams import redis_for_tests
 
@@ -465,6 +466,15 @@ def test_a_lock_that_stays_held_is_an_error_that_says_so(tmp_path: Path, monkeyp
     worker.open()
     stopped = Database(tmp_path / "admission", SCHEMA)
     with stopped.transaction(), pytest.raises(StalledError, match="admission has been locked for"):
+        worker.claim(0, 0, K)
+    assert worker.claim(0, 0, K).group == 0
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    make_record(tmp_path / "admission")
+    worker = LocalAdmission(tmp_path / "admission", PipelineSchedule(8), LocalPlace(str(tmp_path)).board)
+    worker.open()
+    with small_files(0), pytest.raises(RunDirectoryError, match=r"can't write .*admission: .*; make room and resume"):
         worker.claim(0, 0, K)
     assert worker.claim(0, 0, K).group == 0
 

@@ -131,8 +131,8 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path: Path) -> None:
         ("a: !!python/object:os.system {}", "run.yaml:1: not valid YAML: could not determine a constructor for the tag"),
         ("a: \x01", "run.yaml: not valid YAML: character 3"),
         ("a: " + "[" * 5000, "nested too deeply"),
-        ("environment:\n  args: &a {x: *a}", "nested too deeply, or a value that contains itself"),
-        ("environment:\n  args:\n    x: &a [*a]", "nested too deeply, or a value that contains itself"),
+        ("environment:\n  args: &a {x: *a}", "more than 100000 values, or a value contains itself"),
+        ("environment:\n  args:\n    x: &a [*a]", "more than 100000 values, or a value contains itself"),
         ("seed: " + "9" * 5000, "run.yaml: not usable as YAML"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from pipelinerl import __version__
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
-from pipelinerl.launch.hosts.agent import Agent, Setup
+from pipelinerl.launch.hosts.agent import AWAY, Agent, Setup
 from pipelinerl.launch.memory import HOST, Memory, Part, Prediction, Process, judge_machine
 from pipelinerl.launch.run_lock import join_rollouts
+from pipelinerl.launch.session import StartPlan
 
 RAY = ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"]
 
@@ -36,10 +38,29 @@ def setup(run_dir: Path, **changes: Any) -> bytes:
 
 
 @pytest.mark.parametrize("found", [None, "4321"])
-def test_an_agent_that_does_not_see_the_run_directory_refuses(found: str | None, tmp_path: Path) -> None:
+def test_an_agent_that_does_not_see_the_run_directory_says_so(found: str | None, tmp_path: Path) -> None:
     if found is not None:
         (tmp_path / "nonce").write_text(found)
-    assert "it does not have the run directory" in Agent().open(setup(tmp_path))
+    assert Agent().open(setup(tmp_path)) == AWAY
+
+
+def test_a_model_in_a_folder_must_be_on_a_machine_without_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # the agent goes to the launcher's folder
+    config = load_config(None, [*RAY, f"--model.path={tmp_path}/far"])
+    plan = msgspec.json.encode(StartPlan(checkpoint="/far/r/checkpoints/step_00000002", version=2))
+    files = {"control/config.json": config.model_dump_json().encode(), "control/plan.json": plan}
+    agent = Agent()
+    refusal = agent.open(setup(Path("/far/r"), files=files, model_folder=True, working_folder=str(tmp_path)))
+    assert refusal == f"it does not have the folder {tmp_path}/far (model.path): copy the model there, or share its folder"
+    (scratch,) = tmp_path.iterdir()
+    written = msgspec.json.decode((scratch / "run" / "control" / "plan.json").read_bytes(), type=StartPlan)
+    assert written.checkpoint == str(scratch / "run" / "checkpoints" / "step_00000002")
+    assert (scratch / "run" / "control" / "plan.json").stat().st_mode & 0o077 == 0
+    agent.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_agent_of_another_version_refuses(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.launch.stages.generation import RolloutWriter
-from pipelinerl.metrics.reading import read_timeline
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.metrics.timeline import EVERY_S, TimelineRecord, TimelineWriter
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
+from pipelinerl.report.series import read_timeline
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.status.screen import Trends, plain_line
 from pipelinerl.stream.memory import MemoryStream

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from io import StringIO
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,3 +183,22 @@ def test_sparkline_rises() -> None:
 def test_an_unmeasured_rate_is_a_dash() -> None:
     assert Rate(1.0).per_s is None
     assert "- tok/s" in drawn(statuses(1), 1, 10)
+
+
+HOSTILE = "\x1b]0;title\x07 \x1b[2J [red]markup[/red]\u202e\x9b31m"
+
+
+@pytest.mark.parametrize("kind", ["live", "plain", "none"])
+def test_text_of_data_and_models_never_controls_the_terminal(kind: Any) -> None:
+    stream = Terminal()
+    view = make_view(kind, stream, target=50)
+    view.say("before")
+    before = stream.getvalue()
+    view.say(f"a message\twith {HOSTILE}")
+    said = stream.getvalue().removeprefix(before)
+    status = statuses(now=1000.0)
+    view.update({**status, "actor": msgspec.structs.replace(status["actor"], detail=HOSTILE)}, now=1000.0)
+    view.close()
+    assert "\x1b" not in said
+    assert "[red]markup[/red]" in said
+    assert not [code for code in ("\x07", "\x9b", "\u202e", "\x1b[2J", "\x1b]") if code in stream.getvalue()]

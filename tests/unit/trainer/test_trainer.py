@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint, saved_versions
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint_folders import latest_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.files import JsonLines
@@ -376,6 +377,30 @@ def test_run_stops_when_told_with_a_checkpoint(tmp_path: Path) -> None:
     path = latest_checkpoint(tmp_path)
     assert path is not None
     assert load_checkpoint(path).state.version == 3
+
+
+def test_no_step_is_taken_before_the_engines_have_weights(tmp_path: Path) -> None:
+    """A resumed run may have batches in its stream while engines still load: the trainer says what it waits for."""
+    resumed, other = Setup(tmp_path, steps=100), tmp_path / "other"
+    other.mkdir()
+    made_before = Setup(other)
+    made_before.trainer.start()
+    made_before.engine.take_weights()
+    for index in range(3):
+        assert resumed.writer.try_write(made_before.engine.group(index))
+    turns = iter(range(8))
+
+    def stop() -> bool:
+        turn = next(turns)
+        if 1 <= turn < 5:
+            assert (resumed.trainer.version, resumed.status.state) == (0, "waiting")
+            assert resumed.status.waits_for == ("engine",)
+        if turn >= 4:
+            resumed.engine.take_weights()
+        return turn == 7
+
+    resumed.trainer.run(stop)
+    assert resumed.trainer.version == 3
 
 
 def test_checkpoints_come_when_due(tmp_path: Path) -> None:

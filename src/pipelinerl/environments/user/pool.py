@@ -18,7 +18,7 @@ import msgspec
 
 from pipelinerl.child import ChildProcess
 from pipelinerl.environments.user.worker import OUT_OF_MEMORY, Call, Limits, Reply, Start
-from pipelinerl.errors import EnvironmentSetupError, RolloutError
+from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 
 __all__ = ["CALL_ENDED", "FunctionPool", "Limits"]
 
@@ -171,7 +171,7 @@ class _Worker(ChildProcess):
             line += received
         try:
             reply = msgspec.json.decode(line, type=Reply)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except INVALID_DATA:
             raise ChildProcessError("it wrote something to the pool's socket that is not a reply") from None
         if reply.number != (number := call.number if call else 0):
             raise ChildProcessError(f"it replied to call {reply.number}, but was asked {number}")

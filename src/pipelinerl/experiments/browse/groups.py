@@ -19,9 +19,9 @@ from pipelinerl.experiments.browse.records import (
     Damaged,
     Trained,
     one_line,
-    printable,
     reasons_text,
 )
+from pipelinerl.status.view import printable
 
 # ---- queries like `reward>0.5 version=12 "some text"`
 

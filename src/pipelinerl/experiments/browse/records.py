@@ -14,8 +14,9 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
-from pipelinerl.errors import RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluatedProblem
+from pipelinerl.status.view import printable
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, VersionSpan
 
 T = TypeVar("T")
@@ -28,19 +29,6 @@ _TRAINED_LOOK_BYTES = 1 << 22
 _CACHED_GROUPS = 512
 _INDEX = re.compile(rb'\{"index":(\d{1,18}),')
 _EVALUATION = re.compile(r"evaluation-(before|after|v(\d{1,18}))\.jsonl")
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {0x7F: 0x2421}
-_INVISIBLE = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029, 0xFEFF]
-_SHOWN = _PICTURES | {code: f"<U+{code:04X}>" for code in (*_INVISIBLE, *range(0xD800, 0xE000))}
-
-
-def printable(text: str) -> str:
-    """Make recorded text safe to print: it never reaches the terminal as control codes.
-
-    Control characters become pictures (`␛`), except newlines, and bidirectional or invisible ones `<U+XXXX>`.
-    """
-    return text.translate(_SHOWN)
 
 
 def one_line(text: str) -> str:
@@ -103,7 +91,7 @@ class Lines:
             return Damaged(i + 1, f"longer than {MAX_LINE_BYTES >> 20} MiB")
         try:
             return decoder.decode(line)
-        except _UNREADABLE as error:
+        except INVALID_DATA as error:
             return Damaged(i + 1, one_line(str(error)))
 
     @property

@@ -14,8 +14,9 @@ from rich.text import Text
 from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.experiments.browse.groups import lag_text
-from pipelinerl.experiments.browse.records import Trained, one_line, printable
+from pipelinerl.experiments.browse.records import Trained, one_line
 from pipelinerl.serving.server.text import TextStream
+from pipelinerl.status.view import printable
 from pipelinerl.types import Rollout, Turn, VersionSpan, versions_from_spans
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class Gaps:
         return [new - old for new, old in zip(scores, joined.behaviour_logprobs, strict=True)]
 
     def _load(self, config: RunConfig) -> FrozenModelScorer:
-        from pipelinerl.checkpoint import latest_checkpoint  # noqa: PLC0415 (loads torch)
+        from pipelinerl.checkpoint_folders import latest_checkpoint  # noqa: PLC0415
         from pipelinerl.models.loading import load_model  # noqa: PLC0415
         from pipelinerl.preprocess.packing import pack  # noqa: PLC0415
         from pipelinerl.trainer.logprobs import FrozenModelScorer  # noqa: PLC0415

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import ConfigError, RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, ConfigError, RunDirectoryError
 from pipelinerl.experiments.compare.settings import Contender, parse_contenders, whole_rounds
 from pipelinerl.experiments.machine import Machine
 from pipelinerl.report import write_json
@@ -128,7 +128,7 @@ def claim_folder(out: Path, request: Request) -> None:
         before = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise RunDirectoryError(f"can't use {out}: {error.strerror}; choose another --out") from error
-    except msgspec.DecodeError as error:
+    except INVALID_DATA as error:
         raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
     if differences := differing(before, plain(request)):
         raise RunDirectoryError(

@@ -29,7 +29,14 @@ import msgspec
 from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
-from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
+from pipelinerl.errors import (
+    INVALID_DATA,
+    ConfigError,
+    PipelineRLError,
+    RunDirectoryError,
+    RunInterruptedError,
+    TrainingDivergedError,
+)
 from pipelinerl.experiments.compare.request import Request
 from pipelinerl.experiments.machine import load_average
 from pipelinerl.files import JsonLines
@@ -186,7 +193,7 @@ def read_answers(run_dir: Path) -> list[Answered]:
         return msgspec.json.decode(path.read_bytes(), type=list[Answered])
     except FileNotFoundError:
         return []
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *INVALID_DATA) as error:
         raise RunDirectoryError(f"can't read {path}: {error}; delete the run's folder") from error
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.actor.client import EngineClient
-from pipelinerl.checkpoint import load_checkpoint, saved_versions
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint_folders import saved_versions
 from pipelinerl.config.schema import LONGEST_SLOT, EngineConfig, ModelConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RunDirectoryError, UserError

@@ -18,7 +18,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.errors import RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.experiments.evaluate.models import Target
 from pipelinerl.experiments.statistics import Floats, Interval, mean_intervals, pass_at_k, powers_of_two
 from pipelinerl.files import JsonLines
@@ -236,7 +236,7 @@ def _clear(root: Path, overwrite: bool) -> None:
     """Remove an evaluation, but no other files in the folder."""
     try:
         msgspec.json.decode((root / SUMMARY).read_bytes(), type=EvaluationSummary)
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError) as error:
+    except (FileNotFoundError, NotADirectoryError, *INVALID_DATA) as error:
         raise RunDirectoryError(f"{root} exists and is not an evaluation; choose another --out") from error
     if not overwrite and any(path.stat().st_size for path in root.glob(f"*/{ATTEMPTS}")):
         raise RunDirectoryError(f"{root} already holds an evaluation; choose another --out, or replace it with --overwrite")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.errors import UserError
+from pipelinerl.errors import INVALID_DATA, UserError
 from pipelinerl.report.series import read_groups
 
 Floats = npt.NDArray[np.float64]
@@ -105,7 +105,7 @@ def parse_lengths(text: str) -> LengthDistribution:
         return LengthDistribution.of_histogram(msgspec.json.decode(path.read_bytes(), type=dict[int, float]))
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from error
-    except (ValueError, msgspec.DecodeError) as error:
+    except (ValueError, *INVALID_DATA) as error:
         raise UserError(f'{path} is not a histogram of lengths like {{"12": 340, "13": 295}}: {error}') from error
 
 

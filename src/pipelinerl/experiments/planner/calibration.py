@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.errors import UserError
+from pipelinerl.errors import INVALID_DATA, UserError
 from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation
 from pipelinerl.report import write_file
 
@@ -137,7 +137,7 @@ def read_calibration(path: Path) -> Calibration:
         calibration.length_distribution()
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}; `pipelinerl calibrate` writes such a file") from error
-    except (msgspec.DecodeError, ValueError) as error:
+    except (*INVALID_DATA, ValueError) as error:
         raise UserError(f"{path} is not a calibration ({error}); write one with `pipelinerl calibrate`") from error
     if calibration.format != FORMAT:
         raise UserError(f"{path} has format {calibration.format}, not {FORMAT}; write it again with `pipelinerl calibrate`")

@@ -27,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipelinerl.actor.client import derive_seed
-from pipelinerl.checkpoint import load_checkpoint, saved_versions
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint_folders import saved_versions
 from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.rows import Ints

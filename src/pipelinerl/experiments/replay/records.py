@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from pipelinerl.config.load import with_own_model
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import RolloutError, RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, RolloutError, RunDirectoryError
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import FORMAT, SessionRecord
 from pipelinerl.metrics.reading import read_lines, read_records
@@ -172,7 +172,7 @@ class Groups:
                         break
                     try:
                         self._places.setdefault(decoder.decode(line).index, []).append(place)
-                    except msgspec.DecodeError as error:
+                    except INVALID_DATA as error:
                         raise RunDirectoryError(f"damaged records: {path}, line {number}: {error}") from error
                     place += len(line)
         except OSError as error:
@@ -186,7 +186,7 @@ class Groups:
                 file.seek(place)
                 try:
                     found.append(msgspec.json.decode(file.readline(), type=Group))
-                except msgspec.DecodeError as error:
+                except INVALID_DATA as error:
                     raise RunDirectoryError(f"damaged records: {self.path}, group {index}: {error}") from error
         return found
 

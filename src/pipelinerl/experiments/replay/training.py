@@ -242,6 +242,9 @@ class _ObservedSender:
         self._observer.published(version, tensors, whole, self.digests)
         return whole
 
+    def unanswered(self) -> Sequence[str]:
+        return ()
+
     def receipts(self) -> Sequence[UpdateReceipt]:
         return ()
 

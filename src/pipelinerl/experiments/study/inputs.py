@@ -17,7 +17,8 @@ from torch import Tensor
 from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
-from pipelinerl.checkpoint import load_checkpoint, saved_versions
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint_folders import saved_versions
 from pipelinerl.config.schema import ActorConfig, ModelConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserError
 from pipelinerl.interfaces import Engine, Environment, Tokenizer

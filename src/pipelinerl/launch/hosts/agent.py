@@ -8,8 +8,10 @@ An agent does not know what carries the calls; all arguments and results are str
 of a pipe of their agent and end with it. The agent ends when it is told to, or when it has not heard the launcher's beats
 for `launch.lost_s`: then the launcher is gone, or the network between them, and another run may need the machine.
 
-The run directory is shared by all machines, which is checked with a file that the launcher has just written there. What
-processes share by maps or locks is in a scratch folder of each machine, which network file systems can't offer.
+What processes share by maps or locks is in a scratch folder of each machine, since network file systems can't offer it.
+Whether a machine has the run directory is checked with a file that the launcher has just written there. One that does not
+have it is away: its processes get a folder in the scratch folder instead, and what they write there goes to the launcher
+(`launch.away`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -29,10 +31,12 @@ from pipelinerl import __version__
 from pipelinerl.channel import listen
 from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import PipelineRLError, StreamError
+from pipelinerl.files import write_atomically
+from pipelinerl.launch.away import Sending
 from pipelinerl.launch.hosts.host import Channels, LocalWorker
 from pipelinerl.launch.memory import this_machine
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Here, Session, read_session
+from pipelinerl.launch.session import Here, Session, StartPlan, read_session
 from pipelinerl.launch.stages.streams import redis_of
 from pipelinerl.launch.stages.weights import remove_weights_of
 from pipelinerl.redis_connection import RedisConnection
@@ -43,6 +47,12 @@ LAUNCHER = "launcher"
 """The launcher's name among the heartbeats. Machines have their own."""
 MIRROR_EVERY_S = 0.02
 BEAT_EVERY_S = 0.5
+SEND_EVERY_S = 0.5
+LONGEST_PIECE = 16 << 20
+"""Bytes of a checkpoint in one call."""
+AWAY = "it does not have the run directory"
+OWN_FOLDER = "PIPELINERL_OWN_FOLDER"
+"""A machine with this environment variable is away, even if it has the run directory."""
 LAST_WORDS_S = 2.0
 """Time in which the launcher can still hear why an agent ends."""
 
@@ -63,6 +73,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     ahead_s         its clock minus the launcher's (`time.monotonic`)
     records_from_s  `Session.records_from_s`, by the launcher's clock
     working_folder  relative paths in the run file are relative to it
+    files           for a machine that is away: what its processes read in the run directory
+    model_folder    `model.path` is a folder on the launcher's machine
     """
 
     version: str
@@ -74,6 +86,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     records_from_s: float
     lost_s: float
     working_folder: str
+    files: dict[str, bytes] = {}
+    model_folder: bool = False
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +129,8 @@ class Agent:
         self._mirroring = threading.Lock()
         self._closing = threading.Event()
         self._scratch: Path | None = None
+        self._away = False
+        self._sending: Sending | None = None
 
     def clock(self) -> float:
         return time.monotonic()
@@ -125,22 +141,25 @@ class Agent:
         return None if found is None else (found.total, found.available)
 
     def open(self, setup: bytes) -> str:
-        """Begin. Returns what is wrong on this machine, or "" if nothing is."""
+        """Begin. Returns what is wrong on this machine, or "" if nothing is. `AWAY`: call it again with `files`."""
         if (theirs := msgspec.json.decode(setup, type=Greeting).version) != __version__:
             return f"it has pipelinerl {__version__}, and the launcher {theirs}: install the same version on all machines"
         self._setup = msgspec.json.decode(setup, type=Setup)
         root, (name, contents) = Path(self._setup.run_dir), self._setup.nonce
-        try:
-            found = (root / name).read_text()
-        except OSError:
-            found = None
-        if found != contents:
-            return f"it does not have the run directory {root}: set run_dir to a folder that all machines share"
+        self._away = bool(self._setup.files)
+        if not self._away and not has(str(root / name), contents):
+            return AWAY
         self._scratch = Path(tempfile.mkdtemp(prefix="pipelinerl-"))
         if Path(self._setup.working_folder).is_dir():
             os.chdir(self._setup.working_folder)
         try:
+            if self._away:
+                root = self._scratch / "run"
+                self._write_files(RunDirectory(root))
             self._session = self._read_session(root, self._scratch)
+            model = self._session.config.model.path
+            if self._away and self._setup.model_folder and not Path(model).expanduser().is_dir():
+                return f"it does not have the folder {model} (model.path): copy the model there, or share its folder"
             self._board = MmapBoard(self._scratch)
             url, prefix, patience_s = redis_of(self._session.config, self._session.run, self._session.plan.redis_url)
             self._redis = RedisConnection(url, "agent", patience_s)
@@ -150,9 +169,13 @@ class Agent:
             )
             self._heartbeats = Heartbeats(self._redis, prefix, self._setup.machine)
             self._heartbeats.beat()
+            if self._away:
+                self._sending = Sending(self._session, RedisConnection(url, "sender", patience_s), prefix)
         except (OSError, PipelineRLError) as error:
             return str(error)
         threading.Thread(target=self._keep, name="mirror", daemon=True).start()
+        if self._sending is not None:  # apart, since it waits while the launcher is behind
+            threading.Thread(target=self._keep_sending, args=(self._sending,), name="sending", daemon=True).start()
         return ""
 
     def listen(self, address: str) -> list[int]:
@@ -165,7 +188,7 @@ class Agent:
     def start(self, order: bytes) -> int:
         """Start a process; returns its id."""
         wanted = msgspec.json.decode(order, type=Order)
-        here = msgspec.structs.replace(wanted.here, machine=self._setup.machine, scratch=str(self._scratch))
+        here = msgspec.structs.replace(wanted.here, machine=self._setup.machine, scratch=str(self._scratch), away=self._away)
         channels = self._channels if wanted.listens else Channels()
         fds = [worker.parent_fd for worker in self._workers.values()]
         visible = ",".join(self.gpus[position] for position in wanted.gpus)
@@ -174,12 +197,28 @@ class Agent:
         self._workers[wanted.role] = worker
         return worker.pid
 
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """A piece of a file in this machine's run directory."""
+        with (self._session.run.root / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def write(self, name: str, offset: int, data: bytes) -> None:
+        """Write a piece of a file that the processes need, in order."""
+        path = self._session.run.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab" if offset else "wb") as file:
+            file.write(data)
+
     def look(self) -> bytes:
-        """A `Look`. The last statuses of processes that have ended are in Redis before."""
+        """A `Look`. The last statuses and logs of processes that have ended are in Redis before."""
         ended = [worker for worker in self._workers.values() if not worker.running]
         if ended and self._problem is None:
             self._copy()
-        return msgspec.json.encode(Look(ended=tuple(map(_ended, ended)), problem=self._problem))
+            if self._sending is not None:
+                with suppress(OSError, StreamError):  # the thread that sends reports it
+                    self._sending.send()
+        return msgspec.json.encode(Look(ended=tuple(self._ended(worker) for worker in ended), problem=self._problem))
 
     def signal(self, role: str, what: str) -> None:
         """`stop`: ask the process to stop. `kill`: kill it and its children. `stacks`: have it write its stacks."""
@@ -194,6 +233,9 @@ class Agent:
         for worker in self._workers.values():
             worker.wait(KILL_TIMEOUT_S)
             remove_weights_of(worker.pid)
+        if self._sending is not None:
+            with suppress(OSError, StreamError):
+                self._sending.send_the_last()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -221,6 +263,35 @@ class Agent:
             self._mirror.push()
             self._mirror.pull()
 
+    def _keep_sending(self, sending: Sending) -> None:
+        """Send what is new in this machine's folder until the end. The thread of this."""
+        while not self._closing.wait(SEND_EVERY_S):
+            try:
+                sending.send()
+            except (OSError, StreamError) as error:
+                self._end(str(error))
+
+    def _write_files(self, run: RunDirectory) -> None:
+        run.make_folders()
+        for name, contents in self._setup.files.items():
+            write_atomically(run.root / name, contents, mode=0o600)
+        plan = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
+        if plan.checkpoint is not None:  # sent later
+            plan = msgspec.structs.replace(plan, checkpoint=str(run.checkpoints / Path(plan.checkpoint).name))
+            write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)
+
+    def _ended(self, worker: LocalWorker) -> Ended:
+        error = worker.failure()
+        here, there = str(self._session.run.root), self._setup.run_dir  # the launcher has the logs that messages name
+        return Ended(
+            role=worker.role,
+            status=worker.status or 0,
+            kind=None if error is None else type(error).__name__,
+            message="" if error is None else str(error).replace(here, there),
+            notes=() if error is None else tuple(getattr(error, "__notes__", ())),
+            peak_memory_bytes=worker.peak_memory_bytes(),
+        )
+
     def _end(self, problem: str) -> None:
         """End this machine's part of the run, and this process."""
         if self._closing.is_set():
@@ -233,13 +304,9 @@ class Agent:
         os._exit(1)
 
 
-def _ended(worker: LocalWorker) -> Ended:
-    error = worker.failure()
-    return Ended(
-        role=worker.role,
-        status=worker.status or 0,
-        kind=None if error is None else type(error).__name__,
-        message="" if error is None else str(error),
-        notes=() if error is None else tuple(getattr(error, "__notes__", ())),
-        peak_memory_bytes=worker.peak_memory_bytes(),
-    )
+def has(file: str, contents: str) -> bool:
+    """Whether this machine sees a file of the launcher's machine."""
+    try:
+        return OWN_FOLDER not in os.environ and Path(file).read_text() == contents
+    except OSError:
+        return False

@@ -18,7 +18,7 @@ import msgspec
 
 from pipelinerl import errors
 from pipelinerl.child import ChildProcess
-from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.roles import server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
@@ -155,7 +155,7 @@ class LocalWorker(ChildProcess):
         """What the worker wrote when it ended."""
         try:
             return msgspec.json.decode(self._report_file.read_bytes(), type=WorkerReport)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *INVALID_DATA):
             return None
 
 

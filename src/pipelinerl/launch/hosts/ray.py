@@ -1,7 +1,8 @@
 """A Ray cluster as host of a run. Needs the extra `ray`.
 
 Ray places and watches, and does nothing else: one actor per machine (`agent.Agent`) starts the processes of that machine.
-What they share goes through Redis and the run directory. Actors belong to the launcher, and Ray ends them with it.
+What they share goes through Redis and the run directory. Calls carry the bytes of checkpoints for machines without the run
+directory. Actors belong to the launcher, and Ray ends them with it.
 
 What Ray says about an actor is taken as follows. Died: the machine is lost. Unavailable: not known yet. In the end only
 heartbeats count: a machine that has not sent one for `launch.lost_s` is lost, whatever Ray says.
@@ -14,14 +15,17 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
 from pipelinerl import __version__, errors
+from pipelinerl.checkpoint_folders import files_in
 from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import (
     MissingDependencyError,
@@ -34,7 +38,9 @@ from pipelinerl.errors import (
 )
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.hosts.agent import BEAT_EVERY_S, LAUNCHER, Agent, Ended, Look, Order, Setup
+from pipelinerl.launch.away import ReadyFiles
+from pipelinerl.launch.hosts.agent import AWAY, BEAT_EVERY_S, LAUNCHER, LONGEST_PIECE, Agent, Ended, Look, Order, Setup, has
+from pipelinerl.launch.hosts.head import Head, RunningHead
 from pipelinerl.launch.hosts.placement import Machine, Place, place, roles_of, shares_on
 from pipelinerl.launch.memory import Memory, check_memory, judge_machine
 from pipelinerl.launch.roles import TRAINING, rank_roles, stages_of
@@ -59,6 +65,8 @@ CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
 """For calls that only start something. An agent that does not answer in this time is lost."""
 CLOSE_TIMEOUT_S = 15.0
+PIECES_AHEAD = 4
+"""Pieces of a file that are on their way at the same time."""
 POLL_S = 0.02
 TRY_S = 1.0
 """How long the launcher tries to reach Redis at a time."""
@@ -140,6 +148,37 @@ def placement_of(config: RunConfig, cluster: Cluster) -> list[Place]:
     return place(roles_of(config), cluster.machines, config.launch.place)
 
 
+def machines_away(config: RunConfig, cluster: Cluster, places: Sequence[Place]) -> list[str]:
+    """What a run says about its machines that do not have its run directory. Writes a file beside it, and removes it."""
+    folder = Path(config.run_dir or "runs").absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    note, contents = folder / f".pipelinerl-{secrets.token_hex(8)}", secrets.token_hex(16)
+    try:
+        note.write_text(contents)
+    except OSError:
+        return []  # the run itself will say so
+    try:
+        asked = {}
+        for name in dict.fromkeys(place.machine for place in places):
+            where = NodeAffinitySchedulingStrategy(cluster.ids[name], soft=False)
+            look = ray.remote(num_cpus=0)(has).options(scheduling_strategy=where)
+            asked[name] = look.remote(str(note), contents)
+        away = [name for name, answer in asked.items() if not ray.get(answer, timeout=CALL_TIMEOUT_S)]
+    except exceptions.RayError as error:
+        raise UserError(f"the machines of the Ray cluster do not answer ({_first_line(error)})") from error
+    finally:
+        note.unlink()
+    training = {TRAINING, *rank_roles(config)}
+    trains = {place.machine for place in places if place.role in training}
+    return [_is_away(f"machine {name}", trains=name in trains) for name in away]
+
+
+def _is_away(name: str, *, trains: bool) -> str:
+    sends = "records, logs and checkpoints" if trains else "records and logs"
+    return f"{name} does not have the run directory: its {sends} are sent to this machine (see docs/cluster.md for the cost)"
+
+
 class RemoteWorker:
     """A process on another machine, as its agent reported it last."""
 
@@ -197,8 +236,12 @@ class Seat:
 
     def call(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Call the agent. Raises StageDiedError if it does not answer."""
+        return self.result(getattr(self.actor, method).remote(*arguments), timeout_s)
+
+    def result(self, called: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """What a call returned. Raises StageDiedError."""
         try:
-            return ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
+            return ray.get(called, timeout=timeout_s)
         except exceptions.RayTaskError as error:
             raise StageDiedError(f"{self.name}: {type(error.cause).__name__}: {error.cause}") from error
         except exceptions.RayError as error:
@@ -276,6 +319,7 @@ class RayHost:
         self.board: Board = self._board
         self._heartbeats = Heartbeats(beating, prefix, LAUNCHER)
         self._looked_s = 0.0
+        self._head: RunningHead | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -286,11 +330,13 @@ class RayHost:
             beating.start()
             self._stack.callback(beating.join)
             self._stack.callback(stop.set)
+            self._stack.callback(self._close_head)  # what agents send at their end is taken
             self._stack.callback(self._end_agents)
             for machine in self._cluster.machines:
                 if roles := [place.role for place in self._places.values() if place.machine == machine.name]:
                     self._seats[machine.name] = Seat(machine, self._make_agent(machine), roles)
-            self._open_agents()
+            if away := self._open_agents():
+                self._start_head(away)
             trainer = self._seats[self._places[TRAINING].machine]
             self._trainer_at = trainer.machine.address
             self._ports = trainer.call("listen", self._trainer_at)
@@ -319,6 +365,8 @@ class RayHost:
 
     def failure(self) -> PipelineRLError | None:
         self._look()
+        if self._head is not None and self._head.problem is not None:  # agents end because of it
+            return self._head.problem
         for seat in self._seats.values():
             if seat.lost is not None:
                 ranks = {TRAINING, *rank_roles(self._session.config)}
@@ -348,14 +396,17 @@ class RayHost:
         except ValueError as error:
             raise _in_use(self._session.run.root) from error
 
-    def _open_agents(self) -> None:
-        """Have all agents begin. Raises UserError for what is wrong on a machine."""
+    def _open_agents(self) -> list[Seat]:
+        """Have all agents begin. Returns those whose machines do not have the run directory.
+
+        Raises UserError for what is wrong on a machine.
+        """
         session, run = self._session, self._session.run
         nonce = (f"control/shared-{secrets.token_hex(8)}", secrets.token_hex(16))
         write_atomically(run.root / nonce[0], nonce[1].encode())
         begin_s, bound_s = time.monotonic(), session.config.launch.startup_timeout_s
         try:
-            opening = {}
+            opening, away = {}, []
             for name, seat in self._seats.items():
                 setup = Setup(
                     version=__version__,
@@ -368,13 +419,69 @@ class RayHost:
                     lost_s=session.config.launch.lost_s,
                     working_folder=os.getcwd(),
                 )
-                opening[name] = msgspec.json.encode(setup)
-            for name, setup_json in opening.items():
-                if problem := self._seats[name].call("open", setup_json):
-                    raise UserError(f"{self._seats[name].name}: {problem}")
-                self._judge_memory(self._seats[name])
+                opening[name] = setup
+            for name, setup in opening.items():
+                seat = self._seats[name]
+                problem = seat.call("open", msgspec.json.encode(setup))
+                if problem == AWAY:
+                    away.append(seat)
+                    problem = seat.call("open", msgspec.json.encode(self._for_away(setup)))
+                if problem:
+                    raise UserError(f"{seat.name}: {problem}")
+                self._judge_memory(seat)
         finally:
             (run.root / nonce[0]).unlink(missing_ok=True)
+        return away
+
+    # ---- machines that do not have the run directory
+
+    def _for_away(self, setup: Setup) -> Setup:
+        run, model = self._session.run, Path(self._session.config.model.path).expanduser()
+        read = (run.settings, run.plan, run.streams / "name_in_redis")
+        files = {str(path.relative_to(run.root)): path.read_bytes() for path in read}
+        return msgspec.structs.replace(setup, files=files, model_folder=model.is_dir())
+
+    def _start_head(self, away: Sequence[Seat]) -> None:
+        """Take what these machines send, and send them the checkpoint that they load."""
+        session, run = self._session, self._session.run
+        url, prefix, patience_s = redis_of(session.config, run, session.plan.redis_url)
+        connection = RedisConnection(url, "head", patience_s)
+        ready = ReadyFiles(run.control, connection, prefix)
+        self._head = RunningHead(Head(connection, prefix, run.root, self._fetch), ready)
+        training = {TRAINING, *rank_roles(session.config)}
+        for seat in away:
+            trains = not training.isdisjoint(seat.roles)
+            self._say(_is_away(seat.name, trains=trains))
+            if trains and session.plan.checkpoint is not None:
+                self._send_folder(seat, Path(session.plan.checkpoint))
+
+    def _close_head(self) -> None:
+        if self._head is not None:
+            self._head.close()
+
+    def _fetch(self, machine: str, name: str, size: int) -> Iterator[bytes]:
+        """The pieces of a file on the machine. Raises StageDiedError if it does not answer."""
+        seat = self._seats[machine]
+        coming: deque[Any] = deque()
+        offsets = iter(range(0, size, LONGEST_PIECE))
+        while True:
+            for offset in islice(offsets, PIECES_AHEAD - len(coming)):
+                coming.append(seat.actor.read.remote(name, offset, min(LONGEST_PIECE, size - offset)))
+            if not coming:
+                return
+            yield seat.result(coming.popleft())
+
+    def _send_folder(self, seat: Seat, folder: Path) -> None:
+        coming: deque[Any] = deque()  # Ray carries them out in order
+        for path in files_in(folder):
+            name = str(path.relative_to(self._session.run.root))
+            with path.open("rb") as file:
+                for offset in range(0, max(1, path.stat().st_size), LONGEST_PIECE):
+                    if len(coming) == PIECES_AHEAD:
+                        seat.result(coming.popleft())
+                    coming.append(seat.actor.write.remote(name, offset, file.read(LONGEST_PIECE)))
+        for call in coming:
+            seat.result(call)
 
     def _judge_memory(self, seat: Seat) -> None:
         """Show what the processes of a machine may need. Raises UserError if that can't fit."""

@@ -33,7 +33,7 @@ from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
-from pipelinerl.files import JsonLines
+from pipelinerl.files import JsonLines, Lines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
 from pipelinerl.launch.session import Session, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
@@ -56,13 +56,15 @@ class RolloutWriter:
     It is both `writer` and `records` of an `Actor`. Several actors share the stream and the file; one writes at a time.
     """
 
-    def __init__(self, stream: StreamWriter[Group], rollouts: Path) -> None:
+    def __init__(self, stream: StreamWriter[Group], rollouts: Path, lines: Callable[[Path], Lines] = JsonLines) -> None:
+        """`lines` opens the file."""
         self._stream = stream
         self._rollouts = rollouts
+        self._open = lines
         self._encoder = msgspec.json.Encoder()
         self._group: Group | None = None
         self._json = b""
-        self._lines: JsonLines | None = None
+        self._lines: Lines | None = None
 
     def try_write(self, item: Group, encoded: bytes | None = None) -> bool:
         return self._stream.try_write(item, encoded or self._encoded(item))
@@ -76,7 +78,7 @@ class RolloutWriter:
         if self._lines is not None and not self._lines.alone():
             self._lines.close()
             self._lines = None
-        self._lines = self._lines or JsonLines(self._rollouts)
+        self._lines = self._lines or self._open(self._rollouts)
         self._lines.write(msgspec.Raw(self._encoded(record)))
 
     def stats(self) -> StreamStats:
@@ -239,8 +241,8 @@ async def _generate(
     generation.groups = _groups(generation, handle)
     records = session.run.rollouts_of(generation.index, shared=session.config.launch.kind == "ray")
     with (
-        closing(RolloutWriter(generation.writer, records)) as rollout_writer,
-        closing(TimelineWriter(session.run.root, generation.index, session.records_from_s)) as timeline,
+        closing(RolloutWriter(generation.writer, records, session.lines)) as rollout_writer,
+        closing(TimelineWriter(session.run.root, generation.index, session.records_from_s, lines=session.lines)) as timeline,
         closing(_actor_of(generation, rollout_writer, timeline)) as actor,
     ):
         try:
@@ -327,8 +329,7 @@ def make_actor(
 def _record(session: Session, evaluation: Evaluation) -> None:
     """Write the answers of an evaluation, and append its record."""
     path = session.run.evaluation(evaluation.name)
-    path.unlink(missing_ok=True)  # left from before a resume
-    with closing(JsonLines(path)) as answers:
+    with session.lines(path, empty=True) as answers:  # it may be left from before a resume
         for problem in evaluation.problems:
             write_record(answers, problem)
     answered = [problem for problem in evaluation.problems if problem.failure is None]
@@ -343,7 +344,8 @@ def _record(session: Session, evaluation: Evaluation) -> None:
         skipped=evaluation.skipped,
         metrics=[problem.metrics for problem in answered],
     )
-    with closing(make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard)) as sink:
+    sink = make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard, lines=session.lines)
+    with closing(sink):
         sink.write(record)
 
 

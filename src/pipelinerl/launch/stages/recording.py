@@ -14,7 +14,6 @@ import torch
 
 from pipelinerl.checkpoint import rng_state
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.files import JsonLines
 from pipelinerl.launch.session import Session
 
 FORMAT = 1
@@ -58,7 +57,7 @@ def record_session(session: Session) -> None:
         machine=this_machine(),
         rng=rng_state(),
     )
-    with JsonLines(session.run.sessions) as lines:
+    with session.lines(session.run.sessions) as lines:
         lines.write(record)
 
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipelinerl.checkpoint import Checkpoint, load_checkpoint
+from pipelinerl.checkpoint_folders import Folders
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RankLostError
-from pipelinerl.files import JsonLines
+from pipelinerl.files import Lines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.session import Session, write_error
@@ -74,7 +75,7 @@ def run_rank(session: Session, role: str, ranks_fd: int) -> None:
         learner = policy.sharded_learner(config)
         if policy.checkpoint is not None:
             learner.load_optimizer(policy.checkpoint)
-        learner.follow(policy.reference)
+        learner.follow(policy.reference, _folders(session))
 
 
 @contextmanager
@@ -125,15 +126,15 @@ class TrainingLogs:
     """The files that the trainer writes its records to."""
 
     metrics: Sink
-    trained: JsonLines
-    published: JsonLines
+    trained: Lines
+    published: Lines
 
 
 @contextmanager
 def open_logs(session: Session) -> Iterator[TrainingLogs]:
     run = session.run
-    metrics = make_sink(run.root, tensorboard=session.config.metrics.tensorboard)
-    with closing(metrics), JsonLines(run.rollouts / TRAINED_FILE) as trained, JsonLines(run.published) as published:
+    metrics = make_sink(run.root, tensorboard=session.config.metrics.tensorboard, lines=session.lines)
+    with closing(metrics), session.lines(run.rollouts / TRAINED_FILE) as trained, session.lines(run.published) as published:
         yield TrainingLogs(metrics, trained, published)
 
 
@@ -251,9 +252,17 @@ def build_trainer(
             actors=[stages.actor for stages in generation],
             started_s=session.records_from_s,
         ),
-        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer),
+        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer, folders=_folders(session)),
         state=state,
     )
+
+
+def _folders(session: Session) -> Folders:
+    if not session.here.away:
+        return Folders(session.run.checkpoints)
+    from pipelinerl.launch.away import AwayFolders  # noqa: PLC0415 - only a machine without the run directory needs it
+
+    return AwayFolders(session)
 
 
 @contextmanager

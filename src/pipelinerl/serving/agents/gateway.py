@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from pipelinerl.serving.agents.session import ChatRequest, ModelRequest, Session
 from pipelinerl.serving.server.http import answer, application, body_of, unless_gone
 from pipelinerl.serving.server.openai.answers import DONE, AnswerWriter, Json, choice_of, usage_of
 from pipelinerl.serving.server.openai.bodies import read_body
-from pipelinerl.serving.server.run import uvicorn_config
+from pipelinerl.serving.server.run import listening_for_http, uvicorn_config
 
 HOST = "127.0.0.1"
 CLOSE_S = 5.0
@@ -73,7 +72,7 @@ class Gateway:
             if self._server is not None:
                 return
             try:
-                listening = socket.create_server((HOST, 0), backlog=1024)
+                listening = listening_for_http((HOST, 0))
             except OSError as error:
                 raise EnvironmentSetupError(f"can't listen on {HOST} for agents: {error}") from error
             self._url = f"http://{HOST}:{listening.getsockname()[1]}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from pipelinerl.errors import MissingDependencyError, UserError
+from pipelinerl.errors import INVALID_DATA, MissingDependencyError, UserError
 from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.wire import ErrorBody
 
@@ -151,7 +151,7 @@ class HttpClient:
     def _decode(self, data: bytes, answer: type[T]) -> T:
         try:
             return msgspec.json.decode(data, type=answer)
-        except msgspec.DecodeError as error:
+        except INVALID_DATA as error:
             raise self.malformed(str(error), data) from error
 
     def _too_long(self) -> ServerError:
@@ -170,7 +170,7 @@ def _message(body: bytes) -> tuple[str, str]:
     """Message and code of an error body; a body of an unknown form is the message."""
     try:
         error = msgspec.json.decode(body, type=ErrorBody).error
-    except msgspec.DecodeError:
+    except INVALID_DATA:
         return " ".join(body[:_LONGEST_MESSAGE].decode(errors="replace").split()) or "no explanation", ""
     return error.message[:_LONGEST_MESSAGE], error.code
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
+from pipelinerl.errors import INVALID_DATA, PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.errors import ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import HttpClient, RefusedError
@@ -84,13 +84,13 @@ class PipelineServer:
     def _line(self, data: bytes) -> TokenLine | CompletionLine:
         try:
             return self._decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except INVALID_DATA as error:
             raise self._error_line(data) or self._http.malformed(str(error), data) from error
 
     def _error_line(self, data: bytes) -> ServerError | None:
         try:
             code = msgspec.json.decode(data, type=ErrorBody).error.code
-        except msgspec.DecodeError:
+        except INVALID_DATA:
             return None
         return self._http.decode_error(_STATUS_IN_A_STREAM.get(code, 400), data)
 

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, WeightUpdateError
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.serving.wire import ErrorBody, ErrorCode, ErrorDetail
 from pipelinerl.types import GenerationRequest, SamplingParams
 
@@ -104,7 +104,7 @@ def decoded(data: bytes, kind: type[T]) -> T:
     """Decode a JSON body. Raises RequestError that names the wrong field."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except INVALID_DATA as error:
         raise RequestError(f"the body is invalid: {error}") from error
 
 

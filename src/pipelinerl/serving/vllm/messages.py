@@ -6,6 +6,7 @@ import contextlib
 
 import msgspec
 
+from pipelinerl.errors import INVALID_DATA
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 
 BACKEND = "pipelinerl"
@@ -92,7 +93,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 def worker_error(text: str) -> str:
     """Extract the worker's message from vLLM's error text, which is JSON around the message of a worker process."""
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(*INVALID_DATA):
         text = msgspec.json.decode(text, type=ErrorAnswer).error.message
     _, found, rest = text.partition("Worker failed with error '")
     return rest.rpartition("', please check")[0] or rest if found else text

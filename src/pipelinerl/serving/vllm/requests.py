@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.errors import PromptTooLongError, RequestError
+from pipelinerl.errors import INVALID_DATA, PromptTooLongError, RequestError
 from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import HttpClient, RefusedError
@@ -245,7 +245,7 @@ class Requests:
     def _choice(self, data: bytes) -> Choice:
         try:
             return msgspec.json.decode(data, type=Answer).only
-        except msgspec.DecodeError as error:
+        except INVALID_DATA as error:
             if b'"error"' in data:
                 why = worker_error(data.decode(errors="replace"))
                 raise ServerBusyError(self._http.url, f"failed in a stream: {why}") from error

@@ -20,6 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.checkpoint import Checkpoint, save_optimizer
+from pipelinerl.checkpoint_folders import FileRecord, Folders
 from pipelinerl.config.schema import CorrectionConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.loading import DTYPES, load_model
@@ -197,18 +198,24 @@ class ShardedLearner(Learner):
         if self.lora is not None:
             self.lora.save_adapter(folder)
 
-    def save_optimizer(self, folder: Path) -> None:
+    def save_optimizer(self, folder: Path) -> Mapping[str, FileRecord]:
         """Raises CheckpointError if a rank can't write its file."""
         if self.lora is not None:  # every rank has the whole state of adapters
-            super().save_optimizer(folder)
-            return
+            return super().save_optimizer(folder)
         peers = self._team.peers
         peers.send(ranks.SaveOptimizer(str(folder.absolute())))
         save_optimizer(folder, self.optimizer.state(), 0, self._team.size)
-        answers = {rank: peers.receive(ranks.Saved, rank).error for rank in range(1, self._team.size)}
-        for rank, error in answers.items():
-            if error:
-                raise CheckpointError(f"rank {rank} can't write its part of the optimizer's state: {error}")
+        files, errors = {}, []
+        for rank in range(1, self._team.size):
+            while not ((saved := peers.receive(ranks.Saved, rank)).error or saved.record):
+                self.on_sent(saved.sent_bytes)
+            if saved.record:
+                files[saved.name] = saved.record
+            else:
+                errors.append(f"rank {rank} can't write its part of the optimizer's state: {saved.error}")
+        if errors:
+            raise CheckpointError(errors[0])
+        return files
 
     def load_optimizer(self, checkpoint: Checkpoint) -> None:
         """Every rank reads its own rows. Raises CheckpointError like `Learner`."""
@@ -258,10 +265,10 @@ class ShardedLearner(Learner):
 
     # ---- Ranks above 0
 
-    def follow(self, reference: ShardedReference | None = None) -> None:
+    def follow(self, reference: ShardedReference | None = None, folders: Folders = Folders()) -> None:  # noqa: B008
         """Carry out the orders of rank 0, until it says that training has ended. Raises RankLostError if it is lost.
 
-        `reference`: this rank's part of the reference model, if there is one.
+        `reference`: this rank's part of the reference model, if there is one. `folders`: where it writes checkpoints.
         """
         peers = self._team.peers
         while True:
@@ -276,7 +283,7 @@ class ShardedLearner(Learner):
                 case ranks.Gather():
                     self._gather()
                 case ranks.SaveOptimizer(folder):
-                    peers.send(ranks.Saved(self._save_rows(Path(folder))))
+                    peers.send(self._save_rows(folder, folders))
                 case ranks.Score(rows) if reference is not None:
                     reference.follow(rows)
                 case ranks.Close():
@@ -288,13 +295,21 @@ class ShardedLearner(Learner):
         for _ in range(rows):
             yield self._team.peers.receive(ranks.Place).samples
 
-    def _save_rows(self, folder: Path) -> str:
-        """Returns the error, if there is one."""
+    def _save_rows(self, folder: str, folders: Folders) -> ranks.Saved:
+        told = 0
+
+        def on_sent(sent_bytes: int) -> None:
+            nonlocal told
+            if sent_bytes > told:
+                told = sent_bytes
+                self._team.peers.send(ranks.Saved(sent_bytes=told))
+
+        folders.on_sent = on_sent
         try:
-            save_optimizer(folder, self.optimizer.state(), self._team.rank, self._team.size)
-        except (OSError, SafetensorError) as error:
-            return str(error)
-        return ""
+            file = save_optimizer(folders.mine(folder), self.optimizer.state(), self._team.rank, self._team.size)
+            return ranks.Saved("", file.name, folders.finished(file))
+        except (OSError, SafetensorError, CheckpointError) as error:
+            return ranks.Saved(str(error))
 
 
 # ---- The sums of a rank as tensors: per token in float32, which is exact for lags and lengths up to 2^24

@@ -29,6 +29,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.channel import POLL_S, Channel, ProtocolError, dial, listen
+from pipelinerl.checkpoint_folders import FileRecord
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError, UserError
 from pipelinerl.types import Segment, TrainingSample
@@ -107,15 +108,21 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
 
 
 class SaveOptimizer(msgspec.Struct, frozen=True, tag="save"):
-    """Write this rank's part of the optimizer's state to `folder`, and answer with `Saved`."""
+    """Write this rank's part of the optimizer's state to `folder` (see `Folders.mine`), and answer with `Saved`."""
 
     folder: str
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """`error`: why the file could not be written; "" if it was."""
+    """`error`: why the file could not be written; "" if it was. Then `name` is that of the file, and `record` is its.
 
-    error: str
+    Before, any number with only `sent_bytes`: how much of it is on the launcher's machine.
+    """
+
+    error: str = ""
+    name: str = ""
+    record: FileRecord | None = None
+    sent_bytes: int = 0
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.channel import POLL_S, Channel, ProtocolError
-from pipelinerl.errors import PipelineRLError, WeightUpdateError
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.types import Encoding, UpdateReceipt
@@ -314,7 +314,7 @@ def decode_layout(text: str) -> Layout:
     """Decode the layout. Raises WeightUpdateError if it is invalid or a tensor is not within the buffer."""
     try:
         layout = msgspec.json.decode(text, type=Layout)
-    except msgspec.DecodeError as error:
+    except INVALID_DATA as error:
         raise WeightUpdateError(f"the weight sender's description of its tensors can't be read: {error}") from error
     for place in layout.places:
         inside = place.start >= 0 and min(place.shape, default=0) >= 0 and place.start + place.size <= layout.buffer_bytes

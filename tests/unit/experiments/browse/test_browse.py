@@ -22,9 +22,9 @@ from pipelinerl.experiments.browse.records import (
     RunEvaluations,
     RunRollouts,
     Trained,
-    printable,
 )
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
+from pipelinerl.status.view import printable
 from tests.unit.experiments.browse.browse_parts import (
     Bytes,
     answer,

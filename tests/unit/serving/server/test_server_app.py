@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.serving.server.app import Guard
 from pipelinerl.serving.server.http import MAX_BODY_BYTES
+from pipelinerl.serving.server.run import listening_for_http
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine, token_events
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
@@ -513,3 +515,13 @@ async def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
         assert (error.code, error.message) == ("unavailable", "the request was cancelled")
         completion = json.loads((await lines).content.splitlines()[-1])["completion"]
         assert completion["finish_reason"] == "cancelled"
+
+
+def test_connections_to_the_server_send_at_once() -> None:
+    """A response is sent in parts: without TCP_NODELAY the second one waits up to 40 ms for the client's confirmation."""
+    with (
+        listening_for_http(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as _,
+        listening.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

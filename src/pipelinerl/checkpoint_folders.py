@@ -1,0 +1,169 @@
+"""The folders of checkpoints in a run directory: their names, and how they appear and disappear. Does not import torch.
+
+A folder is written under a hidden name, synced to disk, and renamed. One that is deleted is renamed first. So a folder with
+a version's name is always whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from pipelinerl.errors import CheckpointError
+from pipelinerl.files import sync_directory
+
+WEIGHTS_FOLDER = "weights"
+"""Folder in a run directory that `checkpoint.save_weights` writes to."""
+HIDDEN = ".unfinished-"
+
+# A checkpoint that is replaced by one of the same version is named `.old` between the two renames.
+_NAME = re.compile(r"step_(\d{8,})(\.old)?")
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    size: int
+    checksum: str
+
+
+def folder_name(version: int) -> str:
+    return f"step_{version:08d}"
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in `directory`, oldest first. An `.old` one is included if its replacement does not exist yet."""
+    return list(by_version(directory).values())
+
+
+def by_version(directory: Path) -> dict[int, Path]:
+    """Version -> checkpoint, ascending; empty if the directory does not exist."""
+    if not directory.is_dir():
+        return {}
+    found: dict[int, Path] = {}
+    for path in sorted(directory.iterdir(), reverse=True):  # `step_X.old` comes before `step_X`, which overrides it
+        if match := _NAME.fullmatch(path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def saved_versions(run_dir: Path) -> dict[int, Path]:
+    """Version -> folder with its weights, ascending: the run's checkpoints and its `weights/` folders."""
+    return dict(sorted((by_version(run_dir / WEIGHTS_FOLDER) | by_version(run_dir / "checkpoints")).items()))
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint in `run_dir/checkpoints`, or None."""
+    found = checkpoints(run_dir / "checkpoints")
+    return found[-1] if found else None
+
+
+def keep_latest(directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> None:
+    """Delete folders, except the last `count` (up to `version`), and versions that `spared_every` divides (0: none).
+
+    Raises CheckpointError if that fails.
+    """
+    found = by_version(directory)
+    kept = {number for number in found if spared_every and number % spared_every == 0}
+    kept.update([number for number in found if version is None or number <= version][-count:])
+    delete([path for number, path in found.items() if number not in kept])
+
+
+class Folders:
+    """How a process of a run works with these folders. This is for a run directory that its machine has.
+
+    `directory`: that of checkpoints; only a rank of the trainer above 0 needs it.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        self.on_sent: Callable[[int], None] = lambda _: None
+        """Called with the bytes that were sent, while folders are sent to another machine."""
+
+    def install(self, hidden: Path, target: Path, *, durable: bool) -> None:
+        """Give the folder its name. If `durable`, it is on the disk before. Raises OSError and CheckpointError."""
+        if durable:
+            sync_tree(hidden)
+        install(hidden, target)
+
+    def keep_latest(self, directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> None:
+        """See the function of this name."""
+        keep_latest(directory, version, count, spared_every=spared_every)
+
+    def mine(self, folder: str) -> Path:
+        """What this machine has for the hidden folder of rank 0, which may be on another machine."""
+        if self._directory is None:
+            return Path(folder)
+        mine = self._directory / Path(folder).name
+        mine.mkdir(parents=True, exist_ok=True)
+        return mine
+
+    def finished(self, file: Path) -> FileRecord:
+        """A file in `mine` is written. Raises OSError."""
+        return record_of(file)
+
+
+def install(hidden: Path, target: Path) -> None:
+    """Give a folder its name; it may replace one of the same version."""
+    if target.exists():
+        replaced = target.with_name(target.name + ".old")
+        if replaced.exists():
+            _remove(replaced)
+        os.rename(target, replaced)
+    os.rename(hidden, target)
+    sync_directory(target.parent)
+    remove_unfinished(target.parent)
+
+
+def delete(paths: Sequence[Path]) -> None:
+    for path in paths:
+        try:
+            _remove(path)
+        except OSError as error:
+            raise CheckpointError(f"can't delete the old checkpoint {path}: {error.strerror}") from error
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint. It is renamed first, so that a partly deleted one is never read as a checkpoint."""
+    hidden = path.with_name(f"{HIDDEN}{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Delete the remains of interrupted writes and deletions in `directory`."""
+    for path in directory.glob(HIDDEN + "*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob("step_*.old"):
+        if path.with_suffix("").exists():
+            _remove(path)
+
+
+def sync_tree(directory: Path) -> None:
+    for path in files_in(directory):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:
+        sync_directory(path)
+
+
+def files_in(directory: Path) -> Sequence[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def record_of(path: Path) -> FileRecord:
+    digest = xxhash.xxh3_128()
+    size = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(size, digest.hexdigest())

@@ -1,0 +1,296 @@
+"""Injects faults into a real run from outside: by signals, limits, proxies, and writing into what its processes share.
+
+Nothing in a run knows of this: its processes are found in /proc, by their command lines. Linux only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import signal
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from pipelinerl.experiments.chaos.plan import AGENT, REDIS, Fault
+from pipelinerl.launch.roles import TRAINING
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.stages.streams import ROLLOUTS
+from pipelinerl.stream.files import StreamFile
+from pipelinerl.weights.shared.file import Control, file_bytes
+
+WORKER = "pipelinerl.launch.hosts.worker"
+SLOW_S, STOPPED_S = 0.5, 0.4
+"""A slow process is stopped for this part of every period."""
+OFFER_S, OFFER_TRIALS = 0.1, 20
+"""How long an engine is stopped, until weights are published and wait for it, and how often this is tried."""
+WRITTEN_S = 0.5
+"""A trainer is stopped for so long that a group waits in the stream."""
+DAMAGE = b'{"index": "damaged"'
+
+
+def processes_of(run_dir: Path) -> dict[str, int]:
+    """Process ids by role of all processes that run for this run directory, except the launcher."""
+    found: dict[str, int] = {}
+    redis_folder = run_dir / "streams" / "redis"
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):  # it has ended, or is somebody else's
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            if len(command) > 4 and command[2] == WORKER.encode() and command[4] == os.fsencode(run_dir):
+                found[command[3].decode()] = int(entry.name)
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"ray::"):
+                    found[AGENT] = parent
+            elif b"redis-server" in command[0] and os.readlink(entry / "cwd") == str(redis_folder):
+                found[REDIS] = int(entry.name)
+    return found
+
+
+class Target(Protocol):
+    """The run that faults are injected into. `pids` are those of its running processes, by role."""
+
+    run_dir: Path
+
+    @property
+    def links(self) -> Mapping[str, Proxy]: ...
+
+    def pids(self) -> dict[str, int]: ...
+
+    def sleep(self, time_s: float) -> None: ...
+
+
+Undo = Callable[[], None]
+
+
+class NotInjectedError(Exception):
+    """The place of a fault is not there now: the process has ended, or nothing waits in the stream."""
+
+
+def inject(fault: Fault, target: Target) -> Undo:
+    """Inject it. Returns what ends or repairs it. Raises NotInjectedError."""
+    try:
+        match fault.kind:
+            case "cut" | "delay":
+                return target.links[fault.place].disturb(fault)
+            case "record":
+                return _damage_record(target)
+            case "disk":
+                return _limit(list(_without_redis(target).values()), resource.RLIMIT_FSIZE, int(fault.amount**4 * 1e6))
+            case _:
+                return _hurt(fault, target)
+    except ProcessLookupError as error:
+        raise NotInjectedError(f"the process {fault.place} has just ended") from error
+
+
+def _hurt(fault: Fault, target: Target) -> Undo:
+    """A fault of one process."""
+    pid = target.pids().get(fault.place)
+    if pid is None:
+        raise NotInjectedError(f"there is no process {fault.place}")
+    undo: Undo = _nothing
+    match fault.kind:
+        case "kill":
+            os.kill(pid, signal.SIGKILL)
+        case "stop":
+            os.kill(pid, signal.SIGSTOP)
+            undo = partial(_continue, pid)
+        case "slow":
+            undo = _slow(pid)
+        case "memory":
+            undo = _limit([pid], resource.RLIMIT_AS, _address_space(pid) + int(fault.amount**2 * 100e6))
+        case "weights":
+            engine = int(fault.place.partition("-")[2] or 0)
+            _damage_weights(pid, engine, fault.amount, target.sleep)
+    return undo
+
+
+def _nothing() -> None:
+    """Nothing ends: the fault was a moment."""
+
+
+def _without_redis(target: Target) -> dict[str, int]:
+    return {role: pid for role, pid in target.pids().items() if role != REDIS}
+
+
+def _continue(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _slow(pid: int) -> Undo:
+    ended = threading.Event()
+
+    def stop_and_continue() -> None:
+        with suppress(ProcessLookupError):
+            while not ended.wait(SLOW_S - STOPPED_S):
+                os.kill(pid, signal.SIGSTOP)
+                ended.wait(STOPPED_S)
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=stop_and_continue, name="slow")
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+
+    return end
+
+
+def _limit(pids: list[int], what: int, limit: int) -> Undo:
+    """Lower a soft limit of these processes; only new growth is refused."""
+    before: dict[int, tuple[int, int]] = {}
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            before[pid] = resource.prlimit(pid, what)
+            resource.prlimit(pid, what, (limit, before[pid][1]))
+    if not before:
+        raise NotInjectedError("no process runs")
+
+    def restore() -> None:
+        for pid, limits in before.items():
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, what, limits)
+
+    return restore
+
+
+def _address_space(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    return pages * mmap.PAGESIZE
+
+
+def _damage_weights(pid: int, engine: int, amount: float, sleep: Callable[[float], None]) -> None:
+    """Flip a byte of weights that are published and not taken yet, while the engine that shall take them is stopped."""
+    fds = [
+        entry for entry in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(entry).startswith("/memfd:pipelinerl-weights")
+    ]
+    if not fds:
+        raise NotInjectedError("the process has no weights in shared memory")
+    with open(fds[0], "r+b") as file, closing(Control(file.fileno())) as control:
+        for _ in range(OFFER_TRIALS):
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                sleep(OFFER_S)
+                offer, answer = control.read_offer(), control.read_answer(engine)
+                if offer is not None and answer is not None and answer.number < offer.number:
+                    size = file_bytes(offer.layout_bytes, offer.buffer_bytes)
+                    start = size - (2 - offer.buffer) * -(-offer.buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+                    with mmap.mmap(file.fileno(), size) as memory:
+                        memory[start + int(0.9 * amount * offer.buffer_bytes)] ^= 0x40
+                    return
+            finally:
+                _continue(pid)
+            sleep(OFFER_S)
+    raise NotInjectedError("no weights waited for this engine")
+
+
+def _damage_record(target: Target) -> Undo:
+    """Overwrite the newest group that waits in the stream's database. Undoing restores it, if it is still there.
+
+    A trainer in a process of its own is stopped meanwhile, so that a group waits.
+    """
+    path = RunDirectory(target.run_dir).streams / ROLLOUTS / StreamFile.NAME
+    trainer = target.pids().get(TRAINING)
+    if not path.exists():
+        raise NotInjectedError("there is no stream yet")
+    if trainer is not None:
+        os.kill(trainer, signal.SIGSTOP)
+    try:
+        target.sleep(WRITTEN_S)
+        with closing(sqlite3.connect(path, timeout=1.0)) as stream, stream:
+            query = "SELECT offset, json FROM items WHERE offset >= (SELECT cursor FROM counts) ORDER BY offset DESC LIMIT 1"
+            waiting = stream.execute(query).fetchall()
+            if not waiting:
+                raise NotInjectedError("no group waits in the stream")
+            ((offset, json),) = waiting
+            stream.execute("UPDATE items SET json = ? WHERE offset = ?", (DAMAGE, offset))
+    except sqlite3.OperationalError as error:
+        raise NotInjectedError(f"the stream can't be changed: {error}") from error
+    finally:
+        if trainer is not None:
+            _continue(trainer)
+
+    def restore() -> None:
+        with suppress(sqlite3.OperationalError), closing(sqlite3.connect(path, timeout=5.0)) as stream, stream:
+            stream.execute("UPDATE items SET json = ? WHERE offset = ? AND json = ?", (json, offset, DAMAGE))
+
+    return restore
+
+
+class Proxy:
+    """Passes TCP connections on to `address`, unless it is told to cut or delay them. Close it at the end."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._cut = False
+        self._delay_s = 0.0
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def disturb(self, fault: Fault) -> Undo:
+        if fault.kind == "cut":
+            self._cut = True
+            self._close_all()
+        else:
+            self._delay_s = 0.05 + 0.5 * fault.amount
+        return self.heal
+
+    def heal(self) -> None:
+        self._cut, self._delay_s = False, 0.0
+
+    def close(self) -> None:
+        self._listener.close()
+        self._close_all()
+
+    def _close_all(self) -> None:
+        with self._lock:
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client, _ = self._listener.accept()
+                if self._cut:
+                    client.close()
+                    continue
+                try:
+                    server = socket.create_connection(self.address, timeout=5.0)
+                except OSError:
+                    client.close()
+                    continue
+                server.settimeout(None)
+                with self._lock:
+                    self._open |= {client, server}
+                left = [2]
+                for source, sink in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=(source, sink, left), name="proxy", daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, left: list[int]) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self._delay_s:
+                    time.sleep(self._delay_s)
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+        with self._lock:
+            left[0] -= 1
+            if not left[0]:
+                for connection in (source, sink):
+                    self._open.discard(connection)
+                    connection.close()

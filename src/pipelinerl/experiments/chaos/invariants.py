@@ -1,0 +1,235 @@
+"""What the records of a finished run must say, however often it was killed and resumed. Nothing here looks at a process.
+
+`check` returns one line for each violation. A stronger check of the same records is `pipelinerl replay`, which repeats the
+training to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.experiments.replay.records import RecordedRun, RecordedSamples
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.stages.recording import SessionRecord
+from pipelinerl.metrics.reading import read_json_lines, read_records
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.preprocess import Preprocessor, newest_version
+from pipelinerl.trainer.records import TRAINED_FILE, PublishedRecord, TrainedRecord, TrainedSample
+from pipelinerl.types import Group, TrainingSample
+
+MOST_SAID = 3
+"""Violations of one kind that are listed; the others are counted."""
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """The number of complete lines in `rollouts.jsonl`, `trained.jsonl` and `sessions.jsonl` when a session had ended."""
+
+    groups: int
+    steps: int
+    sessions: int
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Mark:
+        run = RunDirectory(run_dir)
+        files = (run.rollouts / "rollouts.jsonl", run.rollouts / TRAINED_FILE, run.sessions)
+        return cls(*(path.read_bytes().count(b"\n") if path.exists() else 0 for path in files))
+
+
+def check(run_dir: Path, marks: Sequence[Mark] = (), next_index: int | None = None) -> list[str]:
+    """The violations. `marks`: those of the run's earlier sessions; without them, whether a group is of an abandoned past is
+    not checked. `next_index`: the lowest index that no group was started with; without it, fewer lost groups are found.
+    """
+    try:
+        checks = _Records(run_dir, tuple(marks), next_index)
+        found = [
+            *checks.steps(),
+            *checks.samples(),
+            *checks.once(),
+            *checks.conserved(),
+            *checks.abandoned(),
+            *checks.published(),
+        ]
+    except (PipelineRLError, OSError, ValueError) as error:
+        return [f"the records can't be read: {error}"]
+    return _shortened(found)
+
+
+def _shortened(found: Sequence[tuple[str, str]]) -> list[str]:
+    counts = Counter(kind for kind, _ in found)
+    said: Counter[str] = Counter()
+    lines = []
+    for kind, text in found:
+        said[kind] += 1
+        if said[kind] <= MOST_SAID:
+            more = counts[kind] - MOST_SAID if said[kind] == MOST_SAID else 0
+            lines.append(f"{kind}: {text}" + (f" (and {more} more)" if more > 0 else ""))
+    return lines
+
+
+Found = Iterator[tuple[str, str]]
+"""Kind and text of violations."""
+
+
+@dataclass
+class _Records:
+    run_dir: Path
+    marks: tuple[Mark, ...]
+    next_index: int | None
+
+    def __post_init__(self) -> None:
+        self.run = RunDirectory(self.run_dir)
+        self.recorded = RecordedRun(self.run_dir)
+        self.groups = read_json_lines(self.run.rollouts / "rollouts.jsonl", Group)
+        self.metrics = read_records(self.run.metrics, StepRecord)
+        self.raw = read_json_lines(self.run.rollouts / TRAINED_FILE, TrainedRecord)
+        self.trained = _surviving(self.raw)
+        self.summary: dict[str, Any] = msgspec.json.decode(self.run.summary.read_bytes(), type=dict[str, Any])
+        self.config = self.recorded.segments[-1].config
+
+    def steps(self) -> Found:
+        """The run reached its goal, and took each step once, in order of version and time."""
+        goal, batch = self.config.trainer.steps, self.config.trainer.batch_size
+        if self.summary["status"] != "finished" or self.summary["version"] != goal:
+            yield (
+                "steps",
+                f"the run is {self.summary['status']} at version {self.summary['version']}, not finished at {goal}",
+            )
+        for name, versions in (
+            ("metrics.jsonl", [step.version for step in self.metrics]),
+            (TRAINED_FILE, [record.version for record in self.trained]),
+        ):
+            if versions != list(range(1, goal + 1)):
+                odd = next((number for number, version in enumerate(versions, 1) if number != version), len(versions) + 1)
+                yield "steps", f"{name} has {len(versions)} steps, not 1 to {goal}: the first odd one is at {odd}"
+        for before, after in pairwise(self.metrics):
+            if after.time_s < before.time_s:
+                yield "steps", f"step {after.version} ended {before.time_s - after.time_s:.3f} s before the previous one"
+        for record, step in zip(self.trained, self.metrics, strict=False):
+            if not len(record.samples) == step.samples == batch:
+                yield "steps", f"step {record.version} has {len(record.samples)} rollouts, and {step.samples} in the metrics"
+
+    def samples(self) -> Found:
+        """What was trained on is what was handed over, with spans that fit the step and the lag bound."""
+        for segment in self.recorded.segments:
+            changes: list[tuple[str, str]] = []
+
+            def changed(rollout: str, version: int, what: str, into: list[tuple[str, str]] = changes) -> None:
+                into.append(("samples", f"step {version}: {what} of {rollout} are not those that were handed over"))
+
+            config = segment.config
+            # A reference model does not change the digests.
+            samples = RecordedSamples(self.recorded, segment, Preprocessor(config.preprocess).process, changed)
+            for batch in segment.batches:
+                for record, sample in zip(batch.samples, samples.of(batch), strict=True):
+                    yield from self._fits(record, sample, batch.version, config.schedule.max_lag)
+            yield from changes
+
+    def _fits(self, record: TrainedSample, sample: TrainingSample, version: int, max_lag: int | None) -> Found:
+        versions, name = sample.versions, f"step {version}: {record.id}"
+        if list(versions) != sorted(versions):
+            yield "versions", f"{name} has tokens of version {versions}: they fall"
+        if (version - 1 - max(versions), version - 1 - min(versions)) != (record.lag_min, record.lag_max):
+            yield "versions", f"{name} has lags {record.lag_min} to {record.lag_max}, its tokens say otherwise"
+        if record.lag_min < 0:
+            yield "versions", f"{name} has a token of version {max(versions)}, which did not exist yet"
+        if max_lag is not None and version - 1 - min(versions) > max_lag:
+            yield "lag", f"{name} has a token of lag {version - 1 - min(versions)}; schedule.max_lag is {max_lag}"
+
+    def once(self) -> Found:
+        """No rollout is trained on or dropped twice."""
+        ends = Counter(sample.id for record in self.trained for sample in record.samples)
+        ends.update(one for record in self.trained for ids in record.dropped_ids.values() for one in ids)
+        for rollout, times in ends.items():
+            if times > 1:
+                yield "once", f"{rollout} was trained on or dropped {times} times"
+
+    def conserved(self) -> Found:
+        """Every group that was started is handed over or in progress; every rollout has one end, or waits."""
+        if error := self.summary.get("conservation_error"):
+            yield "conservation", f"the summary says: {error}"
+        latest = {group.index: group for group in self.groups}
+        dropped: dict[str, int] = self.summary["rollouts_dropped"]
+        settled = {sample.id for record in self.trained for sample in record.samples}
+        left_out = {one for record in self.trained for ids in record.dropped_ids.values() for one in ids}
+        handed_over = {rollout.id for group in latest.values() for rollout in group.rollouts}
+        waiting = len(handed_over - settled - left_out)
+        queued, late = self.summary["rollouts_queued"], sum(dropped.values()) - len(left_out)
+        if not queued <= waiting <= queued + late:
+            yield "conservation", f"{waiting} rollouts that were handed over have no end, but {queued} are queued"
+        in_progress = self.summary["rollouts_in_progress"]
+        started = range(max(latest, default=-1) + 1 if self.next_index is None else self.next_index)
+        missing = [index for index in started if index not in latest]
+        size = self.config.actor.group_size
+        most = in_progress + sum(dropped.values())  # failed attempts of unfinished groups count as dropped
+        if len(missing) * size > most or (self.next_index is not None and len(missing) * size < in_progress):
+            text = f"{len(missing)} groups were started and not handed over ({str(missing[:5])[1:-1]})"
+            yield "conservation", f"{text}, but {in_progress} rollouts are in progress"
+        if latest and max(latest) not in started:
+            yield "conservation", f"group {max(latest)} was handed over, but the next one to start is {self.next_index}"
+        for group in latest.values():
+            if group.started != len(group.rollouts) + sum(group.dropped.values()):
+                yield "conservation", f"group {group.index}: {group.started} attempts are not its rollouts and failures"
+
+    def abandoned(self) -> Found:
+        """No token of weights that a resume abandoned is trained on after it."""
+        if not self.marks:
+            return
+        sessions = read_json_lines(self.run.sessions, SessionRecord)
+        begins = [
+            [session.version for session in sessions[before.sessions : after.sessions]]
+            for before, after in pairwise([Mark(0, 0, 0), *self.marks, Mark(len(self.groups), len(self.raw), len(sessions))])
+        ]
+        prepared: dict[int, list[tuple[int, Group]]] = {}
+        for number, group in enumerate(self.groups):
+            prepared.setdefault(group.index, []).append((_session(number, [mark.groups for mark in self.marks]), group))
+        kept = {id(record) for record in self.trained}
+        for number, record in enumerate(self.raw):
+            if id(record) not in kept:
+                continue
+            now = _session(number, [mark.steps for mark in self.marks])
+            for index in {sample.group_index for sample in record.samples}:
+                made = [(session, group) for session, group in prepared.get(index, ()) if session <= now]
+                if not made:
+                    yield "past", f"step {record.version} trained on group {index}, which was handed over later"
+                    continue
+                session, group = made[-1]
+                resumed = [version for began in begins[session + 1 : now + 1] for version in began]
+                if resumed and newest_version(group) > min(resumed):
+                    text = f"step {record.version} trained on group {index} with tokens of version {newest_version(group)}"
+                    yield "past", f"{text}, which the resume at version {min(resumed)} abandoned"
+
+    def published(self) -> Found:
+        """A version that is published again has the same weights, except after a resume at an earlier one."""
+        history: dict[int, str] = {}
+        for record in read_json_lines(self.run.published, PublishedRecord):
+            before = history.get(record.version)
+            history = {version: checksum for version, checksum in history.items() if version < record.version}
+            if before is not None and before != record.checksum:
+                yield "published", f"version {record.version} was published with two checksums"
+            history[record.version] = record.checksum
+        missing = set(range(self.config.trainer.steps)) - history.keys()
+        if missing and self.config.schedule.kind == "pipeline":
+            yield "published", f"versions {sorted(missing)[:5]} were not published"
+
+
+def _surviving(records: Sequence[TrainedRecord]) -> list[TrainedRecord]:
+    """A resumed run repeats the steps after its checkpoint: the last line of a version counts."""
+    kept: list[TrainedRecord] = []
+    for record in records:
+        while kept and kept[-1].version >= record.version:
+            kept.pop()
+        kept.append(record)
+    return kept
+
+
+def _session(line: int, ends: Sequence[int]) -> int:
+    """The number of the session that wrote this line."""
+    return sum(end <= line for end in ends)
