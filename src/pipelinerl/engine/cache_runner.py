@@ -26,7 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from pipelinerl.engine.attention import Chunk, ChunkBatch, LengthBucket, Move, batch_chunks
 from pipelinerl.engine.rounding import require_exact, rounding_limit
-from pipelinerl.engine.runner import difference
+from pipelinerl.engine.runner import differences
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention, unsupported
 from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, use_configured_time_steps
@@ -276,12 +276,9 @@ class CacheRunner:
             self._new, self._used = self._probe(name)
             self.error = self._check()
         self.kv = SlotCache(self._new, self._used, rows, max_length)
-
-    @property
-    def description(self) -> str:
         slow = [] if self._ragged else ["sequences of different lengths can't share a batch"]
         slow += [] if self._continues else ["prompts longer than engine.prefill_tokens are processed token by token"]
-        return "; ".join(["through the model's own cache, at about half the speed of the packed runner", *slow])
+        self.description = "; ".join(["through its own cache, at about half the speed of packed batches", *slow])
 
     def weights_changed(self) -> None:
         """The model computes with its own parameters only."""
@@ -396,28 +393,21 @@ class CacheRunner:
         ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
         reference_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
         limit = rounding_limit(self.model, ids_T, reference_TV, least=_TOLERANCE)
-        errors: dict[tuple[bool, bool], float] = {}
-        failure: Exception | None = None
+        refusals: list[Exception] = []
         for way in ((True, True), (True, False), (False, True), (False, False)):
             self._choose(way)
             try:
-                errors[way] = self._error(ids_T, reference_TV)
-            except Exception as error:  # noqa: BLE001 - a way that the model's code does not allow
-                failure = error
-                continue
-            if errors[way] <= limit:
-                return errors[way]
-        if not errors and failure is not None:
-            raise failure
-        require_exact(min(errors.values(), default=float("nan")), limit, self.model)
-        return min(errors.values())
+                return require_exact(self._errors(ids_T, reference_TV), limit, self.model)
+            except Exception as error:  # noqa: BLE001 - a way that the model's code does not allow, or that is not exact
+                refusals.append(error)
+        raise next((error for error in refusals if isinstance(error, UnsupportedModelError)), refusals[-1])
 
     def _choose(self, way: tuple[bool, bool]) -> None:
         self._ragged, self._continues = way
         choose_attention(self.model, ATTENTION_NAME if self._ragged else "eager")
 
-    def _error(self, ids_T: Tensor, reference_TV: Tensor) -> float:
-        """Two sequences: one processed in two chunks, moved to another row, and decoded together with a shorter one."""
+    def _errors(self, ids_T: Tensor, reference_TV: Tensor) -> Tensor:
+        """The errors of two sequences' tokens: one runs in two chunks, is moved, and is decoded together with the other."""
         length = len(ids_T)
         kv = SlotCache(self._new, self._used, 2, length)
         decoded = max(1, min(_DECODED, length // 4))
@@ -433,7 +423,7 @@ class CacheRunner:
             buckets = (LengthBucket(0, 2, min(length, longer + i + 3)),)
             logits = self.forward(kv, ids_T[positions], positions, keep=None, decoding=2, buckets=buckets)
             found += [(longer + i, logits[:1]), (shorter + i, logits[1:])]
-        return max(difference(logits, reference_TV[start : start + len(logits)]) for start, logits in found)
+        return torch.cat([differences(logits, reference_TV[start : start + len(logits)]) for start, logits in found])
 
     def _chunk_logits(self, kv: SlotCache, ids_T: Tensor, begin: int, end: int, row: int) -> Tensor:
         chunk = Chunk(begin=0, count=end - begin, row=row, offset=begin)

@@ -7,33 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelinerl.engine.runner import TOLERANCE, difference
+from pipelinerl.engine.runner import TOLERANCE, differences
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention
+from pipelinerl.models.own_forward import largest_beyond_rounding
+from pipelinerl.models.state import compute_dtype
 
 NARROW_TOLERANCE = 0.25
 """In types narrower than float32."""
 LARGEST_TOLERANCE = 1e-3
 
 
-def require_exact(error: float, limit: float, model: Any) -> None:
-    """Raise UnsupportedModelError if the error on the probe is above the limit, or not a number."""
+def require_exact(errors_T: Tensor, limit: float, model: Any) -> float:
+    """The error on the probe, given that of each token. Raises UnsupportedModelError if it is above the limit, or NaN."""
+    error = float(largest_beyond_rounding(model, errors_T))
     if not error <= limit:
         raise UnsupportedModelError(
             f"{type(model).__name__} can't be run by the embedded engine: on a probe its log-probabilities are off by "
             f"{error:.2g} (limit {limit:.2g})"
         )
+    return error
 
 
 def rounding_limit(model: Any, ids_T: Tensor, reference_TV: Tensor, *, least: float = TOLERANCE) -> float:
-    """How much rounding may change log-probabilities of the probe; at least `least`, in float32.
+    """How much rounding may change log-probabilities of the probe; at least `least`, with weights in float32.
 
     Large models and recurrences amplify rounding. So eight times that of the model's own forward is allowed: its change when
     each element of the embeddings changes by the precision of its type.
     """
-    if reference_TV.dtype not in (torch.float32, torch.float64):
+    if compute_dtype(model) not in (torch.float32, torch.float64):  # logits are float32 also above a float32 head
         return NARROW_TOLERANCE
-    own = difference(_perturbed(model, ids_T), reference_TV)
+    own = float(differences(_perturbed(model, ids_T), reference_TV).max())
     return min(max(least, 8 * own), LARGEST_TOLERANCE)
 
 

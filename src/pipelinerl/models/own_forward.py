@@ -1,4 +1,4 @@
-"""A model's own forward, where its attention can't be replaced: logits of chosen tokens, and training on padded batches.
+"""What few models need: training on padded batches through their own forward, and other exceptions.
 
 Right padding can't change the logits of a causal model, whatever its layers are: no token sees what comes after it. So each
 length bucket of a packed row runs as one padded batch. At most `MAX_PADDING_WASTE` of its cells are padding.
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from pipelinerl.models.state import compute_dtype
 
 if TYPE_CHECKING:
     from pipelinerl.models.packed import Bucket, PackedRow
@@ -27,6 +29,17 @@ def recurrence_chunk(model: Any) -> int:
     return max((size for size in sizes if isinstance(size, int)), default=_CHUNK)
 
 
+def largest_beyond_rounding(model: Any, errors_T: Tensor) -> Tensor:
+    """The largest error of a token; in types narrower than float32 and with experts, the median.
+
+    There rounding changes which experts some tokens go to, so these have large errors. A mistake has them at most tokens.
+    """
+    narrow = compute_dtype(model) not in (torch.float32, torch.float64)
+    if narrow and any("expert" in f"{name} {type(part).__name__}".lower() for name, part in model.named_modules()):
+        return errors_T.median()
+    return errors_T.max()
+
+
 def use_configured_time_steps(model: Any) -> None:
     """Make the Mamba 2 layers of Nemotron-H limit their time steps as the model's configuration says.
 
@@ -37,6 +50,14 @@ def use_configured_time_steps(model: Any) -> None:
         config = getattr(model.config, "time_step_limit", None)
         if type(module).__name__ == "NemotronHMamba2Mixer" and config is not None:
             module.time_step_limit = tuple(config)
+
+
+def freeze_all_but_text(model: Any) -> None:
+    """Exclude from training what text never reaches, such as a vision tower, which weight decay would change."""
+    text = {id(part) for owner in (model.get_decoder(), model.get_output_embeddings()) for part in owner.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in text:
+            parameter.requires_grad_(False)
 
 
 def logits_at(model: Any, cells_P: Tensor, **inputs: Any) -> Tensor:

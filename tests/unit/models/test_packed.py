@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -34,9 +35,17 @@ from transformers import (
 )
 
 from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models import packed
 from pipelinerl.models.attention import attend
 from pipelinerl.models.own_forward import padded_logits
-from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, sampled_logits, training_forward, use_packed_attention
+from pipelinerl.models.packed import (
+    MAX_PADDING_WASTE,
+    PackedRow,
+    packed_attention,
+    sampled_logits,
+    training_forward,
+    use_packed_attention,
+)
 from pipelinerl.types import Segment
 
 SIZES = {
@@ -69,14 +78,19 @@ CONFIGS = {
         num_key_value_heads=2,
         head_dim=8,
         sliding_window=6,
-        num_local_experts=2,
-        num_experts_per_tok=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     "deepseek_v3": DeepseekV3Config(
         **SIZES,
         num_key_value_heads=4,
-        first_k_dense_replace=2,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
         q_lora_rank=12,
         kv_lora_rank=8,
         qk_nope_head_dim=8,
@@ -163,6 +177,43 @@ def test_logits_and_gradients_of_a_row_equal_those_of_each_sequence_alone(name: 
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     for parameter, gradient in expected.items():
         torch.testing.assert_close(actual[parameter], gradient, atol=1e-6 * scale, rtol=1e-6, msg=parameter)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_the_router_gets_its_gradient_from_the_objective(name: str) -> None:
+    """Also through the grouped products of experts, which are the default, and in float32."""
+    found = []
+    for experts in ("eager", None):
+        torch.manual_seed(0)
+        config = copy.deepcopy(CONFIGS[name])
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation=experts).eval()
+        weighted_sum(training_forward(model)(PackedRow.of(make_segments(LENGTHS)))).backward()
+        found.append(gradients(model))
+    routers = [part for part in found[0] if part.endswith(("router.weight", "gate.weight"))]
+    assert routers
+    for parameter, gradient in found[0].items():
+        assert gradient.any() or parameter not in routers
+        torch.testing.assert_close(found[1][parameter], gradient, atol=1e-5, rtol=1e-4, msg=parameter)
+
+
+def test_an_auxiliary_loss_of_the_router_is_refused() -> None:
+    model = make_model("gpt_oss")
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedModelError, match=r"auxiliary loss of its router .* set it to false"):
+        training_forward(model)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_rounding_in_bfloat16_may_change_the_experts_of_some_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake, which changes most tokens, is still found."""
+
+    def mistaken(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        return packed_attention(*arguments, **options)[0].flip(1), None
+
+    assert not training_forward(make_model(name).bfloat16()).padded
+    monkeypatch.setattr(packed, "packed_attention", mistaken)
+    with pytest.raises(UnsupportedModelError, match="its logits differ"):
+        use_packed_attention(make_model(name).bfloat16())
 
 
 def test_tokens_of_one_sequence_do_not_reach_another() -> None:
