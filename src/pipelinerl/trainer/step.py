@@ -96,6 +96,11 @@ class Learner:
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         self._forward = training_forward(model)
+        self.runner = self._forward.description
+        if model.config.get_text_config() is not model.config:
+            from pipelinerl.models.own_forward import freeze_all_but_text  # noqa: PLC0415 - few models are more than text
+
+            freeze_all_but_text(model)
         self.model = model
         self.lora = lora
         self.on_sent: Callable[[int], object] = lambda _: None
