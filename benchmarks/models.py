@@ -119,7 +119,7 @@ def measure(family: str, *, speed: bool = True) -> Found:
     except UnsupportedModelError as error:
         return Found(trainer, trainer_error, f"refused: {str(error).partition(';')[0]}", None, None)
     runner: Any = engine._runner
-    way = "packed" if "packed batches" in engine.description else "own cache"
+    way = "packed" if engine.progress().runner.startswith("over packed batches") else "own cache"
     if way == "own cache" and not runner._continues:
         way += ", prompts in one chunk or token by token"
     if way == "own cache" and not runner._ragged:

@@ -88,11 +88,6 @@ class LocalEngine:
         return self._version
 
     @property
-    def description(self) -> str:
-        """How the model is run."""
-        return self._runner.description
-
-    @property
     def in_progress(self) -> int:
         return self._table.used
 
@@ -116,6 +111,7 @@ class LocalEngine:
             busy_s=self._busy_s,
             weight_updates=self._updates,
             pauses_s=tuple(self._pauses_s),
+            runner=self._runner.description,
         )
 
     # ---- requests

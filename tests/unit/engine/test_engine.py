@@ -350,7 +350,7 @@ def test_a_model_whose_past_can_not_be_held_in_slots_is_refused_by_what_it_keeps
 )
 def test_the_log_says_which_way_a_model_is_run_and_why(config: Any, way: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = LocalEngine(AutoModelForCausalLM.from_config(config), slots=1, max_length=64)
-    assert way in engine.description
+    assert way in engine.progress().runner
     name = type(engine._runner.model).__name__
     assert [record for record in caplog.records if way in record.message and name in record.message]
 
