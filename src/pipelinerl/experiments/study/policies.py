@@ -262,7 +262,7 @@ class Replay:
 
         Also returns the largest |log mu here - log mu of the engine| over sampled tokens. It should be rounding error.
         """
-        load_weights(self._target.model, tensors(target))
+        _load(self._target, tensors(target))
         # Sorted, because neighbouring sequences with equal prompt length share one attention call.
         ordered = sorted(samples, key=lambda s: (len(s.prompt.request.prompt_ids), -len(s.completion.token_ids)))
         parts: list[TokenDivergences] = []
@@ -270,7 +270,7 @@ class Replay:
         for begin in range(0, len(ordered), self._slots):
             wave = ordered[begin : begin + self._slots]
             for whole in stretches:
-                load_weights(self._behaviour.model, tensors(whole.version))
+                _load(self._behaviour, tensors(whole.version))
                 for start in range(whole.start, whole.end, LONGEST_STRETCH):  # splitting does not change the result
                     stretch = whole._replace(start=start, end=min(start + LONGEST_STRETCH, whole.end))
                     for tokens, gap in self._stretch(wave, stretch, kv):
@@ -316,6 +316,11 @@ class Replay:
             log_ratio_N=pi_N - behaviour_N,
         )
         return tokens, float(np.abs(mu_N - behaviour_N).max())
+
+
+def _load(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
+    load_weights(runner.model, tensors)
+    runner.weights_changed()
 
 
 def _ids(sample: Sampled) -> tuple[int, ...]:
