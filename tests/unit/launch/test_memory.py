@@ -164,7 +164,7 @@ def test_the_engines_memory_is_what_the_engine_allocates(tmp_path: Path) -> None
     runner = ModelRunner(model, 8, 64)
     assert kv_bytes(shape, slots=8, length=64, item_bytes=4) == runner.kv.kv_bytes
     assert runner._flat is not None
-    assert packed_bytes(shape) == sum(4 * linear._weight.numel() for linear in runner._flat._packed) > 0
+    assert packed_bytes(shape) == sum(4 * linear._weight.numel() for linear in runner._flat._copies) > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3-latents", *sorted(THROUGH_CACHE)])
