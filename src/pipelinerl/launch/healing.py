@@ -35,11 +35,10 @@ from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.database import DamagedDatabaseError, Database
 from pipelinerl.errors import StageDiedError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, Worker, named
+from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, Worker, named, remove_weights_of
 from pipelinerl.launch.roles import PREPROCESSING, generation_roles, server_roles, stages_of
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import ROLLOUTS, group_reader, prepared_writer
-from pipelinerl.launch.stages.weights import remove_weights_of
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total

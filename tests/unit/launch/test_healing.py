@@ -23,6 +23,7 @@ from pipelinerl.launch.hosts.processes import beginning_of, replaceable_roles
 from pipelinerl.launch.run import make_record
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.stages import training
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS
 from pipelinerl.metrics.totals import actor_total
 from pipelinerl.schedule import make_schedule
@@ -43,6 +44,7 @@ from pipelinerl.types import (
     VersionSpan,
 )
 from pipelinerl.weights.shared.file import AWAY, Control, create_shared_file
+from pipelinerl.weights.shared.sender import SharedWeightSender
 
 K = 2
 
@@ -338,7 +340,9 @@ def test_a_process_is_started_again_after_a_pause_that_doubles_and_not_for_ever(
         now += pause_s
         assert [worker.role for worker in run.begin(now)] == ["generation-1"]
         assert not run.healing.pending
-    with pytest.raises(StageDiedError, match=r"the generation-1 process died 4 times \(launch.restarts: 3\):\n1. ") as raised:
+    with pytest.raises(
+        StageDiedError, match=r"the generation-1 process died 4 times \(launch.restarts: 3\):\n1. "
+    ) as raised:
         run.heal(1, now=now)
     assert str(raised.value).count("last words") == 4
     assert run.host.started == ["generation-1"] * 3
@@ -402,6 +406,18 @@ def test_a_process_that_has_worked_for_long_is_as_good_as_new(run: Run) -> None:
     assert run.healing.summary()["generation-1"] == {"count": 6, "rollouts_lost": 0, "recovery_s": [4.0] * 6}
     assert any("works again after 4.0 s" in line for line in run.said.lines)
     assert all("(restart 1 of 3)" in line for line in run.said.lines if "started again in" in line)
+
+
+@pytest.mark.parametrize(("restarts", "watchdog_s", "expected_s"), [(3, 300.0, 330.0), (3, 20.0, 120.0), (0, 300.0, 120.0)])
+def test_the_trainer_waits_for_an_engine_that_hangs_until_it_is_killed(
+    restarts: int, watchdog_s: float, expected_s: float, tmp_path: Path
+) -> None:
+    settings = (f"--launch.restarts={restarts}", f"--launch.watchdog_s={watchdog_s}")
+    with (
+        closing(Run(tmp_path / "r", *settings)) as run,
+        closing(training._sender(run.session, run.host.channels.weights, lambda: False)) as sender,
+    ):
+        assert cast(SharedWeightSender, sender)._timeout_s == expected_s
 
 
 def test_the_new_process_learns_what_was_evaluated(run: Run) -> None:
