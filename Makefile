@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install install-ray demo chaos test test-all test-fast test-wild test-ray test-vllm check format clean
+.PHONY: install install-ray demo chaos test test-all test-models test-fast test-wild test-ray test-vllm check format clean
 
 install: $(STAMP)
 
@@ -33,6 +33,10 @@ test: install
 # Also more cases of faults: half an hour.
 test-all: install
 	$(PYTEST) --exhaustive
+
+# Every family of causal language models of transformers, small and random: a quarter of an hour.
+test-models: install
+	$(PYTEST) --exhaustive tests/parity/test_families.py
 
 test-fast: install
 	$(PYTEST) -m "not slow"

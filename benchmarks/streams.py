@@ -30,8 +30,8 @@ from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl.stream.file_reader import FileStreamReader
 from pipelinerl.stream.files import FileStreamWriter
-from pipelinerl.stream.memory import memory_stream
-from pipelinerl.stream.redis import RedisStreamReader, RedisStreamWriter, rewind_stream
+from pipelinerl.stream.memory import MemoryStream
+from pipelinerl.stream.redis import RedisStore, RedisStreamReader, RedisStreamWriter
 from pipelinerl.stream.redis_server import start_server
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
 
@@ -66,7 +66,8 @@ def make_group(shape: str, index: int) -> Group:
 
 def both_ends(kind: str, place: str) -> tuple[Any, Any]:
     if kind == "memory":
-        return memory_stream(capacity=CAPACITY)
+        stream = MemoryStream[Group](capacity=CAPACITY)
+        return stream, stream
     return writing_end(kind, place), reading_end(kind, place)
 
 
@@ -158,10 +159,10 @@ def measure(kind: str, redis_url: str, groups: list[Group], sent: int) -> Record
         for end in ends:
             end.close()
         if kind == "redis":
-            rewind_stream(redis_url, "benchmark", Group, 0, keep=lambda _: False)
+            RedisStore(redis_url).rewind("benchmark", Group, 0, keep=lambda _: False)
         waits_s = sorted(latencies(kind, places[1], groups[:sent], pause_s=0.005))
         if kind == "redis":
-            rewind_stream(redis_url, "benchmark", Group, 0, keep=lambda _: False)
+            RedisStore(redis_url).rewind("benchmark", Group, 0, keep=lambda _: False)
     p50_s, p99_s = waits_s[len(waits_s) // 2], waits_s[int(0.99 * (len(waits_s) - 1))]
     return {**measured, "latency_p50_s": p50_s, "latency_p99_s": p99_s}
 

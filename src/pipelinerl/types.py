@@ -252,7 +252,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     """Counts since the engine was made.
 
     `ready_s` is the time since the engine became ready, of which it spent `busy_s` in steps and weight updates.
-    `pauses_s` are the pauses for the latest weight updates.
+    `pauses_s` are the pauses for the latest weight updates. `runner` is how the model is run, where the engine knows it.
     """
 
     version: int = 0
@@ -266,6 +266,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     weight_updates: int = 0
     pauses_s: tuple[float, ...] = ()
     probes: tuple[ProbeReading, ...] = ()
+    runner: str = ""
 
 
 class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
@@ -296,7 +297,8 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
 
     `queued` rollouts are in the trainer's queue; `dropped` counts those that the trainer dropped, by reason. Rollouts in
     the stream and rollouts that the actor dropped are not counted. `probe_ids` is the prompt of the weight canary (see
-    `ProbeReading`). `sent_bytes`: how much of a checkpoint is on the launcher's machine, while it is sent there.
+    `ProbeReading`), `runner` how the model is trained. `sent_bytes`: how much of a checkpoint is on the launcher's machine,
+    while it is sent there.
     """
 
     version: int = 0
@@ -313,6 +315,7 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     probe_ids: tuple[int, ...] = ()
     latest: dict[str, float] = {}
     sent_bytes: int = 0
+    runner: str = ""
 
 
 Progress = EngineProgress | ActorProgress | TrainerProgress

@@ -93,6 +93,11 @@ CHANGES: dict[str, tuple[str, str, Callable[[Lines], object]]] = {
         TRAINED,
         lambda lines: lines[-1]["samples"].__setitem__(0, lines[0]["samples"][0]),
     ),
+    "a group is handed over twice": (
+        "was handed over 2 times in session 1",
+        GROUPS,
+        lambda lines: lines.insert(1, lines[0]),
+    ),
     "a rollout is trained on and dropped": (
         "once: ",
         TRAINED,

@@ -45,7 +45,7 @@ def assert_healed(run_dir: Path, process: subprocess.Popen[str], *, max_lag: int
     timeline = read_timeline(run_dir)
     assert [look.time_s for look in timeline] == sorted(look.time_s for look in timeline)
     assert max_lag is None or counts["lag_max"] <= max_lag
-    assert all(record["count"] == len(record["recovery_s"]) for record in counts["restarts"].values())
+    assert all(record["count"] >= len(record["recovery_s"]) > 0 for record in counts["restarts"].values())
     lost = sum(record["rollouts_lost"] for record in counts["restarts"].values())
     assert counts["rollouts_dropped"].get("lost_in_crash", 0) == lost
     for pid_left in Path("/dev/shm").glob("pipelinerl-weights-*"):  # noqa: S108 - looked at only

@@ -142,7 +142,7 @@ SPREAD = {
 }
 APART = SPREAD | {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8, "launch__preprocessor": "process"}
 TWO_ACTORS = SPREAD | {"engine__processes": 2}
-ENDLESS = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2}
+ENDLESS = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2, "launch__restarts": 0}
 
 
 def checked(run_dir: Path, ended: Ended) -> dict[str, Any]:

@@ -8,15 +8,27 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    FalconH1Config,
+    FalconMambaConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GPTJConfig,
     GPTNeoXConfig,
+    GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
+    NemotronHConfig,
     PhiConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
+
+from pipelinerl.models.own_forward import use_configured_time_steps
 
 VOCABULARY = 97
 _SHAPE = {
@@ -32,6 +44,8 @@ _SHAPE = {
     "initializer_range": 0.15,  # far from uniform outputs, so that mistakes show
 }
 _GQA = {**_SHAPE, "num_key_value_heads": 2}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+_MAMBA = {**_SHAPE, "num_hidden_layers": 2, "state_size": 8, "expand": 2, "chunk_size": 16}
 
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**_GQA, head_dim=12, tie_word_embeddings=True),
@@ -51,14 +65,77 @@ CONFIGS: dict[str, Any] = {
     "gemma3": Gemma3TextConfig(**_GQA, head_dim=12, sliding_window=16, query_pre_attn_scalar=12),
     "gpt-neox": GPTNeoXConfig(**_SHAPE, rotary_pct=0.5),
     "phi": PhiConfig(**_GQA, partial_rotary_factor=0.5),
+    # What is cached differs from what attention receives.
+    "deepseek-v3-latents": DeepseekV3Config(
+        num_key_value_heads=4,
+        **_SHAPE,
+        **_EXPERTS,
+        n_routed_experts=4,
+        first_k_dense_replace=2,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+    ),
+    "gpt-oss-sinks": GptOssConfig(
+        **_GQA,
+        head_dim=12,
+        sliding_window=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
 }
+THROUGH_CACHE: dict[str, Any] = {
+    "bloom-alibi": BloomConfig(vocab_size=VOCABULARY, hidden_size=48, n_layer=3, n_head=4, initializer_range=0.15),
+    "falcon-h1-both-in-one-layer": FalconH1Config(
+        **_GQA | {"num_hidden_layers": 2},
+        head_dim=12,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
+    ),
+    "falcon-mamba-token-by-token": FalconMambaConfig(**_MAMBA),
+    "gptj-old-class": GPTJConfig(
+        vocab_size=VOCABULARY, n_embd=48, n_layer=3, n_head=4, n_positions=256, rotary_dim=8, initializer_range=0.15
+    ),
+    "lfm2-conv": Lfm2Config(**_GQA, layer_types=["conv", "full_attention", "conv", "conv"]),
+    "mamba2": Mamba2Config(**_MAMBA, num_heads=6, head_dim=16, n_groups=1),
+    "nemotron-h": NemotronHConfig(
+        **{name: value for name, value in _GQA.items() if name != "num_hidden_layers"},
+        layers_block_type=["mamba", "attention", "mamba", "mlp"],
+        head_dim=12,
+        mamba_num_heads=6,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=16,
+    ),
+    "qwen3.5-delta-rule": Qwen3_5TextConfig(
+        **_GQA | {"initializer_range": 0.06},
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=12,
+        linear_value_head_dim=12,
+    ),
+}
+"""Run through their own cache: their attention can't be replaced, or they have other states."""
+CONFIGS |= THROUGH_CACHE
 
 
 def make_model(name: str, seed: int = 0) -> Any:
     """A model of the family in evaluation mode, float32, a function of (name, seed) alone."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="eager").eval()
+    use_configured_time_steps(model)  # otherwise Nemotron-H's own forward and its own generation differ
+    return model
 
 
 def tiny_llama(seed: int = 0, **changes: Any) -> Any:

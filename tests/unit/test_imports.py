@@ -34,8 +34,8 @@ PROCESSES = {
     ),
     "generation": (
         "launch.hosts.worker launch.stages.generation weights.shared.receiver engine",
-        "actor.admission_redis checkpoint environments.chat environments.static_check models.lora models.packed preprocess "
-        "redis_connection serving status.mirror trainer "
+        "actor.admission_redis checkpoint engine.cache_runner environments.chat environments.static_check models.lora "
+        "models.own_forward models.packed preprocess redis_connection serving status.mirror trainer "
         "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
         f"launch.stages.preprocessing {LAUNCHER}",
     ),
@@ -49,8 +49,8 @@ PROCESSES = {
     ),
     "training": (
         "launch.hosts.worker launch.stages.training weights.shared.sender",
-        f"actor engine environments serving weights.broadcast launch.stages.broadcast launch.stages.generation "
-        f"launch.stages.engines models.hub models.sharded trainer.sharding {LAUNCHER}",
+        f"actor engine environments models.own_forward serving weights.broadcast launch.stages.broadcast "
+        f"launch.stages.generation launch.stages.engines models.hub models.sharded trainer.sharding {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",

@@ -10,7 +10,7 @@ Shapes: Hq query heads, Hk key/value heads, G = Hq / Hk, D head size, R decoding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -48,27 +48,25 @@ class Move(NamedTuple):
 class KVCache:
     """Keys [layers, H, heads, max_length, key_dim] and values likewise, for H slots (rows) of `max_length` tokens.
 
-    One tensor pair for all layers of the same shape. Everything is allocated at the start, so that an engine that could be
-    built does not run out of memory later.
+    One tensor pair for all layers of the same shape; `shapes` are by layer. Everything is allocated at the start, so that an
+    engine that could be built does not run out of memory later.
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], rows: int, max_length: int, dtype: torch.dtype, device: torch.device
+        self, shapes: Mapping[int, LayerShape], rows: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.max_length = max_length
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._blocks: list[tuple[Tensor, Tensor]] = []
         by_shape: dict[LayerShape, list[int]] = {}
-        for layer, shape in enumerate(shapes):
+        for layer, shape in shapes.items():
             by_shape.setdefault(shape, []).append(layer)
-        views: dict[int, tuple[Tensor, Tensor]] = {}
         for shape, layers in by_shape.items():
             size = (len(layers), rows, shape.heads, max_length)
             keys = torch.zeros((*size, shape.key_dim), dtype=dtype, device=device)
             values = torch.zeros((*size, shape.value_dim), dtype=dtype, device=device)
             self._blocks.append((keys, values))
-            views |= {layer: (keys[i], values[i]) for i, layer in enumerate(layers)}
-        self._layers = [views[layer] for layer in range(len(shapes))]
+            self._layers |= {layer: (keys[i], values[i]) for i, layer in enumerate(layers)}
 
     @property
     def kv_bytes(self) -> int:
@@ -171,19 +169,7 @@ class StepBatch:
         self.places = (self.rows_R, slice(None), self.positions_R)
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if not self.checked:
-            self._refuse_other_shapes(call.layer, key, value)
         return attend_rows(self, call, query, key, value)
-
-    def _refuse_other_shapes(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Raise UnsupportedModelError if attention receives keys or values of other shapes than the model's cache keeps."""
-        for what, given, slots in zip(("keys", "values"), (key, value), self.kv.layer(layer), strict=True):
-            found, kept = (given.shape[1], given.shape[3]), (slots.shape[1], slots.shape[3])
-            if found != kept:
-                raise UnsupportedModelError(
-                    f"layer {layer} attends to {what} of {found[0]} heads x {found[1]} and keeps {kept[0]} x {kept[1]} in "
-                    "its cache: it expands what it caches, as latent attention (MLA) does; the embedded engine can't"
-                )
 
     def decode_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [r, 1, 1, L] of a bucket, made once per step and window size; None if nothing is masked."""
@@ -204,12 +190,13 @@ class StepBatch:
 
 
 class LayerCall(NamedTuple):
-    """Attention settings of one layer: its index, the scale of its scores, its sliding window and its soft cap."""
+    """Attention settings of one layer: index, scale of its scores, sliding window, soft cap, and the heads' sinks [Hq]."""
 
     layer: int
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None
 
 
 class AttentionSite(Protocol):
@@ -224,6 +211,22 @@ class AttentionSite(Protocol):
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
+class ShapeProbe:
+    """Records the shapes of the keys and values that each layer's attention receives, in a forward of its own."""
+
+    checked = True
+    longest = 1
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if call.layer in self.shapes:
+            raise UnsupportedModelError(f"attention layer {call.layer} is used twice in a forward")
+        self.shapes[call.layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
 def slot_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -235,9 +238,10 @@ def slot_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: query [1, Hq, T, D], key and value [1, Hk, T, D] -> output [1, T, Hq, D].
+    """Attention of one layer: query [1, Hq, T, D], key and value [1, Hk, T, D] -> output [1, T, Hq, D]; `s_aux`: sinks [Hq].
 
     Raises UnsupportedModelError if the model asks for a feature that this function does not support.
     """
@@ -252,7 +256,7 @@ def slot_attention(
         )
     index: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return slot_batch.attend(LayerCall(index, scale, sliding_window, softcap), query, key, value), None
+    return slot_batch.attend(LayerCall(index, scale, sliding_window, softcap, s_aux), query, key, value), None
 
 
 def attend_rows(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -291,6 +295,9 @@ def _decode(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call: LayerCall) -> Tensor:
     """One token per row: query [r, Hk, G, D], keys and values [r, Hk, L, D], mask [r, 1, 1, L] -> [r, Hk, G, D]."""
+    if call.sinks is not None:
+        sinks = call.sinks.view(query.shape[1:3])
+        return attend(query, keys, values, mask, scale=call.scale, softcap=call.softcap, causal=False, sinks=sinks)
     small = keys.shape[2] * keys.shape[3] <= _SMALL and keys.shape[0] >= _MANY
     if call.softcap is not None or query.device.type != "cpu" or not small:
         return attend(query, keys, values, mask, scale=call.scale, softcap=call.softcap, causal=False)
@@ -312,12 +319,14 @@ def _prefill(kv: KVCache, chunk: ChunkBatch, call: LayerCall, projected: tuple[T
     if offset:
         new_keys, new_values = keys[chunk.rows_N, :, :end], values[chunk.rows_N, :, :end]
     mask = None
-    if offset or call.softcap is not None or (call.window is not None and end > call.window):
+    needs_mask = offset or call.softcap is not None or call.sinks is not None
+    if needs_mask or (call.window is not None and end > call.window):
         positions_c1 = torch.arange(offset, end, device=query.device)[:, None]
         columns = torch.arange(end, device=query.device)
         hidden = columns > positions_c1
         if call.window is not None:
             hidden |= columns <= positions_c1 - call.window
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
-    attended = attend(query, new_keys, new_values, mask, scale=call.scale, softcap=call.softcap, causal=True)
+    sinks = None if call.sinks is None else call.sinks[:, None]
+    attended = attend(query, new_keys, new_values, mask, scale=call.scale, softcap=call.softcap, sinks=sinks)
     return attended.transpose(1, 2).flatten(0, 1)

@@ -25,7 +25,6 @@ _TOKENS, _KEPT = 13, 11
 """Sizes to export with. Both become symbolic, so they must not coincide with a size in a real model."""
 PACK_FROM = 1 << 18
 """Weights of linear layers with at least this many elements are packed: smaller ones gain nothing (call overhead)."""
-_PACK_FOR_ROWS = 16
 
 
 class FlatForward:
@@ -43,9 +42,8 @@ class FlatForward:
         _merge_repeated(graph)
         _insert_attention(graph, calls)
         self._inputs = _graph_tensors(program, model)
-        self._converted = _hoist_conversions(graph, self._inputs)
+        self._copies = _make_copies(graph, self._inputs)
         _simplify_rms(graph)
-        self._packed = _pack_linears(graph, self._inputs)
         _use_python_functions(graph)
         graph.eliminate_dead_code()
         graph.lint()
@@ -54,10 +52,8 @@ class FlatForward:
 
     def weights_changed(self) -> None:
         """Must be called after every write to the model's parameters, to refresh copies in another dtype or layout."""
-        for converted in self._converted:
-            converted.convert()
-        for linear in self._packed:
-            linear.pack()
+        for copied in self._copies:
+            copied.refresh()
 
     def __call__(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor, batch: StepBatch) -> Tensor:
         return self._run(*self._inputs, ids_1T, positions_1T, keep_P, batch)[0]
@@ -73,8 +69,8 @@ class _AttentionCalls:
         self.noted: list[LayerCall] = []
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.noted.append(call)
-        attended: Tensor = _attention_placeholder()(query, key, value, len(self.noted) - 1)
+        self.noted.append(call._replace(sinks=None))
+        attended: Tensor = _attention_placeholder()(query, key, value, call.sinks, len(self.noted) - 1)
         return attended
 
 
@@ -102,11 +98,11 @@ def _attention_placeholder() -> Callable[..., Tensor]:
     """A placeholder operator for attention in the exported graph. It is never run."""
 
     @torch.library.custom_op("pipelinerl::slot_attention", mutates_args=())
-    def placeholder(query: Tensor, key: Tensor, value: Tensor, call: int) -> Tensor:
+    def placeholder(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: int) -> Tensor:
         raise NotImplementedError("this operator is a placeholder")
 
     @placeholder.register_fake
-    def _(query: Tensor, key: Tensor, value: Tensor, call: int) -> Tensor:  # noqa: ARG001 - the signature of the operator
+    def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: int) -> Tensor:  # noqa: ARG001 - as above
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
     return placeholder
@@ -203,7 +199,7 @@ def _insert_attention(graph: fx.Graph, calls: _AttentionCalls) -> None:
         if node.target is placeholder:
             *tensors, call = node.args
             node.target = _Attention(calls.noted[call])
-            node.args = (batch, *tensors)
+            node.args = (batch, *(tensor for tensor in tensors if tensor is not None))
 
 
 class _Attention:
@@ -214,8 +210,9 @@ class _Attention:
         self.__name__ = self.__qualname__ = f"attention_{call.layer}"
         self.__module__ = __name__
 
-    def __call__(self, batch: StepBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_rows(batch, self._call, query, key, value)
+    def __call__(self, batch: StepBatch, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        call = self._call if sinks is None else self._call._replace(sinks=sinks)
+        return attend_rows(batch, call, query, key, value)
 
 
 def _use_python_functions(graph: fx.Graph) -> None:
@@ -262,73 +259,13 @@ class _InverseRms:
         return torch.addcmul(self._epsilon, norm, norm, value=self._share).rsqrt_()
 
 
-class _ConvertedWeight:
-    """A copy of a weight in another dtype, so that it is not converted at every step (as for a float32 head)."""
+def _make_copies(graph: fx.Graph, inputs: list[Tensor]) -> list[Any]:
+    """Copies of weights in the dtype or layout in which the graph uses them. Small models in float32 need none."""
+    if all(tensor.dtype == torch.float32 and tensor.numel() < PACK_FROM for tensor in inputs):
+        return []
+    from pipelinerl.engine.copies import hoist_conversions, pack_linears  # noqa: PLC0415 - not every model needs it
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self._weight = weight
-        with torch.inference_mode(False):  # because it is later written to outside of inference mode
-            self.copy = torch.empty_like(weight, dtype=dtype, requires_grad=False)
-        self.convert()
-
-    @torch.no_grad()
-    def convert(self) -> None:
-        self.copy.copy_(self._weight)
-
-
-def _hoist_conversions(graph: fx.Graph, inputs: list[Tensor]) -> list[_ConvertedWeight]:
-    """Convert the graph's own tensors once: the converted copies are appended to `inputs` as further inputs of the graph."""
-    own = dict(zip([node for node in graph.nodes if node.op == "placeholder"], inputs, strict=False))
-    found: list[_ConvertedWeight] = []
-    last = list(own)[-1]
-    for node in [node for node in graph.nodes if node.target is _ATEN.to.dtype and node.args[0] in own]:
-        found.append(_ConvertedWeight(own[node.args[0]], node.meta["val"].dtype))
-        inputs.append(found[-1].copy)
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"converted_{len(found)}")
-        last.meta = node.meta
-        _replace(graph, node, last)
-    return found
-
-
-class _PackedLinear:
-    """`F.linear` with a copy of the weight packed for the CPU's kernels: 1.2 to 2.3 times as fast for 1 to 64 rows."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        self.__name__ = self.__qualname__ = "packed_linear"
-        self.__module__ = __name__
-        self.pack()
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, _PACK_FOR_ROWS)
-
-    def __call__(self, x: Tensor, _weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        product: Tensor = self._multiply(x, self._copy, bias, "none", [], "")
-        return product
-
-
-def _pack_linears(graph: fx.Graph, inputs: list[Tensor]) -> list[_PackedLinear]:
-    """Replace large float32 linear layers on a CPU by `_PackedLinear`."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    own = dict(zip(placeholders, inputs, strict=False))
-    packed: dict[fx.Node, _PackedLinear] = {}
-    for node in graph.nodes:
-        if node.target is not _ATEN.linear.default or not _packable(own.get(node.args[1])):
-            continue
-        weight = node.args[1]
-        if weight not in packed:
-            packed[weight] = _PackedLinear(own[weight])
-        node.target = packed[weight]
-    return list(packed.values())
-
-
-def _packable(weight: Tensor | None) -> bool:
-    if weight is None or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= PACK_FROM
+    return [*hoist_conversions(graph, inputs), *pack_linears(graph, inputs, PACK_FROM)]
 
 
 def _bind_slice(node: Any) -> None:

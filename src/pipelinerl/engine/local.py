@@ -15,7 +15,7 @@ from torch import nn
 
 from pipelinerl.engine.attention import Chunk, Move
 from pipelinerl.engine.rows import Ints, Prefill, RowTable, Sequence, VersionMarks
-from pipelinerl.engine.runner import ModelRunner
+from pipelinerl.engine.runner import make_runner
 from pipelinerl.engine.sampler import SamplingRows, StepsAhead, request_key, sample, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
@@ -61,7 +61,7 @@ class LocalEngine:
         self.name = name
         self.slots = slots
         self.max_length = max_length
-        self._runner = ModelRunner(model, slots, max_length, flatten=flatten)
+        self._runner = make_runner(model, slots, max_length, flatten=flatten)
         self._weights = named_weights(self._runner.model)
         self._prefill_tokens = prefill_tokens
         self._recompute_kv = kv_on_update == "recompute"
@@ -111,6 +111,7 @@ class LocalEngine:
             busy_s=self._busy_s,
             weight_updates=self._updates,
             pauses_s=tuple(self._pauses_s),
+            runner=self._runner.description,
         )
 
     # ---- requests

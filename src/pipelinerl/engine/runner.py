@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,43 @@ from pipelinerl.engine.attention import (
     LayerShape,
     LengthBucket,
     Move,
+    ShapeProbe,
     StepBatch,
     batch_chunks,
     slot_attention,
 )
 from pipelinerl.engine.flat import FlatForward
-from pipelinerl.errors import PipelineRLError, UnsupportedModelError
-from pipelinerl.models.attention import replace_attention, rope_limit
+from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.attention import refuse_states, replace_attention, rope_limit, unsupported
+
+if TYPE_CHECKING:
+    from pipelinerl.engine.runners import Runner
 
 _CHECK_TOKENS = 24
+TOLERANCE = 1e-4
+"""Log-probabilities may be off by this much on the probe, or by `rounding.rounding_limit`."""
 
 _log = logging.getLogger(__name__)
+
+
+def make_runner(model: Any, rows: int, max_length: int, *, flatten: bool = True) -> Runner:
+    """The fastest runner that is exact for `model`. Takes ownership of the model and changes its attention.
+
+    Raises UnsupportedModelError if there is none, or if the model's positions can't be right up to `max_length`.
+    """
+    name, limit = type(model).__name__, rope_limit(model)
+    if limit is not None and max_length > limit:
+        raise UnsupportedModelError(
+            f"{name} changes its position encoding beyond {limit} tokens, which sequences that share a batch can't follow; "
+            f"set engine.max_length to {limit}"
+        )
+    own = model.config._attn_implementation
+    try:
+        return ModelRunner(model, rows, max_length, flatten=flatten)
+    except UnsupportedModelError as reason:
+        from pipelinerl.engine.cache_runner import instead_of_packed  # noqa: PLC0415 - most models don't need it
+
+        return instead_of_packed(model, rows, max_length, own_attention=own, reason=reason)
 
 
 class ModelRunner:
@@ -46,26 +72,14 @@ class ModelRunner:
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         self._max_length = max_length
         self._rows = torch.arange(max(rows, 2), device=self.device)
-        limit = rope_limit(self.model)
-        if limit is not None and max_length > limit:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} changes its position encoding beyond {limit} tokens, which sequences "
-                f"that share a batch can't follow; set engine.max_length to {limit}"
-            )
         # None during the check, so that the model builds its masks and our attention can check them. Afterwards a dummy
         # mask, which our attention ignores, keeps transformers from spending time on building masks.
         self._mask: Tensor | None = None
         self._flat: FlatForward | None = None
-        try:
+        with unsupported(f"{type(model).__name__} fails on the probe that the embedded engine checks models with"):
             self._check(flatten)
-        except (PipelineRLError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise UnsupportedModelError(
-                f"{type(model).__name__} fails on the probe that the embedded engine checks models with ({reason})"
-            ) from error
         self.kv = KVCache(self._shapes, rows, max_length, self.dtype, self.device)
+        self.description = "over packed batches" + (", as an exported graph" if self.flat else "")
 
     @property
     def flat(self) -> bool:
@@ -127,8 +141,9 @@ class ModelRunner:
         replace_attention(self.model, ATTENTION_NAME, slot_attention)
         self.model.set_attn_implementation("eager")
         reference = self.model(input_ids=ids_T[None], use_cache=True)
-        self._shapes = _layer_shapes(getattr(reference, "past_key_values", None), type(self.model).__name__)
+        refuse_states(getattr(reference, "past_key_values", None), type(self.model).__name__)
         self.model.set_attn_implementation(ATTENTION_NAME)
+        self._shapes = self._received_shapes(ids_T)
         self._compare(ids_T, reference.logits[0])
         self._mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
         if flatten and self._flatten():
@@ -142,17 +157,21 @@ class ModelRunner:
             _log.warning("%s can't be exported as a graph, which costs some speed: %s", type(self.model).__name__, reason)
         return self.flat
 
+    def _received_shapes(self, ids_T: Tensor) -> dict[int, LayerShape]:
+        probe = ShapeProbe()
+        positions_1T = torch.arange(len(ids_T), device=self.device)[None]
+        self.model(input_ids=ids_T[None], position_ids=positions_1T, use_cache=False, slot_batch=probe)
+        return probe.shapes
+
     def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
         """Raise UnsupportedModelError if logits computed over slots differ from the model's own."""
         kv = KVCache(self._shapes, 2, len(ids_T), self.dtype, self.device)
-        logits_TV = self._slot_logits(kv, ids_T)
-        error = float((logits_TV.float().log_softmax(-1) - reference_TV.float().log_softmax(-1)).abs().max())
-        limit = 1e-3 if self.dtype == torch.float32 else 0.25
-        if not error <= limit:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} can't be run by the embedded engine: on a probe its log-probabilities are off "
-                f"by {error:.2g} (limit {limit:g})"
-            )
+        errors_T = differences(self._slot_logits(kv, ids_T), reference_TV)
+        self.error = float(errors_T.max())
+        if not self.error <= TOLERANCE:
+            from pipelinerl.engine.rounding import require_exact, rounding_limit  # noqa: PLC0415 - few models round so much
+
+            require_exact(errors_T, rounding_limit(self.model, ids_T, reference_TV), self.model)
 
     def _slot_logits(self, kv: KVCache, ids_T: Tensor) -> Tensor:
         """Logits [T, V] of `ids_T`, processed as two prompt chunks and then token by token, over two rows."""
@@ -182,16 +201,6 @@ def _sliding_window(model: Any) -> int | None:
     return int(window)
 
 
-def _layer_shapes(cache: Any, name: str) -> list[LayerShape]:
-    shapes = []
-    for layer in getattr(cache, "layers", []):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.dim() != 4:
-            raise UnsupportedModelError(
-                f"{name} has layers without a key/value cache (recurrent or linear attention); the embedded engine has no "
-                "state for them"
-            )
-        shapes.append(LayerShape(int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3])))
-    if not shapes:
-        raise UnsupportedModelError(f"{name} returned no key/value cache, so the embedded engine can't run it")
-    return shapes
+def differences(logits_TV: Tensor, reference_TV: Tensor) -> Tensor:
+    """For each token the largest difference of log-probabilities [T] over the vocabulary."""
+    return (logits_TV.float().log_softmax(-1) - reference_TV.float().log_softmax(-1)).abs().amax(-1)

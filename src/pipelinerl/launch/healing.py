@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,14 +32,13 @@ import msgspec
 from pipelinerl.actor.groups import STREAM_DROP
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.child import KILL_TIMEOUT_S
-from pipelinerl.database import Database
-from pipelinerl.errors import CrashLoopError, PipelineRLError, StageDiedError
+from pipelinerl.database import DamagedDatabaseError, Database
+from pipelinerl.errors import CrashLoopError, StageDiedError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, Worker, named
-from pipelinerl.launch.roles import PREPROCESSING, generation_roles, stages_of
+from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, Worker, named, remove_weights_of
+from pipelinerl.launch.roles import PREPROCESSING, generation_roles, server_roles, stages_of
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import ROLLOUTS, group_reader, prepared_writer
-from pipelinerl.launch.stages.weights import remove_weights_of
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
@@ -48,8 +47,8 @@ from pipelinerl.status.view import View
 from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Group, Progress, StageStatus, trainer_progress
 from pipelinerl.weights.shared.file import AWAY, Answer, Control
 
-FIRST_PAUSE_S = 0.5
-"""Pause before the first restart of a process; it doubles with each further one."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""Pause before the first restart of a process. It doubles with each further one, up to the longest."""
 WORKED_S = 600.0
 """A process that has worked for so long after a restart has recovered: its restarts count from zero again."""
 LOST = "lost_in_crash"
@@ -75,10 +74,10 @@ class History:
     """The deaths of the process of one role.
 
     reports      how it ended each time, since it last worked for long
-    restarts     all of them
+    restarts     how often it was started again
     lost         attempts of groups that were taken back
-    away_s       the time of each restart, from the death until it was ready
-    died_s       the latest death
+    away_s       how long it was away each time, from its death until a new process worked
+    died_s       when it was first known to be dead, of the deaths since it last worked
     due_s        when it will be started again; None if it was
     ready_s      since when it works; None while it does not
     pid          of the new process
@@ -112,36 +111,44 @@ class Healing:
         """Whether a process waits for its restart."""
         return any(history.due_s is not None for history in self._histories.values())
 
-    def heal(self, dead: Sequence[LocalWorker], now: float) -> PipelineRLError | None:
-        """Take back the work of processes that died, and plan their restarts. Returns why the run must end instead, if so.
+    @property
+    def absent_servers(self) -> list[str]:
+        """The engine servers that have died and are not ready yet. The other processes publish what they wait for."""
+        roles = server_roles(self._session.config)
+        return [role for role, history in self._histories.items() if role in roles and history.ready_s is None]
 
-        Raises the errors of streams.
+    def heal(self, dead: Sequence[LocalWorker], now: float) -> None:
+        """Take back the work of processes that died, and plan their restarts.
+
+        Raises StageDiedError if they died too often or their work can't be taken back, and the errors of streams.
         """
         self.changed_s = now
         for worker in dead:
             history = self._histories.setdefault(worker.role, History())
+            if history.ready_s is not None or not history.reports:
+                history.died_s = now
             if history.ready_s is not None and now - history.ready_s >= WORKED_S:
                 history.reports.clear()
             history.reports.append(str(worker.failure()))
-            history.died_s, history.ready_s = now, None
+            history.ready_s = None
             self._bury(worker)
         try:
             self._take_back(dead)
-        except OSError as error:  # a full disk, or a lock that a stopped process holds
-            return StageDiedError(f"{self._histories[dead[0].role].reports[-1]}\nits work can't be taken back: {error}")
-        self._publish()
+            self._publish()
+        except (OSError, DamagedDatabaseError) as error:  # a full disk, or a lock that a stopped process holds
+            report = self._histories[dead[0].role].reports[-1]
+            raise StageDiedError(f"{report}\nits work can't be taken back: {error}") from error
         most = self._session.config.launch.restarts
         looping = [worker.role for worker in dead if len(self._histories[worker.role].reports) > most]
         if looping:
-            return CrashLoopError("\n".join(self._crash_loop(role) for role in looping))
+            raise CrashLoopError("\n".join(self._crash_loop(role) for role in looping))
         for worker in dead:
             history = self._histories[worker.role]
             number = len(history.reports)
-            pause_s = FIRST_PAUSE_S * 2 ** (number - 1)
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(number - 1, 16))
             history.due_s = now + pause_s
             said = history.reports[-1].splitlines()[0].removesuffix("; the end of its log:")
             self._view.say(f"{said}; it is started again in {pause_s:g} s (restart {number} of {most})")
-        return None
 
     def kill(self, silent: Sequence[str], workers: Sequence[Worker], replaceable: Collection[str]) -> bool:
         """Kill those processes of the `silent` stages that can be replaced. Returns whether there were any.
@@ -161,16 +168,17 @@ class Healing:
             worker.wait(KILL_TIMEOUT_S)
         return bool(hung)
 
-    def begin(self, now: float) -> list[LocalWorker]:
-        """Start the processes that are due."""
-        started = []
+    def begin(self, now: float) -> Iterator[LocalWorker]:
+        """Start the processes that are due, one at a time. Raises StageDiedError if one can't be started."""
         for role, history in self._histories.items():
             if history.due_s is not None and now >= history.due_s:
-                self._write_plan()
-                worker, self.changed_s = self._host.start(role), now
+                try:
+                    self._write_plan()
+                    worker, self.changed_s = self._host.start(role), now
+                except OSError as error:  # a full disk, or no memory for a process
+                    raise StageDiedError(f"{history.reports[-1]}\nit can't be started again: {error}") from error
                 history.due_s, history.pid, history.restarts = None, worker.pid, history.restarts + 1
-                started.append(worker)
-        return started
+                yield worker
 
     def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         """Note which new processes are ready."""
@@ -184,7 +192,10 @@ class Healing:
                 self._publish()
 
     def summary(self) -> dict[str, Any]:
-        """By role: how often it was started again, the rollouts lost, and the seconds that it was away each time."""
+        """By role: how often it was started again, the rollouts lost, and the seconds that it was away each time.
+
+        It may have fewer times than restarts: a process may die again before it works.
+        """
         return {
             role: {
                 "count": history.restarts,
@@ -318,8 +329,8 @@ class Healing:
         """Publish the totals of ended processes, with the number of restarts."""
         histories = self._histories.values()
         told = [
-            f"{role}: {history.restarts} restarts, {history.actor.rollouts_dropped.get(LOST, 0)} rollouts lost, "
-            f"{sum(history.away_s):.1f} s away"
+            f"{role}: restarts {history.restarts}, rollouts lost {history.actor.rollouts_dropped.get(LOST, 0)}, "
+            f"seconds away {sum(history.away_s):.1f}"
             for role, history in self._histories.items()
         ]
         actors = actor_total({str(number): _ended(history.actor) for number, history in enumerate(histories)})

@@ -127,8 +127,8 @@ def activation_bytes(shape: ModelShape, tokens: int, *, item_bytes: int, checkpo
 
 
 def kv_bytes(shape: ModelShape, *, slots: int, length: int, item_bytes: int) -> int:
-    """Keys and values of all slots at full length."""
-    return 2 * shape.layers * shape.kv_width * slots * length * item_bytes
+    """Keys and values of all slots at full length, and recurrent states, which are in float32."""
+    return slots * (shape.kv_width * length * item_bytes + shape.state * 4)
 
 
 def packed_bytes(shape: ModelShape) -> int:

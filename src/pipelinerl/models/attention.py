@@ -8,7 +8,8 @@ features that are not implemented here raise an error that names them: otherwise
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.errors import PipelineRLError, UnsupportedModelError
 
 # Arguments that models pass to attention and that do not change its result: we build the masks and hold the caches.
 _IGNORED_ARGUMENTS = frozenset(
@@ -59,6 +60,43 @@ def replace_attention(model: Any, name: str, function: Callable[..., tuple[Tenso
     model.set_attn_implementation(name)
 
 
+def choose_attention(model: Any, name: str) -> None:
+    """Make `name` the attention implementation of `model`, also of a class that transformers does not let choose."""
+    for module in model.modules():
+        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
+            module.config._attn_implementation = name
+
+
+_PLAIN_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
+"""Classes of cache layers that hold keys and values and nothing else, or nothing at all."""
+
+
+def refuse_states(cache: Any, name: str) -> None:
+    """Raise UnsupportedModelError unless all that the model named `name` keeps of past tokens is keys and values.
+
+    Such a model computes everything except attention token by token, so replacing its attention is enough. `cache` is the
+    model's own cache.
+    """
+    layers = getattr(cache, "layers", None)
+    if not layers or type(cache).__name__ != "DynamicCache":
+        raise UnsupportedModelError(f"{name} has no key/value cache of the usual kind")
+    other = sorted({type(layer).__name__ for layer in layers} - _PLAIN_LAYERS)
+    if other:
+        raise UnsupportedModelError(f"{name} has layers that keep other states than keys and values ({', '.join(other)})")
+
+
+@contextmanager
+def unsupported(what: str) -> Iterator[None]:
+    """Turn what a model's own code raises inside into an UnsupportedModelError, `what` and the first line of the error."""
+    try:
+        yield
+    except (PipelineRLError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UnsupportedModelError(f"{what} ({reason})") from error
+
+
 def refuse_unknown_features(
     module: nn.Module, mask: object, *, sliding_window: int | None, longest: int, other: Mapping[str, Any]
 ) -> None:
@@ -92,27 +130,26 @@ def attend(
     scale: float,
     softcap: float | None,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap(scale q k^T) + mask) v over [S, h, L, D]. Without a mask, attention is causal if `causal`, else full.
 
     A boolean mask is True where a query may attend to a key; a mask of another type is added to the scores. Key and value
-    may have fewer heads than the query: then neighbouring query heads share one. Raises ValueError for soft-capped causal
-    attention without a mask.
+    may have fewer heads than the query: then neighbouring query heads share one. `sinks` [h, 1] or [h, L] are the scores of
+    a further key per query, whose value is 0. Raises ValueError for causal attention with a soft cap or sinks, but without a
+    mask.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if softcap is None:
+    if softcap is None and sinks is None:
         is_causal = causal and mask is None
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    elif causal:
-        raise ValueError("soft-capped causal attention needs its mask")
-    precision = torch.promote_types(query.dtype, torch.float32)
-    weights: Tensor = scores.softmax(-1, dtype=precision).to(query.dtype)
-    return weights @ value
+    from pipelinerl.models.scores import attend_by_scores  # noqa: PLC0415 - few models have soft caps or sinks
+
+    if causal and mask is None:
+        raise ValueError("causal attention with a soft cap or sinks needs its mask")
+    return attend_by_scores(query, key, value, mask, sinks, scale=scale, softcap=softcap)
 
 
 def rope_limit(model: Any) -> int | None:

@@ -6,8 +6,8 @@ _KNOWN_ERRORS = {
     ("trust_remote_code",): (
         "it comes with Python code of its own; read that code, then set model.trust_remote_code to true"
     ),
-    ("Unrecognized configuration class", "for this kind of AutoModel: AutoModelForCausalLM"): (
-        "it is not a causal language model; give one that AutoModelForCausalLM can load"
+    ("Unrecognized configuration class", "for this kind of AutoModel"): (
+        "it is not a causal language model; give one that AutoModelForCausalLM or AutoModelForImageTextToText can load"
     ),
     ("connect to", "offline", "Offline", "LocalEntryNotFound"): (
         "it is not a folder here and the Hugging Face hub can't be reached; give a folder, or download the model first"

@@ -47,14 +47,18 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
     the head that `config.head_dtype` asks for, UserError if the device does not exist, and ModelLoadError if the model
     can't be loaded or lacks some weights (transformers would fill them with random numbers).
     """
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only loading needs it
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - takes seconds
 
     require_device(device)
+    options = {"dtype": DTYPES[config.dtype], "trust_remote_code": config.trust_remote_code, "output_loading_info": True}
     path = find_model(config.path)
     with _quiet(), _one_line(config.path, "model"):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code, output_loading_info=True
-        )
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(path, **options)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            model, report = AutoModelForImageTextToText.from_pretrained(path, **options)  # and used for text alone
     if absent := sorted({*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])}):
         shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
         raise ModelLoadError(

@@ -136,11 +136,25 @@ def refuse_adapter(folder: Path) -> None:
         raise CheckpointError(f"{folder} is from a run that trained adapters; set model.lora to its earlier value to go on")
 
 
+_FUSED = ("out_proj", "x_proj", "dt_proj")
+"""Layers of a Mamba mixer whose weights its fused kernels read, so that an adapter in the layer would be left out."""
+
+
 def _targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
     """Names of the layers that get adapters, in peft's form: the last parts of the module names. Raises ConfigError."""
-    head = model.get_output_embeddings()
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    head, modules = model.get_output_embeddings(), dict(model.named_modules())
+    mixers = {name for name, module in modules.items() if hasattr(module, "conv1d") and hasattr(module, "D")}
+    linear = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and not (name.rpartition(".")[0] in mixers and name.endswith(_FUSED))
+    ]
+    others = {name.rpartition(".")[2] for name in modules.keys() - set(linear)}
+    kinds = [kind for kind in dict.fromkeys(name.rpartition(".")[2] for name in linear) if kind not in others]
+    kinds = _not_of_experts(model, kinds)
+    linear = [name for name in linear if name.rpartition(".")[2] in kinds]
     if not kinds:
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layers for model.lora to train; set it to null")
     targets = kinds if wanted is None else list(wanted)
@@ -153,3 +167,13 @@ def _targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
                 f"{', '.join(kinds)}; {target!r} {what}"
             )
     return targets
+
+
+def _not_of_experts(model: Any, kinds: list[str]) -> list[str]:
+    """`kinds` without the names that peft takes for a mixture's experts, whose weights are not those of linear layers."""
+    import peft  # noqa: PLC0415 - as above
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers  # noqa: PLC0415 - as above
+
+    config = peft.LoraConfig(target_modules=kinds)
+    convert_peft_config_for_transformers(config, model, None)
+    return [kind for kind in kinds if kind in config.target_modules]

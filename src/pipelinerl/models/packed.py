@@ -11,6 +11,7 @@ h heads (query heads Hq, key/value heads Hk), D head size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.errors import ModelLoadError, UnsupportedModelError
-from pipelinerl.models.attention import attend, refuse_unknown_features, replace_attention, rope_limit
+from pipelinerl.models.attention import (
+    attend,
+    choose_attention,
+    refuse_states,
+    refuse_unknown_features,
+    replace_attention,
+    rope_limit,
+    unsupported,
+)
 from pipelinerl.models.state import compute_dtype
 from pipelinerl.types import Segment
+
+_log = logging.getLogger(__name__)
 
 # ---- Layout of a packed row, and its length buckets for attention
 
@@ -75,8 +86,13 @@ class PackedRow:
     _windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device | str = "cpu") -> PackedRow:
-        """Pack `segments` into a row. Raises ValueError if there are none, one is empty, or its first token is sampled."""
+    def of(
+        cls, segments: Sequence[Segment], device: torch.device | str = "cpu", *, waste: float = MAX_PADDING_WASTE
+    ) -> PackedRow:
+        """Pack `segments` into a row. `waste` is the largest share of padding in a bucket; 1 makes a single bucket.
+
+        Raises ValueError if there are none, one is empty, or its first token is sampled.
+        """
         if not segments or any(not segment.token_ids for segment in segments):
             raise ValueError("a packed row needs at least one segment, and every segment at least one token")
         by_length = sorted(range(len(segments)), key=lambda i: (-len(segments[i].token_ids), i))
@@ -99,7 +115,7 @@ class PackedRow:
             predictor_P=sampled_P - 1,
             sampled_ids_P=token_ids_T[sampled_P],
             longest=lengths[0],
-            buckets=tuple(_buckets(lengths, device)),
+            buckets=tuple(_buckets(lengths, device, waste)),
         )
 
     @property
@@ -122,14 +138,14 @@ class PackedRow:
         return mask
 
 
-def _buckets(lengths: Sequence[int], device: torch.device | str) -> list[Bucket]:
-    """Split descending lengths into buckets whose padding is at most MAX_PADDING_WASTE of the padded batch."""
+def _buckets(lengths: Sequence[int], device: torch.device | str, waste: float) -> list[Bucket]:
+    """Split descending lengths into buckets whose padding is at most `waste` of the padded batch."""
     buckets: list[Bucket] = []
     first = row_start = 0
     total = 0
     for i, length in enumerate([*lengths, 0]):
         cells = (i + 1 - first) * lengths[first]
-        if length and cells - total - length <= MAX_PADDING_WASTE * cells:
+        if length and cells - total - length <= waste * cells:
             total += length
             continue
         buckets.append(_bucket(row_start, lengths[first:i], device))
@@ -152,14 +168,73 @@ def _bucket(start: int, lengths: Sequence[int], device: torch.device | str) -> B
 ATTENTION_NAME = "pipelinerl_packed"
 
 
+def training_forward(model: Any) -> TrainingForward:
+    """The fastest exact way to compute the logits of a `PackedRow` with `model`, a Hugging Face causal LM in eval mode.
+
+    Raises UnsupportedModelError if there is none: if the model is not causal, or its own forward fails.
+    """
+    own = model.config._attn_implementation
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} asks for an auxiliary loss of its router (output_router_logits in config.json), which "
+            "the objective does not have; set it to false, and the router is trained by the objective alone"
+        )
+    try:
+        use_packed_attention(model)
+        return TrainingForward(model)
+    except UnsupportedModelError as error:
+        reason = error
+    choose_attention(model, own)
+    from pipelinerl.models.own_forward import use_configured_time_steps  # noqa: PLC0415 - most models don't need it
+
+    use_configured_time_steps(model)
+    forward = TrainingForward(model, padded=True)
+    try:
+        _verify(model, forward, "on padded batches")
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}; and not packed: {reason}") from error
+    _log.warning("%s is trained on padded batches: %s", type(model).__name__, reason)
+    return forward
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingForward:
+    """Computes logits [P, V], in the type of the model's head, at the positions that predict a row's sampled tokens.
+
+    `padded`: each length bucket of the row is a padded batch for the model's own forward. Otherwise the model has packed
+    attention, and gets the whole row.
+
+    Raises UnsupportedModelError if a sequence is longer than the model's position encoding allows next to others.
+    """
+
+    model: Any
+    padded: bool = False
+
+    @property
+    def description(self) -> str:
+        return "on padded batches, through its own forward" if self.padded else "on packed batches"
+
+    def __call__(self, row: PackedRow) -> Tensor:
+        if not self.padded:
+            return sampled_logits(self.model, row)
+        _refuse_longer(self.model, row)
+        from pipelinerl.models.own_forward import padded_logits  # noqa: PLC0415 - most models don't need it
+
+        return padded_logits(self.model, row)
+
+
 def use_packed_attention(model: Any) -> None:
     """Make `model` (a Hugging Face causal LM in eval mode) attend only within the sequences of a `PackedRow`.
 
-    Raises UnsupportedModelError if its attention can't be replaced, or if the logits of a short packed row differ from
-    those that the model's own attention gives for each sequence alone.
+    Raises UnsupportedModelError if its attention can't be replaced, if it has recurrent layers, or if the logits of a short
+    packed row differ from those that the model's own attention gives for each sequence alone.
     """
-    replace_attention(model, ATTENTION_NAME, packed_attention)
-    _verify(model)
+    from transformers import DynamicCache  # noqa: PLC0415 - heavy, and only needed here
+
+    with unsupported(f"{type(model).__name__} can't be trained packed"):
+        replace_attention(model, ATTENTION_NAME, packed_attention)
+        refuse_states(DynamicCache(config=model.config.get_text_config(decoder=True)), type(model).__name__)
+    _verify(model, TrainingForward(model), "packed")
 
 
 def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
@@ -168,12 +243,7 @@ def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
     Call `use_packed_attention(model)` once before. Raises UnsupportedModelError if a layer uses an attention feature that is
     not implemented here, or if a sequence is longer than the model's position encoding allows in a packed row.
     """
-    limit = rope_limit(model)
-    if limit is not None and row.longest > limit:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} changes its position encoding beyond {limit} tokens, which packed training can't "
-            f"follow (a sequence has {row.longest}); set engine.max_length to {limit}"
-        )
+    _refuse_longer(model, row)
     logits: Tensor = model(
         input_ids=row.token_ids_1T,
         position_ids=row.position_ids_1T,
@@ -182,6 +252,15 @@ def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
         packed_row=row,
     ).logits
     return logits[0]
+
+
+def _refuse_longer(model: nn.Module, row: PackedRow) -> None:
+    limit = rope_limit(model)
+    if limit is not None and row.longest > limit:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changes its position encoding beyond {limit} tokens, which training on several "
+            f"sequences at once can't follow (a sequence has {row.longest}); set engine.max_length to {limit}"
+        )
 
 
 def packed_attention(
@@ -195,9 +274,10 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: query [1, Hq, T, D], key and value [1, Hk, T, D] -> output [1, T, Hq, D].
+    """Attention of one layer: query [1, Hq, T, D], key and value [1, Hk, T, D] -> output [1, T, Hq, D]; `s_aux`: sinks [Hq].
 
     Raises UnsupportedModelError for attention features that are not implemented here.
     """
@@ -208,40 +288,48 @@ def packed_attention(
         )
     refuse_unknown_features(module, attention_mask, sliding_window=sliding_window, longest=packed_row.longest, other=other)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else s_aux[:, None]
     parts = []
     for bucket in packed_row.buckets:
         windowed = sliding_window is not None and sliding_window < bucket.length
         mask = packed_row.causal_mask(bucket.length, sliding_window) if sliding_window is not None and windowed else None
-        if softcap is not None and mask is None:
+        if mask is None and (softcap is not None or sinks is not None):
             mask = packed_row.causal_mask(bucket.length, bucket.length)
-        out_ShLD = attend(bucket.batch(query), bucket.batch(key), bucket.batch(value), mask, scale=scale, softcap=softcap)
+        query_ShLD, key_ShLD, value_ShLD = map(bucket.batch, (query, key, value))
+        out_ShLD = attend(query_ShLD, key_ShLD, value_ShLD, mask, scale=scale, softcap=softcap, sinks=sinks)
         parts.append(bucket.tokens(out_ShLD))
     return torch.cat(parts)[None], None
 
 
 @torch.no_grad()
-def _verify(model: Any) -> None:
-    """Compare the logits of a small packed row with those of each sequence alone under the model's own attention.
+def _verify(model: Any, forward: TrainingForward, way: str) -> None:
+    """Compare the logits of a small row with those of each sequence alone under the model's own attention.
 
     Raises UnsupportedModelError if they differ. Finds problems that no list of features can: recurrent layers that carry
-    state from one sequence to the next, learned positions, position biases.
+    state from one sequence to the next, learned positions, position biases, layers that are not causal.
     """
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    device = next(model.parameters()).device
-    segments = [
-        Segment(token_ids=tuple((17 * i + 7 * n) % vocabulary for i in range(n)), sampled=((1, n),)) for n in (5, 11, 2, 12)
-    ]
-    packed_PV = sampled_logits(model, PackedRow.of(segments, device)).float()
-    model.set_attn_implementation("eager")
-    alone = [model(torch.tensor([s.token_ids], device=device), use_cache=False).logits[0, :-1].float() for s in segments]
-    model.set_attn_implementation(ATTENTION_NAME)
+    name, chosen = type(model).__name__, model.config._attn_implementation
+    with unsupported(f"{name} can't be trained {way}"):
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        device = next(model.parameters()).device
+        segments = [
+            Segment(token_ids=tuple((17 * i + 7 * n) % vocabulary for i in range(n)), sampled=((1, n),))
+            for n in _lengths(model, padded=forward.padded)
+        ]
+        row_PV = forward(PackedRow.of(segments, device)).float()
+        choose_attention(model, "eager")
+        alone = [model(torch.tensor([s.token_ids], device=device), use_cache=False).logits[0, :-1].float() for s in segments]
+        choose_attention(model, chosen)
     alone_PV = torch.cat(alone)
-    error = (packed_PV - alone_PV).abs().max() / alone_PV.abs().max().clamp_min(1e-6)
-    tolerance = 1e-4 if compute_dtype(model) in (torch.float32, torch.float64) else 0.05
+    errors_P = (row_PV - alone_PV).abs().amax(-1) / alone_PV.abs().max().clamp_min(1e-6)
+    error, tolerance = errors_P.max(), 1e-4
+    if compute_dtype(model) not in (torch.float32, torch.float64):
+        from pipelinerl.models.own_forward import largest_beyond_rounding  # noqa: PLC0415 - as above
+
+        error, tolerance = largest_beyond_rounding(model, errors_P), 0.05
     if not error <= tolerance:
         raise UnsupportedModelError(
-            f"{type(model).__name__} can't be trained packed: its logits differ from those of single sequences "
-            f"(relative error {error:.1g})"
+            f"{name} can't be trained {way}: its logits differ from those of single sequences (relative error {error:.1g})"
         )
 
 
@@ -261,3 +349,13 @@ def checkpoint_activations(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
+
+
+def _lengths(model: Any, *, padded: bool) -> tuple[int, ...]:
+    """Lengths of the sequences to verify with. Own layers may be recurrent: then also longer ones than their chunks."""
+    if not padded:
+        return (5, 11, 2, 12)
+    from pipelinerl.models.own_forward import recurrence_chunk  # noqa: PLC0415 - as above
+
+    longest = min(recurrence_chunk(model) + 7, getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
+    return (5, 11, 2, 12, max(2, longest - 5), longest)

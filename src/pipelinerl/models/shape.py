@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,9 +26,10 @@ class ModelShape:
     """Sizes of a decoder. `parameters` counts a tensor that has two names once.
 
     `linears` are the shapes of the matrices that tokens are multiplied with, by name. The output `head` is one of them (and
-    is also the embedding if the two are `tied`). `query_width` and `kv_width` are heads times head size. `feed_forward` is
-    the inner width of a layer's MLP (the sum over all experts that a token goes through). `max_length` is None if the
-    config does not give it.
+    is also the embedding if the two are `tied`). `query_width` is heads times head size. `kv_width` is the width of a
+    token's keys and values in all layers, as attention receives them. `state` is the size of a sequence's recurrent and
+    convolution states. `feed_forward` is the inner width of a layer's MLP (the sum over all experts that a token goes
+    through). `max_length` is None if the config does not give it.
     """
 
     parameters: int
@@ -39,6 +40,7 @@ class ModelShape:
     hidden: int
     query_width: int
     kv_width: int
+    state: int = 0
     feed_forward: int
     vocabulary: int
     max_length: int | None
@@ -58,8 +60,8 @@ def read_shape(folder: Path) -> ModelShape | None:
     inner_config = config.get("text_config")
     text = inner_config if isinstance(inner_config, dict) else config
     hidden = _first(text, "hidden_size", "n_embd", "d_model")
-    layers = _first(text, "num_hidden_layers", "n_layer", "n_layers")
-    heads = _first(text, "num_attention_heads", "n_head", "n_heads")
+    layers = _first(text, "num_hidden_layers", "n_layer", "n_layers") or len(text.get("layers_block_type") or ())
+    heads = _first(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or (1 if "state_size" in text else None)
     vocabulary = _first(text, "vocab_size")
     if not tensors or not (hidden and layers and heads and vocabulary):
         return None
@@ -75,6 +77,7 @@ def read_shape(folder: Path) -> ModelShape | None:
         if len(shape) == 2 and (name == head or not any(part in name for part in _LOOKUPS))
     }
     tied = head is None
+    past = _past(text, layers, hidden)
     if head is None:
         head = _HEADS[0]
         linears[head] = (vocabulary, hidden)
@@ -86,11 +89,68 @@ def read_shape(folder: Path) -> ModelShape | None:
         layers=layers,
         hidden=hidden,
         query_width=heads * head_dim,
-        kv_width=(_first(text, "num_key_value_heads") or heads) * head_dim,
+        kv_width=past.key_value_layers * _kv_width(text, heads, head_dim),
+        state=past.state,
         feed_forward=inner * (_first(text, "num_experts_per_tok") or 1),
         vocabulary=vocabulary,
         max_length=_first(text, "max_position_embeddings", "n_positions"),
     )
+
+
+class _Past(NamedTuple):
+    """What layers keep of past tokens: how many keep keys and values, and the elements of all others' states."""
+
+    key_value_layers: int
+    state: int
+
+
+def _past(text: Mapping[str, Any], layers: int, hidden: int) -> _Past:
+    kinds = _kinds(text, layers)
+    states = {"conv": hidden * (_first(text, "conv_L_cache") or 0), "linear_attention": _linear_state(text, hidden)}
+    states |= {"mamba": states["linear_attention"], "hybrid": states["linear_attention"]}
+    without = {"linear_attention", "mamba", "conv", "moe", "mlp"}
+    return _Past(sum(kind not in without for kind in kinds), sum(states.get(kind, 0) for kind in kinds))
+
+
+def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
+    """The kind of each layer, by the names that configurations use."""
+    listed = text.get("layer_types") or text.get("layers_block_type")
+    if isinstance(listed, list) and len(listed) == layers:
+        return [str(kind).removesuffix("_sliding") for kind in listed]
+    if (interval := _first(text, "full_attention_interval")) is not None:
+        return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    if isinstance(chosen := text.get("attn_layer_indices"), list):
+        return ["full_attention" if i in chosen else "mamba" for i in range(layers)]
+    if (period := _first(text, "attn_layer_period")) is not None:
+        offset = text.get("attn_layer_offset", 0)
+        return ["full_attention" if i % period == offset else "mamba" for i in range(layers)]
+    if _first(text, "mamba_d_state") is not None:
+        return ["hybrid"] * layers
+    return ["mamba" if _first(text, "state_size") is not None else "full_attention"] * layers
+
+
+def _linear_state(text: Mapping[str, Any], hidden: int) -> int:
+    """Elements of one recurrent layer's states per sequence: the delta rule's, Mamba 2's or Mamba's."""
+    kernel = _first(text, "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") or 4
+    if (value_heads := _first(text, "linear_num_value_heads")) is not None:
+        key, value = (_first(text, f"linear_{name}_head_dim") or 0 for name in ("key", "value"))
+        keys = (_first(text, "linear_num_key_heads") or value_heads) * key
+        return kernel * (2 * keys + value_heads * value) + value_heads * key * value
+    size = _first(text, "mamba_d_state", "ssm_state_size", "state_size") or 0
+    heads = _first(text, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    head_dim = _first(text, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    if heads is None or head_dim is None:
+        inner = (_first(text, "mamba_expand", "expand") or 2) * hidden
+        return inner * (kernel + size)
+    groups = _first(text, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
+    return kernel * (heads * head_dim + 2 * groups * size) + heads * head_dim * size
+
+
+def _kv_width(text: Mapping[str, Any], heads: int, head_dim: int) -> int:
+    """Width of a token's keys and values in one layer. Latent attention (MLA) expands them to all heads."""
+    if _first(text, "kv_lora_rank") is not None:
+        return heads * sum(_first(text, name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return 2 * (_first(text, "num_key_value_heads") or heads) * head_dim
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

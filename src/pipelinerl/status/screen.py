@@ -125,6 +125,15 @@ def render(
     return Panel(body, title=escape(title), title_align="left", border_style="dim", padding=(0, 1))
 
 
+def runners_line(statuses: Mapping[str, StageStatus]) -> str | None:
+    """How engine and trainer run the model, once both are ready. An engine behind HTTP says so in its own log."""
+    engine, trainer = engine_total(statuses), trainer_progress(statuses)
+    if engine is None or trainer is None or not trainer.runner:
+        return None
+    generated = [f"generates {engine.runner}"] if engine.runner else []
+    return "model: " + "; ".join([*generated, f"is trained {trainer.runner}"])
+
+
 def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:
     """A summary in one line, for logs."""
     trainer = trainer_progress(statuses) or TrainerProgress()

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from pipelinerl.metrics.totals import trainer_progress
-from pipelinerl.status.screen import Trends, plain_line, render, waiting_lines
+from pipelinerl.status.screen import Trends, plain_line, render, runners_line, waiting_lines
 from pipelinerl.types import StageStatus
 
 REDRAW_S = 0.5
@@ -40,9 +40,13 @@ class View:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._runners_said = False
 
-    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:  # noqa: ARG002 - for the other views
         """Show the statuses of all stages at `now` (`time.monotonic`)."""
+        if not self._runners_said and (line := runners_line(statuses)):
+            self._runners_said = True
+            self.say(line)
 
     def say(self, text: str) -> None:
         """Print a message that stays on the screen, like a warning or a process's crash message."""
@@ -66,6 +70,7 @@ class LiveView(View):
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+        super().update(statuses, now)
         first = self._last is None
         shown = {stage: msgspec.structs.replace(one, detail=printable(one.detail)) for stage, one in statuses.items()}
         self._last = (shown, now)
@@ -107,6 +112,7 @@ class PlainView(View):
         self._last: tuple[Mapping[str, StageStatus], float] | None = None
 
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+        super().update(statuses, now)
         if self._last is None:
             self._first_s, self._printed = now, (_version(statuses), now)
         elif now - self._last[1] < REDRAW_S:

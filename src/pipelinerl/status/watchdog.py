@@ -2,7 +2,7 @@
 
 A run is stalled when, for `timeout_s`, no counter of any stage has changed, or a stage in state "working" has not reported.
 The second rule finds a stage that hangs while the others go on (with a stream that drops its oldest groups, the actor
-never waits for a hung trainer).
+never waits for a hung trainer). A waiting stage reports too, so one that does not is suspect once nothing moves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOT_PROGRESS = frozenset({"busy_s", "ready_s", "pauses_s", "latest", "recent_re
 
 
 class Stall(NamedTuple):
-    """`suspects` are stages whose last status is "working" but that no longer report; `message` has one line per stage."""
+    """`suspects` are stages that should report and no longer do; `message` has one line per stage."""
 
     quiet_s: float
     suspects: tuple[str, ...]
@@ -55,10 +55,11 @@ class Watchdog:
             self._quiet_s += elapsed_s
         if not statuses or all(status.state == "done" for status in statuses.values()):
             return None
+        reporting = ("working", "waiting") if self._quiet_s >= self._timeout_s else ("working",)
         suspects = tuple(
             stage
             for stage, status in statuses.items()
-            if status.state == "working" and self._silent_s[stage] >= self._timeout_s
+            if status.state in reporting and self._silent_s[stage] >= self._timeout_s
         )
         if self._quiet_s < self._timeout_s and not suspects:
             return None

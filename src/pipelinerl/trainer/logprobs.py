@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, training_forward
 from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.types import Segment
 
@@ -78,13 +78,15 @@ class FrozenModelScorer:
 
     With `lora`, `model` is the model being trained, and scores are computed without its adapters, so no copy is needed.
     `temperature` is the sampling temperature of the rollouts. Segments run in packed batches of at most `micro_batch_tokens`
-    tokens. Raises UnsupportedModelError like `use_packed_attention`.
+    tokens. Raises UnsupportedModelError like `training_forward`.
     """
+
+    _waste = MAX_PADDING_WASTE
 
     def __init__(
         self, model: Any, *, temperature: float, micro_batch_tokens: int, pack: Packer, lora: LoraModel | None = None
     ) -> None:
-        use_packed_attention(model)
+        self._forward = training_forward(model)
         self._model = model.eval() if lora else model.eval().requires_grad_(False)
         self._initial = lora.without_adapters if lora else nullcontext
         self._device: torch.device = next(model.parameters()).device
@@ -104,7 +106,7 @@ class FrozenModelScorer:
     @torch.no_grad()
     def logprobs(self, segments: Sequence[Segment]) -> Tensor:
         """The log-probabilities (P,) of the sampled tokens of one packed batch."""
-        row = PackedRow.of(segments, self._device)
+        row = PackedRow.of(segments, self._device, waste=self._waste)
         with self._initial():
-            logits_PV = sampled_logits(self._model, row)
+            logits_PV = self._forward(row)
         return token_logprobs(logits_PV, row.sampled_ids_P, self._temperature)[0]

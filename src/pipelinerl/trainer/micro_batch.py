@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipelinerl.models.packed import PackedRow
+from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow
 from pipelinerl.types import TrainingSample
 
 Packer = Callable[[Sequence[int], int], list[list[int]]]
@@ -18,6 +18,28 @@ Packer = Callable[[Sequence[int], int], list[list[int]]]
 def split(samples: Sequence[TrainingSample], budget: int, pack: Packer) -> list[list[TrainingSample]]:
     """Split into micro-batches of whole samples with at most `budget` tokens. A longer sample gets its own micro-batch."""
     return [[samples[i] for i in indices] for indices in pack([sample.length for sample in samples], budget)]
+
+
+def segment_lengths(samples: Sequence[TrainingSample]) -> list[list[int]]:
+    """The lengths of each sample's sequences, in tokens."""
+    return [[len(segment.token_ids) for segment in sample.segments] for sample in samples]
+
+
+def padded_bins(lengths: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
+    """Bins of indices into `lengths` (of a sample's sequences), for a model that computes a bin as one padded batch.
+
+    Samples of similar length share a bin, of at most `budget` tokens with padding. A longer sample gets its own bin.
+    """
+    bins: list[list[int]] = []
+    longest = sequences = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-max(lengths[i]), i)):
+        if bins and (sequences + len(lengths[index])) * longest <= budget:
+            bins[-1].append(index)
+            sequences += len(lengths[index])
+        else:
+            bins.append([index])
+            longest, sequences = max(lengths[index]), len(lengths[index])
+    return bins
 
 
 @dataclass(frozen=True)
@@ -34,8 +56,15 @@ class MicroBatch:
     reference_logprobs_P: Tensor | None
 
     @classmethod
-    def of(cls, samples: Sequence[TrainingSample], *, version: int, device: torch.device) -> MicroBatch:
-        """Build the tensors for a step that starts from `version`.
+    def of(
+        cls,
+        samples: Sequence[TrainingSample],
+        *,
+        version: int,
+        device: torch.device,
+        waste: float = MAX_PADDING_WASTE,
+    ) -> MicroBatch:
+        """Build the tensors for a step that starts from `version`. `waste`: as for `PackedRow.of`.
 
         Reference log-probabilities are set if all samples have them.
         """
@@ -45,7 +74,7 @@ class MicroBatch:
         advantages_S = torch.tensor([sample.advantage for sample in samples])
         lags_P = torch.tensor([version - token for sample in samples for token in sample.versions])
         return cls(
-            row=PackedRow.of([segment for sample in samples for segment in sample.segments], device),
+            row=PackedRow.of([segment for sample in samples for segment in sample.segments], device, waste=waste),
             behaviour_logprobs_P=torch.tensor([lp for sample in samples for lp in sample.behaviour_logprobs]).to(device),
             advantages_P=advantages_S.repeat_interleave(counts_S).to(device),
             lags_P=lags_P.to(device),

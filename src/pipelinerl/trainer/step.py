@@ -23,11 +23,11 @@ from pipelinerl.checkpoint_folders import FileRecord
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.models.packed import PackedRow, checkpoint_activations, sampled_logits, use_packed_attention
+from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, checkpoint_activations, training_forward
 from pipelinerl.models.state import named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
-from pipelinerl.trainer.micro_batch import MicroBatch, Packer, split
+from pipelinerl.trainer.micro_batch import MicroBatch, Packer, padded_bins, segment_lengths, split
 from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, ess_factor, learning_rate
 from pipelinerl.types import Segment, TrainingSample
@@ -75,9 +75,11 @@ class Learner:
     sampled from. With `skip_zero_advantage`, rollouts without a gradient get no forward pass, but still count in Z. `lora`
     is set if `model` has adapters, which are then the only trained weights.
 
-    Raises UnsupportedModelError if the model can't be trained on packed batches, and ModelLoadError if it can't recompute
-    activations although the configuration asks for it.
+    Raises UnsupportedModelError if the model can't be trained on several sequences at once, and ModelLoadError if it can't
+    recompute activations although the configuration asks for it.
     """
+
+    _waste = MAX_PADDING_WASTE
 
     def __init__(
         self,
@@ -93,7 +95,12 @@ class Learner:
         model.eval()  # no dropout, so that the trained policy is the sampling policy
         if config.gradient_checkpointing:
             checkpoint_activations(model)
-        use_packed_attention(model)
+        self._forward = training_forward(model)
+        self.runner = self._forward.description
+        if model.config.get_text_config() is not model.config:
+            from pipelinerl.models.own_forward import freeze_all_but_text  # noqa: PLC0415 - few models are more than text
+
+            freeze_all_but_text(model)
         self.model = model
         self.lora = lora
         self.on_sent: Callable[[int], object] = lambda _: None
@@ -130,7 +137,7 @@ class Learner:
     @torch.no_grad()
     def logits(self, segments: Sequence[Segment]) -> Tensor:
         """Logits [P, V] that predict the segments' sampled tokens."""
-        return sampled_logits(self.model, PackedRow.of(segments, self._device))
+        return self._forward(PackedRow.of(segments, self._device, waste=self._waste))
 
     def step(
         self,
@@ -172,7 +179,11 @@ class Learner:
         self, used: Sequence[TrainingSample], version: int, normalizer: int, on_micro_batch: OnMicroBatch | None
     ) -> tuple[int, Sums]:
         """Compute the gradient of the step. Returns the number of micro-batches, and their sums."""
-        batches = split(used, self._config.micro_batch_tokens, self._pack)
+        if self._forward.padded:
+            bins = padded_bins(segment_lengths(used), self._config.micro_batch_tokens)
+            batches = [[used[index] for index in indices] for indices in bins]
+        else:
+            batches = split(used, self._config.micro_batch_tokens, self._pack)
         return len(batches), self._accumulate_all(batches, len(batches), version, normalizer, on_micro_batch)
 
     def _update(self, rate: float) -> float:
@@ -199,8 +210,8 @@ class Learner:
 
     def _accumulate(self, samples: Sequence[TrainingSample], version: int, normalizer: int, sums: Sums) -> None:
         """Forward and backward of one micro-batch."""
-        batch = MicroBatch.of(samples, version=version, device=self._device)
-        logits_PV = sampled_logits(self.model, batch.row)
+        batch = MicroBatch.of(samples, version=version, device=self._device, waste=self._waste)
+        logits_PV = self._forward(batch.row)
         logprobs_P, entropy_P = token_logprobs(logits_PV, batch.row.sampled_ids_P, self._temperature)
         del logits_PV
         inputs = LossInputs(

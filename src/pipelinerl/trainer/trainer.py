@@ -321,4 +321,5 @@ class Trainer:
             goal_reached=self.goal_reached,
             probe_ids=self._probe.prompt_ids,
             sent_bytes=self._sent_bytes,
+            runner=self._learner.runner,
         )

@@ -11,19 +11,15 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Glm4MoeLiteConfig,
-    JetMoeConfig,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    NemotronConfig,
-    YoutuConfig,
+    BertConfig,
+    DeepseekV32Config,
+    GPTJConfig,
+    MambaConfig,
+    MiniMaxConfig,
 )
 
 from pipelinerl.engine import LocalEngine, flat
+from pipelinerl.engine.rounding import rounding_limit
 from pipelinerl.engine.sampler import StepsAhead, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
@@ -302,17 +298,6 @@ def test_rows_move_without_mixing_sequences(kv: Any) -> None:
         assert done[item.id].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
 
 
-def test_models_that_can_not_be_run_exactly_are_refused() -> None:
-    alibi = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2))
-    with pytest.raises(UnsupportedModelError, match="Bloom"):
-        LocalEngine(alibi, slots=1, max_length=32)
-    recurrent = Mamba2ForCausalLM(
-        Mamba2Config(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8, state_size=8, n_groups=1)
-    )
-    with pytest.raises(UnsupportedModelError, match="Mamba2"):
-        LocalEngine(recurrent, slots=1, max_length=32)
-
-
 _TINY = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -321,43 +306,66 @@ _TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-_LATENT = _TINY | {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
-}
-_EXPERTS = {
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 8,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (DeepseekV2Config(**_LATENT, **_EXPERTS), "expands what it caches"),
-        (DeepseekV3Config(**_LATENT, **_EXPERTS), "expands what it caches"),
-        (Glm4MoeLiteConfig(**_LATENT, **_EXPERTS), "expands what it caches"),
-        (YoutuConfig(**_LATENT), "expands what it caches"),
+        (BertConfig(**{name: size for name, size in _TINY.items() if "key_value" not in name}), "returns no cache"),
         (
-            JetMoeConfig(**_TINY | {"num_key_value_heads": 1}, kv_channels=8, num_local_experts=2, num_experts_per_tok=2),
-            "expands what it caches",
+            MiniMaxConfig(**_TINY | {"num_hidden_layers": 2}, num_local_experts=2, block_size=4),
+            r"a cache of its own \(MiniMaxCache\)",
         ),
-        (NemotronConfig(**_TINY), "does not pass keyword arguments on to its attention"),
+        (
+            DeepseekV32Config(
+                **_TINY,
+                kv_lora_rank=8,
+                q_lora_rank=8,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=8,
+                v_head_dim=6,
+                index_head_dim=8,
+                index_n_heads=2,
+                index_topk=4,
+                first_k_dense_replace=1,
+            ),
+            r"states that slots can't hold \(DynamicIndexedLayer\)",
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_a_model_is_refused_by_what_its_attention_does(config: Any, reason: str) -> None:
+def test_a_model_whose_past_can_not_be_held_in_slots_is_refused_by_what_it_keeps(config: Any, reason: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(UnsupportedModelError, match=reason):
         LocalEngine(model, slots=1, max_length=32)
+
+
+@pytest.mark.parametrize(
+    ("config", "way"),
+    [
+        (GPTJConfig(vocab_size=50, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=64), "own cache"),
+        (MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4), "token by token"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_the_log_says_which_way_a_model_is_run_and_why(config: Any, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = LocalEngine(AutoModelForCausalLM.from_config(config), slots=1, max_length=64)
+    assert way in engine.progress().runner
+    name = type(engine._runner.model).__name__
+    assert [record for record in caplog.records if way in record.message and name in record.message]
+
+
+def test_rounding_is_what_a_tiny_change_of_the_embeddings_does() -> None:
+    """A model that amplifies rounding may be further off than one that does not, but not further than a real error."""
+    model = make_model("llama").requires_grad_(False)
+    ids = torch.arange(20)
+    reference = model(input_ids=ids[None], use_cache=False).logits[0]
+    assert rounding_limit(model, ids, reference) == pytest.approx(1e-4, rel=1.0)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data *= 30
+    model.lm_head.weight.data *= 30
+    reference = model(input_ids=ids[None], use_cache=False).logits[0]
+    assert 1e-4 < rounding_limit(model, ids, reference) <= 1e-3
 
 
 def test_a_model_that_raises_on_the_probe_is_refused() -> None:
@@ -409,7 +417,7 @@ def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flat, "PACK_FROM", 1)
     packed, plain = engine(flatten=True), engine(flatten=False)
     assert packed._runner._flat is not None
-    assert packed._runner._flat._packed
+    assert packed._runner._flat._copies
     wanted = [request(f"r{i}", tuple(range(3, 6 + i)), 20) for i in range(6)]
     completions = []
     for served in (packed, plain):

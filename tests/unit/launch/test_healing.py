@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,6 +23,7 @@ from pipelinerl.launch.hosts.processes import beginning_of, replaceable_roles
 from pipelinerl.launch.run import make_record
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.stages import training
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS
 from pipelinerl.metrics.totals import actor_total
 from pipelinerl.schedule import make_schedule
@@ -42,6 +44,7 @@ from pipelinerl.types import (
     VersionSpan,
 )
 from pipelinerl.weights.shared.file import AWAY, Control, create_shared_file
+from pipelinerl.weights.shared.sender import SharedWeightSender
 
 K = 2
 
@@ -169,11 +172,15 @@ class Run:
             )
         )
 
-    def heal(self, *processes: int, now: float = 0.0) -> PipelineRLError | None:
+    def heal(self, *processes: int, now: float = 0.0) -> None:
         dead = [Worker(f"generation-{process}") for process in processes]
-        error = self.healing.heal(cast(list[LocalWorker], dead), now)
-        assert all(worker.killed for worker in dead)
-        return error
+        try:
+            self.healing.heal(cast(list[LocalWorker], dead), now)
+        finally:
+            assert all(worker.killed for worker in dead)
+
+    def begin(self, now: float) -> list[Worker]:
+        return cast(list[Worker], list(self.healing.begin(now)))
 
     def streamed(self) -> list[int]:
         return [one.index for one in self.store.waiting(ROLLOUTS, Group)]
@@ -209,7 +216,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def test_groups_of_a_dead_process_are_started_again_by_whoever_is_first(run: Run) -> None:
     assert [run.claim(process) for process in (0, 1, 0, 1, 1)] == [0, 1, 2, 3, 4]
     run.hand_over(1, 3)
-    assert run.heal(1) is None
+    run.heal(1)
     state = run.admissions[0].read()
     assert (state.in_progress, state.handed_over, state.returned) == ({0: 2 * K}, K, [1, 4])
     assert [run.claim(0, version=2), run.claim(1, version=3), run.claim(0, version=3)] == [1, 4, 5]
@@ -235,14 +242,14 @@ def test_a_group_whose_process_died_while_it_was_handed_over_is_in_the_stream_on
         run.claim(process)
     run.hand_over(0, 0)
     run.hand_over(1, 1, rollouts=1, die=die)
-    assert run.heal(1) is None
+    run.heal(1)
     assert run.streamed() == run.recorded() == [0, 1]
     state = run.admissions[0].read()
     assert (state.in_progress, state.handed_over, state.returned) == ({}, K + 1, [2])
     assert run.ended.rollouts_started == 2 * K
     assert run.ended.rollouts_handed_over == 1
-    assert run.heal(1) is None, "the next death finds the record whole"
-    assert run.streamed() == [0, 1]
+    run.heal(1)
+    assert run.streamed() == [0, 1], "the next death finds the record whole"
 
 
 def test_a_partial_line_is_no_record(run: Run) -> None:
@@ -269,7 +276,7 @@ def test_two_deaths_at_once_are_healed_if_it_is_known_what_is_in_the_stream(run:
         run.claim(process)
         run.hand_over(process, process, die=["written", second][process])
     if known:
-        assert run.heal(0, 1) is None
+        run.heal(0, 1)
         assert run.streamed() == [0, 1]
     else:
         with pytest.raises(StageDiedError, match="2 generation processes died while they wrote a group, and 1 of these"):
@@ -327,24 +334,72 @@ def test_a_process_is_started_again_after_a_pause_that_doubles_and_not_for_ever(
     assert run.config.launch.restarts == 3
     now, pauses = 100.0, [0.5, 1.0, 2.0]
     for pause_s in pauses:
-        assert run.heal(1, now=now) is None
+        run.heal(1, now=now)
         assert run.healing.pending
-        assert run.healing.begin(now + pause_s - 0.01) == []
+        assert run.begin(now + pause_s - 0.01) == []
         now += pause_s
-        assert [worker.role for worker in run.healing.begin(now)] == ["generation-1"]
+        assert [worker.role for worker in run.begin(now)] == ["generation-1"]
         assert not run.healing.pending
-    error = run.heal(1, now=now)
-    assert isinstance(error, StageDiedError)
-    assert str(error).startswith("the generation-1 process died 4 times (launch.restarts: 3):\n1. ")
-    assert str(error).count("last words") == 4
+    with pytest.raises(
+        StageDiedError, match=r"the generation-1 process died 4 times \(launch.restarts: 3\):\n1. "
+    ) as raised:
+        run.heal(1, now=now)
+    assert str(raised.value).count("last words") == 4
     assert run.host.started == ["generation-1"] * 3
+
+
+def test_the_pause_has_a_bound(tmp_path: Path) -> None:
+    with closing(Run(tmp_path / "r", "--launch.restarts=2000")) as run:
+        run.healing.heal([cast(LocalWorker, Worker("generation-1"))], 0.0)
+        history = run.healing._histories["generation-1"]
+        history.reports *= 1500
+        run.heal(1)
+        assert history.due_s == module.LONGEST_PAUSE_S
+
+
+def test_the_time_of_an_absence_begins_with_the_first_death(run: Run) -> None:
+    """A process that dies, and again as it starts, was away once."""
+    run.heal(1, now=10.0)
+    run.begin(10.5)
+    run.heal(1, now=13.0)
+    (worker,) = run.begin(14.0)
+    assert run.healing.summary()["generation-1"] == {"count": 2, "rollouts_lost": 0, "recovery_s": []}
+    for stage in ("engine-1", "actor-1"):
+        run.publish(stage, None, pid=worker.pid)
+    run.healing.observe(last_statuses(run.host.board), 17.0)
+    assert run.healing.summary()["generation-1"] == {"count": 2, "rollouts_lost": 0, "recovery_s": [7.0]}
+
+
+def test_a_process_that_can_not_be_started_again_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(role: str) -> Worker:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    run.heal(1)
+    monkeypatch.setattr(run.host, "start", full)
+    with pytest.raises(StageDiedError, match=r"was killed[\s\S]*it can't be started again: .*Cannot allocate memory"):
+        run.begin(1.0)
+
+
+def test_a_server_is_absent_until_it_is_ready(tmp_path: Path) -> None:
+    """It has no status: its ready file says which process it is."""
+    with closing(Run(tmp_path / "r", "--engine.kind=http", "--engine.processes=1")) as run:
+        run.directory.ready_file("server-0").write_bytes(b'{"pid": 1, "url": "http://127.0.0.1:1"}')
+        assert run.healing.absent_servers == []
+        run.healing.heal([cast(LocalWorker, Worker("server-0"))], 0.0)
+        (worker,) = run.begin(0.5)
+        run.healing.observe({}, 1.0)
+        assert run.healing.absent_servers == ["server-0"]
+        run.directory.ready_file("server-0").write_bytes(b'{"pid": %d, "url": "http://127.0.0.1:1"}' % worker.pid)
+        run.healing.observe({}, 2.0)
+        assert run.healing.absent_servers == []
+        assert run.healing.summary()["server-0"]["recovery_s"] == [2.0]
 
 
 def test_a_process_that_has_worked_for_long_is_as_good_as_new(run: Run) -> None:
     for death in range(6):
         now = 10_000.0 * death
-        assert run.heal(1, now=now) is None
-        (worker,) = run.healing.begin(now + 0.5)
+        run.heal(1, now=now)
+        (worker,) = run.begin(now + 0.5)
         for stage in ("engine-1", "actor-1"):
             run.publish(stage, None, pid=worker.pid)
         run.healing.observe(last_statuses(run.host.board), now + 4.0)
@@ -353,12 +408,24 @@ def test_a_process_that_has_worked_for_long_is_as_good_as_new(run: Run) -> None:
     assert all("(restart 1 of 3)" in line for line in run.said.lines if "started again in" in line)
 
 
+@pytest.mark.parametrize(("restarts", "watchdog_s", "expected_s"), [(3, 300.0, 330.0), (3, 20.0, 120.0), (0, 300.0, 120.0)])
+def test_the_trainer_waits_for_an_engine_that_hangs_until_it_is_killed(
+    restarts: int, watchdog_s: float, expected_s: float, tmp_path: Path
+) -> None:
+    settings = (f"--launch.restarts={restarts}", f"--launch.watchdog_s={watchdog_s}")
+    with (
+        closing(Run(tmp_path / "r", *settings)) as run,
+        closing(training._sender(run.session, run.host.channels.weights, lambda: False)) as sender,
+    ):
+        assert cast(SharedWeightSender, sender)._timeout_s == expected_s
+
+
 def test_the_new_process_learns_what_was_evaluated(run: Run) -> None:
     run.publish("trainer", TrainerProgress(version=8, published_version=7))
     line = {"version": 5, "when": "online", "time_s": 1.0, "problems": 1, "reward_mean": 0.5}
     write_atomically(run.directory.evaluations, msgspec.json.encode(line) + b"\n")
     run.heal(0)
-    run.healing.begin(1.0)
+    run.begin(1.0)
     plan = msgspec.json.decode(run.directory.plan.read_bytes(), type=StartPlan)
     assert (plan.version, plan.evaluated) == (7, 5)
     assert plan.weights_key == run.session.plan.weights_key
@@ -404,7 +471,7 @@ def test_a_group_that_the_preprocessor_had_passed_on_is_passed_on_once(tmp_path:
                 writer.try_write(Prepared(index=one.index, newest_version=0, ids=(), samples=()))
                 if ending != "written":
                     reader.commit(offset + 1)
-        assert run.healing.heal(cast(list[LocalWorker], [Worker("preprocessing")]), 0.0) is None
+        run.healing.heal(cast(list[LocalWorker], [Worker("preprocessing")]), 0.0)
         passed_on = [one.index for one in run.store.waiting(PREPARED, Prepared)]
         with closing(run.store.reader(ROLLOUTS, Group)) as again:  # as the new process does
             assert passed_on + [one.index for _, one in again.read(9)] == [0, 1, 2]

@@ -23,13 +23,14 @@ from pipelinerl.config.schema import (
     WeightsConfig,
 )
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, StalledError, UserError
+from pipelinerl.launch.hosts.host import make_channel
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session
 from pipelinerl.launch.share import Threads, plan_threads, shares_of, trainer_goes_first
-from pipelinerl.launch.stages import broadcast, weights
+from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.engines import make_engine
 from pipelinerl.launch.stages.servers import _api_key, _refuse_newer
 from pipelinerl.launch.stages.streams import stream_store
@@ -154,7 +155,7 @@ def test_each_session_has_a_key_of_its_own_that_only_its_user_can_read(tmp_path:
 def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     def host(*urls: str) -> str:
         config = RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", urls=urls))
-        with socket.socket(fileno=weights.make_channel(config)) as listening:
+        with socket.socket(fileno=make_channel(config)) as listening:
             found: str = listening.getsockname()[0]
         return found
 
@@ -176,7 +177,7 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: p
 )
 def test_a_broadcast_reaches_so_many_engines_and_no_more(engine: EngineConfig) -> None:
     with pytest.raises(UserError, match=r"^weights\.kind: 65 engine servers.* at most 64; set it to shared$"):
-        weights.make_channel(RunConfig(weights=COLLECTIVE, engine=engine))
+        make_channel(RunConfig(weights=COLLECTIVE, engine=engine))
 
 
 def test_servers_with_weights_of_another_run_are_refused() -> None:

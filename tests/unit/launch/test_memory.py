@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from pipelinerl.config.load import load_config
-from pipelinerl.engine import flat
+from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.launch import memory
@@ -37,6 +37,7 @@ from pipelinerl.trainer import logprobs
 from pipelinerl.trainer.optimizer import Optimizer
 from pipelinerl.types import Segment
 from tests.integration.runs import start_processes, summary, wait
+from tests.parity.models import THROUGH_CACHE, make_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -54,7 +55,7 @@ BILLION = ModelShape(
     layers=16,
     hidden=2048,
     query_width=2048,
-    kv_width=512,
+    kv_width=2 * 16 * 512,
     feed_forward=8192,
     vocabulary=128_000,
     max_length=8192,
@@ -95,7 +96,7 @@ def test_the_sizes_of_a_model_are_read_from_its_files(tmp_path: Path, tied: bool
         f"{name}.weight": (m.out_features, m.in_features) for name, m in model.named_modules() if hasattr(m, "in_features")
     }
     assert shape.linears == linear
-    assert (shape.layers, shape.query_width, shape.kv_width, shape.vocabulary) == (3, 64, 32, 512)
+    assert (shape.layers, shape.query_width, shape.kv_width, shape.vocabulary) == (3, 64, 2 * 3 * 32, 512)
     assert (shape.slot_length(None), shape.slot_length(100)) == (2048, 100)
 
 
@@ -112,7 +113,13 @@ def test_other_families_have_other_names_for_their_sizes(tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=128))
     shape = saved(tmp_path, model)
     assert shape.parameters == elements(model)
-    assert (shape.layers, shape.hidden, shape.kv_width, shape.feed_forward, shape.slot_length(None)) == (2, 64, 64, 256, 128)
+    assert (shape.layers, shape.hidden, shape.kv_width, shape.feed_forward, shape.slot_length(None)) == (
+        2,
+        64,
+        2 * 2 * 64,
+        256,
+        128,
+    )
 
 
 def test_a_model_that_does_not_say_its_sizes_is_not_guessed_at(tmp_path: Path) -> None:
@@ -157,7 +164,15 @@ def test_the_engines_memory_is_what_the_engine_allocates(tmp_path: Path) -> None
     runner = ModelRunner(model, 8, 64)
     assert kv_bytes(shape, slots=8, length=64, item_bytes=4) == runner.kv.kv_bytes
     assert runner._flat is not None
-    assert packed_bytes(shape) == sum(4 * linear._weight.numel() for linear in runner._flat._packed) > 0
+    assert packed_bytes(shape) == sum(4 * linear._weight.numel() for linear in runner._flat._copies) > 0
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3-latents", *sorted(THROUGH_CACHE)])
+def test_latents_and_states_take_what_the_engine_allocates(tmp_path: Path, family: str) -> None:
+    model = make_model(family)
+    shape = saved(tmp_path, model)
+    engine = LocalEngine(model, slots=3, max_length=40, flatten=False)
+    assert kv_bytes(shape, slots=3, length=40, item_bytes=4) == engine._runner.kv.kv_bytes
 
 
 def test_the_trainers_memory_is_what_the_trainer_allocates(tmp_path: Path) -> None:

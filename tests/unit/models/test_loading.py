@@ -15,22 +15,31 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BertConfig,
     BertForMaskedLM,
+    Gemma3Config,
     GPTNeoXConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
+    Qwen2VLConfig,
+    Qwen3_5Config,
     T5Config,
     T5ForConditionalGeneration,
 )
 from transformers.utils import logging
 
-from pipelinerl.config.schema import ModelConfig
+from pipelinerl.config.schema import ModelConfig, TrainerConfig
+from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import ModelLoadError, UnsupportedModelError
+from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.folder import find_model, resolve_path
 from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
 from pipelinerl.models.packed import PackedRow, checkpoint_activations, sampled_logits, use_packed_attention
-from pipelinerl.types import Segment
+from pipelinerl.models.state import checksum
+from pipelinerl.preprocess import pack
+from pipelinerl.trainer import Learner
+from pipelinerl.types import GenerationRequest, SamplingParams, Segment
 
 
 def tiny_config(**changes: object) -> LlamaConfig:
@@ -47,6 +56,82 @@ def folder(tmp_path: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
     return path
+
+
+TEXT = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+TOKENS = {"image_token_id": 30, "video_token_id": 31, "vision_start_token_id": 32, "vision_end_token_id": 33}
+WITH_VISION = {
+    "all of it, frozen": Qwen2VLConfig(
+        text_config=TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+        **TOKENS,
+    ),
+    "all of it, frozen, of another class": Gemma3Config(
+        text_config=TEXT | {"head_dim": 16, "sliding_window": 16},
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=30,
+        boi_token_index=31,
+        eoi_token_index=32,
+    ),
+    "not loaded": Qwen3_5Config(
+        text_config=TEXT
+        | {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 1,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+        },
+        **TOKENS,
+    ),
+}
+"""What becomes of the vision part, and a model that has one."""
+
+
+@pytest.mark.parametrize(
+    "vision", [pytest.param(name, marks=pytest.mark.exhaustive if "class" in name else ()) for name in WITH_VISION]
+)
+def test_a_vision_language_model_is_trained_and_run_as_its_text_model(vision: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(WITH_VISION[vision]).save_pretrained(tmp_path)
+    model = load_model(ModelConfig(path=str(tmp_path)))
+    learner = Learner(model, TrainerConfig(weight_decay=0.1), temperature=1.0, pack=pack)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    parts = ("visual", "vision", "multi_modal")
+    assert frozen == {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
+    assert bool(frozen) == (vision != "not loaded")
+    engine = LocalEngine(load_model(ModelConfig(path=str(tmp_path))), slots=2, max_length=64, flatten=False)
+    assert engine.update_weights(WeightUpdate(1, checksum(learner.weights()), learner.weights())).version == 1
+    prompt, sampling = tuple(range(3, 20)), SamplingParams(max_tokens=8)
+    done = engine.generate([GenerationRequest(id="x", prompt_ids=prompt, sampling=sampling)])[0]
+    sequence = Segment(token_ids=(*prompt, *done.token_ids), sampled=((17, 17 + len(done.token_ids)),))
+    logprobs = learner.logits([sequence]).log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    assert logprobs.tolist() == pytest.approx(done.logprobs, abs=1e-4)
 
 
 def change_config(folder: Path, **changes: object) -> None:

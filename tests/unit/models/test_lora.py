@@ -18,12 +18,12 @@ from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError
 from pipelinerl.models.lora import ADAPTER_FOLDER, LoraModel, refuse_adapter
 from pipelinerl.models.lora_linear import LoraLinear
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import FrozenModelScorer, Learner
 from pipelinerl.types import Segment
-from tests.parity.models import CONFIGS, make_model
+from tests.parity.models import CONFIGS, THROUGH_CACHE, make_model
 from tests.unit.trainer.test_trainer_step import TEMPERATURE, make_samples
 
 CONFIG = LoraConfig(rank=4, alpha=8.0)
@@ -44,19 +44,26 @@ def stir(lora: LoraModel) -> LoraModel:
     return lora
 
 
+FAMILIES = [
+    pytest.param(name, marks=pytest.mark.exhaustive if name in THROUGH_CACHE and "falcon-h1" not in name else ())
+    for name in CONFIGS
+]
+"""Of the models that are trained by their own forward, one with attention and a Mamba mixer in each layer."""
+
+
 def learner(lora: LoraModel, **options: Any) -> Learner:
     config = TrainerConfig(**{"learning_rate": 1e-2, "steps": 100} | options)
     return Learner(lora.model, config, temperature=TEMPERATURE, pack=pack, lora=lora)
 
 
 def logits(model: Any) -> torch.Tensor:
-    use_packed_attention(model)
+    forward = training_forward(model)
     with torch.no_grad():
-        return sampled_logits(model, PackedRow.of([SEGMENT]))
+        return forward(PackedRow.of([SEGMENT]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_at_first_the_weights_are_the_models_own(name: str, dtype: torch.dtype) -> None:
     own = named_weights(make_model(name).to(dtype))
     lora = with_adapters(name, dtype)
@@ -69,7 +76,7 @@ def test_at_first_the_weights_are_the_models_own(name: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_trainer_computes_with_what_engines_are_given(name: str, dtype: torch.dtype) -> None:
     lora, plain = stir(with_adapters(name, dtype)), make_model(name).to(dtype)
     assert not torch.equal(logits(plain), logits(lora.model))
@@ -236,6 +243,23 @@ def test_a_layer_that_can_have_none_is_one_line_with_those_that_can(target: str,
         f"model.lora.target_modules: LlamaForCausalLM can have adapters in the linear layers {layers}; {what}"
     )
     assert str(model) == str(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("deepseek-v3-latents", "down_proj"),
+        ("falcon-h1-both-in-one-layer", "out_proj"),
+        ("falcon-mamba-token-by-token", "dt_proj"),
+    ],
+)
+def test_layers_that_would_be_left_out_of_the_computation_have_no_adapters(name: str, left_out: str) -> None:
+    """peft would give the name to the experts, or a fused kernel reads the layer's weights."""
+    lora = with_adapters(name)
+    assert lora.layers
+    assert not [path for path in lora.layers if path.endswith(left_out)]
+    with pytest.raises(ConfigError, match=f"'{left_out}' matches .*, which isn't one"):
+        with_adapters(name, config=LoraConfig(target_modules=(left_out,)))
 
 
 def test_without_peft_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

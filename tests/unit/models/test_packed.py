@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    BloomConfig,
+    DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     GPTNeoXConfig,
@@ -16,15 +24,28 @@ from transformers import (
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
+    NemotronConfig,
     PhiConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models import packed
+from pipelinerl.models.attention import attend
+from pipelinerl.models.own_forward import padded_logits
+from pipelinerl.models.packed import (
+    MAX_PADDING_WASTE,
+    PackedRow,
+    packed_attention,
+    sampled_logits,
+    training_forward,
+    use_packed_attention,
+)
 from pipelinerl.types import Segment
 
 SIZES = {
@@ -52,7 +73,52 @@ CONFIGS = {
     ),
     "gpt_neox": GPTNeoXConfig(**SIZES, rotary_pct=0.5, attention_dropout=0.1, hidden_dropout=0.1),
     "phi": PhiConfig(**SIZES, partial_rotary_factor=0.5, resid_pdrop=0.1),
+    "gpt_oss": GptOssConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+    ),
 }
+PADDED_CONFIGS = {
+    "bloom": BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3),
+    "falcon": FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3),
+    "lfm2": Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+    "mamba2": Mamba2Config(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=8
+    ),
+    "nemotron": NemotronConfig(**SIZES, num_key_value_heads=2),
+    "qwen3_5": Qwen3_5TextConfig(
+        **SIZES | {"initializer_range": 0.1},
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=2,
+        linear_num_key_heads=1,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+}
+"""Trained on padded batches: packed attention can't be theirs, or is not all that keeps sequences apart."""
+CONFIGS_OF_ALL = CONFIGS | PADDED_CONFIGS
 # Single tokens of context, equal lengths, several sampled ranges, and sequences longer than the sliding windows.
 LENGTHS = (9, 23, 2, 9, 17, 30, 8, 3)
 
@@ -69,7 +135,10 @@ def make_segments(lengths: tuple[int, ...]) -> list[Segment]:
 
 def make_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").double().eval()
+    config = copy.deepcopy(CONFIGS_OF_ALL[name])
+    # Grouped matrix products of experts have no float64.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    return model.double().eval()
 
 
 def weighted_sum(logits_PV: torch.Tensor) -> torch.Tensor:
@@ -83,8 +152,8 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_packed_logits_and_gradients_equal_those_of_each_sequence_alone(name: str) -> None:
+@pytest.mark.parametrize("name", list(CONFIGS_OF_ALL))
+def test_logits_and_gradients_of_a_row_equal_those_of_each_sequence_alone(name: str) -> None:
     model, segments = make_model(name), make_segments(LENGTHS)
     alone = []
     for segment in segments:
@@ -94,9 +163,10 @@ def test_packed_logits_and_gradients_equal_those_of_each_sequence_alone(name: st
     weighted_sum(alone_PV).backward()
     expected = gradients(model)
 
-    use_packed_attention(model)
+    forward = training_forward(model)
+    assert forward.padded == (name in PADDED_CONFIGS)
     row = PackedRow.of(segments)
-    packed_PV = sampled_logits(model, row)
+    packed_PV = forward(row)
     weighted_sum(packed_PV).backward()
     actual = gradients(model)
 
@@ -107,6 +177,43 @@ def test_packed_logits_and_gradients_equal_those_of_each_sequence_alone(name: st
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     for parameter, gradient in expected.items():
         torch.testing.assert_close(actual[parameter], gradient, atol=1e-6 * scale, rtol=1e-6, msg=parameter)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_the_router_gets_its_gradient_from_the_objective(name: str) -> None:
+    """Also through the grouped products of experts, which are the default, and in float32."""
+    found = []
+    for experts in ("eager", None):
+        torch.manual_seed(0)
+        config = copy.deepcopy(CONFIGS[name])
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation=experts).eval()
+        weighted_sum(training_forward(model)(PackedRow.of(make_segments(LENGTHS)))).backward()
+        found.append(gradients(model))
+    routers = [part for part in found[0] if part.endswith(("router.weight", "gate.weight"))]
+    assert routers
+    for parameter, gradient in found[0].items():
+        assert gradient.any() or parameter not in routers
+        torch.testing.assert_close(found[1][parameter], gradient, atol=1e-5, rtol=1e-4, msg=parameter)
+
+
+def test_an_auxiliary_loss_of_the_router_is_refused() -> None:
+    model = make_model("gpt_oss")
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedModelError, match=r"auxiliary loss of its router .* set it to false"):
+        training_forward(model)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_rounding_in_bfloat16_may_change_the_experts_of_some_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake, which changes most tokens, is still found."""
+
+    def mistaken(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        return packed_attention(*arguments, **options)[0].flip(1), None
+
+    assert not training_forward(make_model(name).bfloat16()).padded
+    monkeypatch.setattr(packed, "packed_attention", mistaken)
+    with pytest.raises(UnsupportedModelError, match="its logits differ"):
+        use_packed_attention(make_model(name).bfloat16())
 
 
 def test_tokens_of_one_sequence_do_not_reach_another() -> None:
@@ -145,13 +252,6 @@ def test_impossible_segments_are_refused(segments: list[Segment]) -> None:
         PackedRow.of(segments)
 
 
-def test_a_model_with_attention_sinks_is_refused() -> None:
-    sizes = SIZES | {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "num_key_value_heads": 2}
-    model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes), attn_implementation="eager").eval()
-    with pytest.raises(UnsupportedModelError, match="s_aux"):
-        use_packed_attention(model)
-
-
 def test_a_model_with_attention_in_chunks_is_refused() -> None:
     sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_hidden_layers": 4}
     config = Llama4TextConfig(**sizes, intermediate_size_mlp=32, attention_chunk_size=8, pad_token_id=0)
@@ -164,8 +264,59 @@ def test_a_model_with_layers_that_carry_state_over_is_refused() -> None:
     sizes = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with pytest.raises(UnsupportedModelError, match="logits differ"):
+    with pytest.raises(UnsupportedModelError, match="other states than keys and values"):
         use_packed_attention(model)
+
+
+def test_a_model_that_is_not_causal_is_refused() -> None:
+    """Padding changes the logits of a model whose tokens see what comes after them."""
+    config = BertConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    model = BertLMHeadModel(config).eval()
+    with pytest.raises(UnsupportedModelError, match=r"trained on padded batches: its logits differ.*; and not packed"):
+        training_forward(model)
+
+
+def test_an_error_of_the_models_own_code_refuses_it_by_its_first_line() -> None:
+    model = make_model("falcon")
+    model.transformer.h[0].mlp = nn.Linear(3, 3)
+    with pytest.raises(UnsupportedModelError, match=r"can't be trained on padded batches \(RuntimeError: ") as caught:
+        training_forward(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_head_computes_only_the_logits_that_are_asked_for() -> None:
+    model, segments = make_model("qwen3_5"), make_segments(LENGTHS)
+    seen: list[int] = []
+    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0][..., 0].numel()))
+    row = PackedRow.of(segments)
+    padded_logits(model, row)
+    assert sum(seen) == len(row.sampled_ids_P)
+    assert len(seen) == len(row.buckets)
+
+
+@pytest.mark.parametrize("device_kernel", [True, False], ids=["fused", "plain"])
+def test_attention_with_sinks_is_that_of_the_formula(device_kernel: bool) -> None:
+    """The fused kernel and the plain operations (for other devices, and for values of another size than keys)."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = {"query": (2, 4, 9, 8), "key": (2, 2, 9, 8), "value": (2, 2, 9, 8 if device_kernel else 6), "sinks": (4, 1)}
+    inputs = {
+        name: torch.randn(*size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for name, size in sizes.items()
+    }
+    query, key, value, sinks = inputs.values()
+    mask = torch.ones(9, 9, dtype=torch.bool).tril() & torch.ones(9, 9, dtype=torch.bool).triu(-4)
+    scores = (query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.3).masked_fill(~mask, float("-inf"))
+    weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks.exp()[None, :, :, None])
+    expected = weights @ value.repeat_interleave(2, 1)
+    actual = attend(query, key, value, mask, scale=0.3, softcap=None, sinks=sinks)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    gradient = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    for ours, theirs in zip(
+        torch.autograd.grad(actual, list(inputs.values()), gradient),
+        torch.autograd.grad(expected, list(inputs.values()), gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_a_model_without_pluggable_attention_is_refused() -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rich.console import Console
 
 from pipelinerl.status.screen import Rate, Trends, duration, render, short, sparkline
@@ -109,6 +110,21 @@ def test_the_live_view_draws_twice_a_second_and_leaves_the_last_state() -> None:
     size = len(terminal.getvalue())
     view.close()
     assert len(terminal.getvalue()) == size
+
+
+@pytest.mark.parametrize("kind", ["none", "plain", "live"])
+def test_how_the_model_is_run_is_said_once_when_both_sides_are_ready(kind: Any) -> None:
+    stream = StringIO()
+    view = make_view(kind, stream, target=100)
+    for now in (0.0, 1.0, 2.0):
+        found = statuses(now)
+        if now:
+            for stage, runner in (("engine", "over packed batches"), ("trainer", "on padded batches")):
+                status = found[stage]
+                found[stage] = replace(status, progress=replace(status.progress, runner=runner))
+        view.update(found, now)
+        assert stream.getvalue().count("model: generates over packed batches; is trained on padded batches") == bool(now)
+    view.close()
 
 
 def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:

@@ -145,6 +145,22 @@ def test_a_working_stage_that_stops_reporting_is_the_suspect_while_others_go_on(
     assert "SUSPECT" not in stall.message.splitlines()[1]
 
 
+def test_a_waiting_stage_that_stops_reporting_is_a_suspect_once_nothing_moves() -> None:
+    """A process may be stopped while it waits, and hold up all others."""
+
+    def stopped(now: float) -> Statuses:
+        progress = TrainerProgress(version=int(min(now, 20.0)))
+        trainer = status("trainer", "waiting", "samples", progress, now, waits_for=("actor",))
+        return stuck(now) | {"engine": stuck(min(now, 7.0))["engine"], "trainer": trainer}
+
+    found = watch(Watchdog(30.0), stopped, range(0, 100))
+    assert found is not None
+    now, stall = found
+    assert now == 50
+    assert stall.suspects == ("engine",)
+    assert "SUSPECT: it has not reported since, 43 s ago" in stall.message.splitlines()[1]
+
+
 def test_time_in_which_nobody_looked_does_not_make_a_stall() -> None:
     watchdog = Watchdog(60.0)
     assert watchdog.observe(stuck(0), 0) is None

@@ -144,7 +144,12 @@ class _Records:
             yield "lag", f"{name} has a token of lag {version - 1 - min(versions)}; schedule.max_lag is {max_lag}"
 
     def once(self) -> Found:
-        """No rollout is trained on or dropped twice."""
+        """No rollout is trained on or dropped twice, and no group handed over twice in a session."""
+        ends_of_sessions = [mark.groups for mark in self.marks]
+        handed_over = Counter((_session(line, ends_of_sessions), group.index) for line, group in enumerate(self.groups))
+        for (session, index), times in handed_over.items():
+            if times > 1:
+                yield "once", f"group {index} was handed over {times} times in session {session + 1}"
         ends = Counter(sample.id for record in self.trained for sample in record.samples)
         ends.update(one for record in self.trained for ids in record.dropped_ids.values() for one in ids)
         for rollout, times in ends.items():

@@ -230,6 +230,7 @@ class _Chaos:
         self._due_s: float | None = None
         self._stepped_s: float | None = None  # the first step since the latest fault
         self._before: dict[str, int] = {}
+        self._orphans: set[int] = set()  # processes of a killed launcher, which may still write
 
     def __call__(self) -> list[str]:
         """Run to the goal. Returns the violations."""
@@ -309,6 +310,7 @@ class _Chaos:
         for prepare in self.around.before_resume:
             prepare()
         self._marks.append(Mark.of(self.run_dir))
+        self._orphans = set(self.pids().values())
         return False
 
     def _started(self) -> bool:
@@ -320,6 +322,8 @@ class _Chaos:
     def _look(self) -> None:
         """End faults whose time is over, count steps, inject what is due, and look for a hang."""
         now = time.monotonic()
+        if self._orphans and self._orphans.isdisjoint(self.pids().values()):
+            self._marks[-1], self._orphans = Mark.of(self.run_dir), set()
         for ends_s, undo in [entry for entry in self._undo if entry[0] <= now]:
             self._undo.remove((ends_s, undo))
             undo()
@@ -355,7 +359,9 @@ class _Chaos:
             one = open_faults[-1]
             after = self.pids()
             role = one.fault.place
-            if one.effect == "went on" and role in self._before and role in after and after[role] != self._before[role]:
+            before, now = self._before.get(role), after.get(role)
+            # A killed process may not have been started again yet: the step used what there was.
+            if one.effect == "went on" and before is not None and before != now and (now or one.fault.kind == "kill"):
                 one.effect = "restarted"
 
     def _due(self, fault: Fault, now: float) -> bool:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.attention import Chunk
-from pipelinerl.engine.runner import ModelRunner
+from pipelinerl.engine.runner import make_runner
+from pipelinerl.engine.runners import Runner
 from pipelinerl.experiments.statistics import Floats, Ints
 from pipelinerl.experiments.study.inputs import Prompt
 from pipelinerl.interfaces import WeightUpdate
@@ -248,8 +249,8 @@ class Replay:
 
     def __init__(self, behaviour: Any, target: Any, *, slots: int, max_length: int, temperature: float) -> None:
         """Takes ownership of both models: their weights are replaced."""
-        self._behaviour = ModelRunner(behaviour, slots, max_length)
-        self._target = ModelRunner(target, slots, max_length)
+        self._behaviour = make_runner(behaviour, slots, max_length)
+        self._target = make_runner(target, slots, max_length)
         self._slots = slots
         self._temperature = temperature
 
@@ -261,7 +262,7 @@ class Replay:
 
         Also returns the largest |log mu here - log mu of the engine| over sampled tokens. It should be rounding error.
         """
-        load_weights(self._target.model, tensors(target))
+        _load(self._target, tensors(target))
         # Sorted, because neighbouring sequences with equal prompt length share one attention call.
         ordered = sorted(samples, key=lambda s: (len(s.prompt.request.prompt_ids), -len(s.completion.token_ids)))
         parts: list[TokenDivergences] = []
@@ -269,7 +270,7 @@ class Replay:
         for begin in range(0, len(ordered), self._slots):
             wave = ordered[begin : begin + self._slots]
             for whole in stretches:
-                load_weights(self._behaviour.model, tensors(whole.version))
+                _load(self._behaviour, tensors(whole.version))
                 for start in range(whole.start, whole.end, LONGEST_STRETCH):  # splitting does not change the result
                     stretch = whole._replace(start=start, end=min(start + LONGEST_STRETCH, whole.end))
                     for tokens, gap in self._stretch(wave, stretch, kv):
@@ -285,7 +286,7 @@ class Replay:
             pi_NV = self._log_probabilities(self._target, wave, target_feeds[batch])
             yield self._compare(wave, behaviour_feeds[batch], stretch, mu_NV, pi_NV)
 
-    def _log_probabilities(self, runner: ModelRunner, wave: Sequence[Sampled], feeds: Sequence[_Feed]) -> Tensor:
+    def _log_probabilities(self, runner: Runner, wave: Sequence[Sampled], feeds: Sequence[_Feed]) -> Tensor:
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
@@ -315,6 +316,11 @@ class Replay:
             log_ratio_N=pi_N - behaviour_N,
         )
         return tokens, float(np.abs(mu_N - behaviour_N).max())
+
+
+def _load(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
+    load_weights(runner.model, tensors)
+    runner.weights_changed()
 
 
 def _ids(sample: Sampled) -> tuple[int, ...]:

@@ -33,12 +33,11 @@ from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import PipelineRLError, StreamError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.away import Sending
-from pipelinerl.launch.hosts.host import Channels, LocalWorker
+from pipelinerl.launch.hosts.host import Channels, LocalWorker, remove_weights_of
 from pipelinerl.launch.memory import this_machine
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, Session, StartPlan, read_session
 from pipelinerl.launch.stages.streams import redis_of
-from pipelinerl.launch.stages.weights import remove_weights_of
 from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.mirror import Heartbeats, Mirror, RedisBoard

@@ -7,6 +7,7 @@ for all hosts (`processes`). Workers do not know what started them.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,12 @@ import msgspec
 
 from pipelinerl import errors
 from pipelinerl.child import ChildProcess
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.roles import server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
 from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
-from pipelinerl.launch.stages.weights import make_channel, remove_weights_of
 from pipelinerl.status.board import MmapBoard
 
 
@@ -37,6 +38,28 @@ class Channels(NamedTuple):
     @property
     def opened(self) -> list[int]:
         return [fd for fd in self if fd >= 0]
+
+
+def make_channel(config: RunConfig) -> int:
+    """The file descriptor over which weights get from the trainer to the engines. The caller closes it.
+
+    It is that of a shared file, which generation processes map, or of the socket at which a broadcast's sender listens, for
+    generation processes or, if there are any, engine servers. Does not import torch. Raises UserError if there are too many
+    engine servers, or one has no route to it.
+    """
+    if config.weights.kind == "collective":
+        from pipelinerl.launch.stages.broadcast import listen_for  # noqa: PLC0415 - few runs need it
+
+        return listen_for(config)
+    from pipelinerl.weights.shared.file import create_shared_file  # noqa: PLC0415 - not for a broadcast
+
+    return create_shared_file()
+
+
+def remove_weights_of(pid: int) -> None:
+    """Remove the weight files for engine servers that a killed generation process left behind."""
+    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `serving.client.weights_file`
+        shutil.rmtree(left, ignore_errors=True)
 
 
 class Worker(Protocol):

@@ -36,6 +36,7 @@ from pipelinerl.files import JsonLines
 from pipelinerl.launch.hosts.host import Host, LocalHost, LocalWorker, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
+from pipelinerl.launch.run_lock import errors_explained
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader, prepared_reader
 from pipelinerl.launch.summary import Outcome, interruption
@@ -74,17 +75,18 @@ class Processes:
         return [worker for worker in found if worker.role in self.replaceable]
 
     def replace(self, make: Callable[[], Healing], now: float) -> PipelineRLError | None:
-        """Replace dead workers. Returns why the run must end instead, if so."""
-        error = None
-        if dead := self.dead():
-            for living in (self.servers, self.workers):
-                living[:] = [worker for worker in living if worker not in dead]
-            self.healing = self.healing or make()
-            error = self.healing.heal(dead, now)
-        if self.healing is not None and error is None:
-            for worker in self.healing.begin(now):
+        """Replace dead processes. Returns why the run must end instead, if so."""
+        try:
+            if dead := self.dead():
+                self.healing = self.healing or make()
+                self.healing.heal(dead, now)
+                for living in (self.servers, self.workers):
+                    living[:] = [worker for worker in living if worker not in dead]
+            for worker in self.healing.begin(now) if self.healing else ():
                 (self.servers if worker.role.startswith("server-") else self.workers).append(worker)
-        return error
+        except PipelineRLError as error:
+            return error
+        return None
 
     def broker_failure(self) -> PipelineRLError | None:
         why = None if self.broker is None else self.broker.failure()
@@ -179,7 +181,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
 def beginning_of(session: Session) -> tuple[int, int, int]:
     """Where the session begins, for `healing.Beginning`."""
     store, path = session.streams(), session.run.rollouts_of(0, shared=False)
-    with closing(JsonLines(path)):  # removes a partial last line
+    with errors_explained(), closing(JsonLines(path)):  # removes a partial last line
         recorded = path.stat().st_size
     with closing(store.writer(ROLLOUTS, Group, capacity=None, when_full="block", on_drop=None)) as writer:
         first = writer.stats()
@@ -226,21 +228,22 @@ def _watch(
         early = [worker for worker in ended if worker.role not in followers]
         if early and not goal_reached(statuses.get(TRAINER)):
             return premature_exit(early[0])
+        absent: Sequence[str] = ()
         if processes.healing is not None:
             processes.healing.observe(statuses, now)
-            begin_s = processes.healing.changed_s
+            begin_s, absent = max(begin_s, processes.healing.changed_s), processes.healing.absent_servers
         if len(ended) == len(workers) and not (processes.healing and processes.healing.pending):
             return None
         if interrupts.count:
             return RunInterruptedError("stopping")
-        # A stage without a status is still starting, and the others may wait for it.
-        stall = watchdog.observe(statuses, now) if statuses.keys() >= set(stages) else None
+        # A stage without a status is still starting, as is an absent server, and the others may wait for it.
+        stall = watchdog.observe(statuses, now) if statuses.keys() >= set(stages) and not absent else None
         if stall is not None:
             processes.healing = processes.healing or (healing() if processes.replaceable else None)
             if not (processes.healing and processes.healing.kill(stall.suspects, workers, processes.replaceable)):
                 return StalledError(stall.message)
             watchdog = Watchdog(config.launch.watchdog_s)  # those that waited for them have time to go on
-        late = [stage_text for stage in stages if (stage_text := _not_ready(stage, statuses.get(stage)))]
+        late = [*absent, *(text for stage in stages if (text := _not_ready(stage, statuses.get(stage))))]
         if late and now - begin_s > config.launch.startup_timeout_s:
             return StalledError(f"{' and '.join(late)} not ready after {now - begin_s:.0f} s (launch.startup_timeout_s)")
         time.sleep(LOOK_EVERY_S)

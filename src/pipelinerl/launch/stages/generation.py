@@ -38,7 +38,6 @@ from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, 
 from pipelinerl.launch.session import Session, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
 from pipelinerl.launch.stages.streams import group_writer, redis_of
-from pipelinerl.launch.stages.weights import make_receiver
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import make_sink
@@ -116,7 +115,7 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
 
     with (
         closing(group_writer(session.streams(), config, on_drop)) as writer,
-        closing(make_receiver(session, weights_fd, index, stage)) as receiver,
+        closing(_receiver(session, weights_fd, index, stage)) as receiver,
         closing(build_generation(session, board, writer, receiver, index=index, weights_fd=weights_fd)) as generation,
     ):
         # The objects of the model and the libraries live until the end: keep the collector from traversing them every time.
@@ -126,6 +125,17 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
         # collections a second.
         gc.set_threshold(YOUNG_OBJECTS)
         asyncio.run(generate(generation, stop=stop_on_sigterm(threading.Event())))
+
+
+def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightReceiver:
+    """The engine's end of the weight transfer over `fd`. The caller still closes `fd`."""
+    if session.config.weights.kind == "collective":
+        from pipelinerl.launch.stages.broadcast import broadcast_receiver  # noqa: PLC0415 - few runs need it
+
+        return broadcast_receiver(session, fd, index, engine)
+    from pipelinerl.weights.shared.receiver import SharedWeightReceiver  # noqa: PLC0415 - not for a broadcast
+
+    return SharedWeightReceiver(fd, index)
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.session import Session, write_error
 from pipelinerl.launch.stages.preprocessing import prepared_groups
 from pipelinerl.launch.stages.recording import record_session
-from pipelinerl.launch.stages.weights import make_sender
 from pipelinerl.metrics.sinks import Sink, make_sink
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer
@@ -45,6 +44,11 @@ if TYPE_CHECKING:
 
 STALL_S = 30.0
 """A rank of the trainer that sends no heartbeat for this long is lost."""
+
+ANSWER_S = 120.0
+"""How long engines may take to acknowledge weights."""
+KILLED_S = 30.0
+"""With restarts they may take longer: one that hangs for `launch.watchdog_s` is killed by then, and not waited for."""
 
 
 def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
@@ -113,13 +117,26 @@ def _options(session: Session, role: str) -> dict[str, Any]:
 def _train(session: Session, board: Board, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
     with (
         closing(prepared_groups(session, policy.lora, policy.reference)) as reader,
-        closing(make_sender(session, weights_fd, stopping.is_set)) as sender,
+        closing(_sender(session, weights_fd, stopping.is_set)) as sender,
         open_logs(session) as logs,
     ):
         trainer = build_trainer(session, board, policy, reader=reader, sender=sender, logs=logs)
         stop = stop_on_sigterm(stopping)
         with failures_on_board(trainer):
             trainer.run(stop)
+
+
+def _sender(session: Session, fd: int, give_up: Callable[[], bool]) -> WeightSender:
+    """The trainer's end of the weight transfer over `fd`. The caller still closes `fd`."""
+    if session.config.weights.kind == "collective":
+        from pipelinerl.launch.stages.broadcast import broadcast_sender  # noqa: PLC0415 - few runs need it
+
+        return broadcast_sender(session, fd, give_up)
+    from pipelinerl.weights.shared.sender import SharedWeightSender  # noqa: PLC0415 - not for a broadcast
+
+    launch = session.config.launch
+    timeout_s = max(ANSWER_S, launch.watchdog_s + KILLED_S) if launch.restarts else ANSWER_S
+    return SharedWeightSender(fd, session.config.engine.processes, timeout_s=timeout_s, give_up=give_up)
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ from pipelinerl.config.schema import CorrectionConfig, LoraConfig, ModelConfig, 
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.models.packed import PackedRow, sampled_logits
+from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.sharded import gather, host_model, load_for_sharding, load_rows, reshard, rows_of, shard
 from pipelinerl.models.state import local, named_weights, not_finite
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
-from pipelinerl.trainer.micro_batch import Packer
+from pipelinerl.trainer.micro_batch import Packer, segment_lengths
 from pipelinerl.trainer.optimizer import Optimizer
 from pipelinerl.trainer.sharding import ranks
-from pipelinerl.trainer.sharding.plan import attention_cost, plan, token_cost
+from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, token_cost
 from pipelinerl.trainer.sharding.ranks import Team
 from pipelinerl.trainer.step import Learner, OnMicroBatch, Sums
 from pipelinerl.types import Segment, TrainingSample
@@ -135,6 +135,8 @@ class ShardedLearner(Learner):
             lora=policy.lora,
         )
         self._attention_cost = attention_cost(self.model)
+        if self._forward.padded:
+            self._waste = 1.0  # one forward for each micro-batch: the ranks' collective calls must be the same
 
     def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
         """Raises RuntimeError if a parameter to train is not sharded: the optimizer would train a gathered copy."""
@@ -155,10 +157,12 @@ class ShardedLearner(Learner):
     def _differentiate(
         self, used: Sequence[TrainingSample], version: int, normalizer: int, on_micro_batch: OnMicroBatch | None
     ) -> tuple[int, Sums]:
-        lengths = [sample.length for sample in used]
-        turns = [[len(segment.token_ids) for segment in sample.segments] for sample in used]
-        costs = [token_cost(found, self._attention_cost) for found in turns]
-        grid = plan(lengths, costs, self._team.size, self._config.micro_batch_tokens, self._pack)
+        size, budget, lengths = self._team.size, self._config.micro_batch_tokens, segment_lengths(used)
+        if self._forward.padded:
+            grid = plan_padded(lengths, size, budget)
+        else:
+            costs = [token_cost(of_sample, self._attention_cost) for of_sample in lengths]
+            grid = plan([sample.length for sample in used], costs, size, budget, self._pack)
         peers = self._team.peers
         peers.send(ranks.Differentiate(version, normalizer, len(grid)))
         for row in grid:
@@ -237,7 +241,7 @@ class ShardedLearner(Learner):
         if samples:
             super()._accumulate(samples, version, normalizer, sums)
             return
-        logits_PV = sampled_logits(self.model, PackedRow.of([IDLE], self._device))
+        logits_PV = self._forward(PackedRow.of([IDLE], self._device))
         (logits_PV.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
     def _gather(self) -> None:

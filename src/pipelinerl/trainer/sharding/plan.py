@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from pipelinerl.trainer.micro_batch import Packer
+from pipelinerl.trainer.micro_batch import Packer, padded_bins
 
 Grid = list[list[list[int]]]
 """Row -> rank -> indices of samples. Only places in the last row may be empty."""
@@ -25,9 +25,10 @@ Grid = list[list[list[int]]]
 def attention_cost(model: Any) -> float:
     """The cost of a token's attention to one other token, in units of one token's matrix products."""
     text = model.config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", 1)
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    return float(text.num_hidden_layers * text.num_attention_heads * width / matrices)
+    return float(text.num_hidden_layers * heads * width / matrices)
 
 
 def token_cost(lengths: Sequence[int], attention: float) -> float:
@@ -50,6 +51,21 @@ def plan(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int
     grid = [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
     # Every other row is reversed, so that the first rank does not have the most expensive bin of each.
     return [row[::-1] if number % 2 else row for number, row in enumerate(grid)]
+
+
+def plan_padded(lengths: Sequence[Sequence[int]], ranks: int, budget: int) -> Grid:
+    """Like `plan`, for a model that computes a bin as one padded batch: a bin costs its tokens with padding.
+
+    `lengths` are those of each sample's sequences. The bins are the smallest ones that need no more rows than bins of
+    `budget` tokens do. Neighbouring bins hold sequences of similar length.
+    """
+    rows = -(-len(padded_bins(lengths, budget)) // ranks)
+    low, high = 0, budget  # the smallest sufficient budget is in low < b <= high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(padded_bins(lengths, middle)) <= rows * ranks else (middle, high)
+    bins = padded_bins(lengths, high)
+    return [bins[start : start + ranks] + [[]] * (start + ranks - len(bins)) for start in range(0, len(bins), ranks)]
 
 
 def _even_bins(lengths: Sequence[int], costs: Sequence[float], count: int, budget: int) -> list[list[int]] | None:

@@ -14,7 +14,7 @@ from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import IDLE, ShardedPolicy
-from pipelinerl.trainer.sharding.plan import attention_cost, plan, token_cost
+from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, token_cost
 from pipelinerl.types import Segment
 
 
@@ -22,7 +22,7 @@ class ShardedReference(FrozenModelScorer):
     """A `FrozenModelScorer` on one rank of `team`: rank 0 calls `score`, and the others `follow` its order.
 
     It is the base model under the adapters of `policy`; without adapters, `config` is loaded. All ranks must create it at
-    the same point. Raises the errors of `load_model`, and UnsupportedModelError like `use_packed_attention`.
+    the same point. Raises the errors of `load_model`, and UnsupportedModelError like `training_forward`.
     """
 
     def __init__(
@@ -48,12 +48,17 @@ class ShardedReference(FrozenModelScorer):
         super().__init__(
             model, temperature=temperature, micro_batch_tokens=trainer.micro_batch_tokens, pack=pack, lora=policy.lora
         )
+        if self._forward.padded:
+            self._waste = 1.0  # as in `ShardedLearner`
         reshard(model)
 
     def score(self, segments: Sequence[Segment]) -> list[list[float]]:
         lengths = [len(segment.token_ids) for segment in segments]
-        costs = [token_cost([length], self._attention_cost) for length in lengths]
-        grid = plan(lengths, costs, self._team.size, self._budget, self._pack)
+        if self._forward.padded:
+            grid = plan_padded([[length] for length in lengths], self._team.size, self._budget)
+        else:
+            costs = [token_cost([length], self._attention_cost) for length in lengths]
+            grid = plan(lengths, costs, self._team.size, self._budget, self._pack)
         peers = self._team.peers
         peers.send(ranks.Score(len(grid)))
         for row in grid:

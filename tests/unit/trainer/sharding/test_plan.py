@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.preprocess.packing import pack
-from pipelinerl.trainer.sharding.plan import plan, token_cost
+from pipelinerl.trainer.micro_batch import padded_bins
+from pipelinerl.trainer.sharding.plan import plan, plan_padded, token_cost
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=40)
 
@@ -78,3 +79,27 @@ def test_a_plan_needs_a_rank() -> None:
 def test_attention_makes_a_long_sequence_dearer_than_short_ones_with_as_many_tokens() -> None:
     assert token_cost([100], 0.01) == pytest.approx(200)
     assert token_cost([50, 50], 0.01) == pytest.approx(150)
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=1, max_size=30),
+    ranks=st.integers(1, 4),
+)
+def test_padded_bins_hold_every_sample_once_within_the_budget_and_leave_only_last_places_empty(
+    lengths: list[list[int]], ranks: int
+) -> None:
+    budget = 120
+    grid = plan_padded(lengths, ranks, budget)
+    bins = [place for row in grid for place in row]
+    assert sorted(index for place in bins for index in place) == list(range(len(lengths)))
+    for place in bins:
+        cells = sum(len(lengths[i]) for i in place) * max((max(lengths[i]) for i in place), default=0)
+        assert len(place) <= 1 or cells <= budget
+    assert all(len(row) == ranks for row in grid)
+    used = sum(map(bool, bins))
+    assert all(bins[:used])
+    assert len(grid) == -(-len(padded_bins(lengths, budget)) // ranks)
+
+
+def test_padded_bins_are_even_and_of_similar_lengths() -> None:
+    assert plan_padded([[40], [10], [38], [12]], ranks=2, budget=200) == [[[0, 2], [3, 1]]]

@@ -1,0 +1,204 @@
+"""How each family of causal language models of transformers is trained and run, as the table in docs/models.md.
+
+    python -m benchmarks.models [FAMILY ...] [--write]
+
+Models are small and random (two to four layers), in float32 on one CPU thread. Columns: how the trainer computes logits, and
+their largest difference from the model's forward over each sequence alone; how the embedded engine runs the model, and the
+largest difference of its log-probabilities on the probe; and the engine's tokens/s, 8 sequences at once, relative to
+`generate` of transformers on the same 8 prompts in one batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from pipelinerl.engine import LocalEngine
+from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.own_forward import use_configured_time_steps
+from pipelinerl.models.packed import PackedRow, training_forward
+from pipelinerl.types import GenerationRequest, SamplingParams, Segment
+
+VOCABULARY = 97
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+
+PACKED = """
+afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama doge
+dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2
+gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense
+hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe laguna llama mellum mimo_v2_flash minicpm3 minimax_m2
+ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
+qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"""
+OTHERS = """axk2 bailing_hybrid bamba beam biogpt bloom codegen cpmant ctrl deepseek_v32 deepseek_v4 falcon falcon_h1
+falcon_mamba flint glm_moe_dsa gpt_neox_japanese gpt_neo gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba kimi_linear
+kolibri1 lfm2 lfm2_moe lfm3 llama4_text mamba mamba2 minimax minimax_m3_vl_text moshi mpt nemotron nemotron_h olmo_hybrid
+openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xglm zamba2 zaya stablelm"""
+
+_SAME = {
+    64: "hidden_size d_model n_embd",
+    96: "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size dff dim_ff",
+    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_key_value_heads linear_num_key_heads "
+    "num_experts_per_tok num_experts_per_token moe_k index_n_heads eos_token_id mamba_expand",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads num_experts num_local_experts n_routed_experts "
+    "moe_num_experts linear_num_value_heads linear_num_heads",
+    16: "head_dim linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_d_state mamba_head_dim "
+    "ssm_state_size state_size kv_lora_rank v_head_dim index_head_dim mamba_headdim attention_head_dim dim_head",
+    512: "max_position_embeddings n_positions max_seq_len",
+    8: "mamba_n_heads mamba_num_heads n_mamba_heads qk_rope_head_dim rotary_dim index_topk",
+    32: "moe_intermediate_size shared_expert_intermediate_size chunk_size mamba_chunk_size expert_ffn_hidden_size",
+    1: "n_shared_experts num_shared_experts n_group topk_group num_expert_group first_k_dense_replace mamba_n_groups "
+    "n_groups bos_token_id zero_expert_num",
+    24: "q_lora_rank sliding_window",
+    12: "qk_nope_head_dim",
+    128: "mamba_d_ssm",
+    0: "pad_token_id",
+    VOCABULARY: "vocab_size",
+}
+SIZES: dict[str, Any] = {name: size for size, names in _SAME.items() for name in names.split()} | {
+    "initializer_range": 0.1,
+    "attention_dropout": 0.0,
+}
+_LATENT = {"num_key_value_heads": 4, "head_dim": None}
+_ALTERNATE = ["linear_attention", "full_attention"]
+SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "youtu", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
+    **dict.fromkeys(("axk1", "axk2", "minicpm3", "kimi_linear", "bailing_hybrid"), _LATENT),
+    **{name: {"layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe", "lfm3")},
+    **{name: {"layer_types": _ALTERNATE} for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
+    **{name: {"layer_types": ["sliding_attention", "full_attention"]} for name in ("gpt_oss", "olmo3", "cohere2")},
+    "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v2": _LATENT | {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon": {"head_dim": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 24},
+    **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "mamba_dt_rank": 8},
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mlp"], "num_hidden_layers": None},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4},
+    "zaya": {"num_experts_per_tok": 1},
+}
+SPECIAL["kimi_linear"] = SPECIAL["bailing_hybrid"] = _LATENT | {"layer_types": _ALTERNATE, "layer_group_size": 2}
+
+
+def make_model(family: str, seed: int = 0) -> Any:
+    """A small random model of this family, in eval mode: a function of (family, seed)."""
+    kind = CONFIG_MAPPING[family]
+    default = kind()
+    sizes = {name: size for name, size in SIZES.items() if getattr(default, name, None) is not None}
+    sizes |= {name: size for name, size in SPECIAL.get(family, {}).items() if size is None or hasattr(default, name)}
+    torch.manual_seed(seed)
+    config = kind(**{name: size for name, size in sizes.items() if size is not None})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+class Found(NamedTuple):
+    """`trainer` and `engine` name the way, or why there is none; errors and speed are None without one."""
+
+    trainer: str
+    trainer_error: float | None
+    engine: str
+    engine_error: float | None
+    speed: float | None
+
+
+def measure(family: str, *, speed: bool = True) -> Found:
+    """Raises what the model's own code raises if it can't be made, or can't compute a forward."""
+    trainer, trainer_error = _trainer(family)
+    try:
+        engine = LocalEngine(make_model(family), slots=8, max_length=256)
+    except UnsupportedModelError as error:
+        return Found(trainer, trainer_error, f"refused: {str(error).partition(';')[0]}", None, None)
+    runner: Any = engine._runner
+    way = "packed" if engine.progress().runner.startswith("over packed batches") else "own cache"
+    if way == "own cache" and not runner._continues:
+        way += ", prompts in one chunk or token by token"
+    if way == "own cache" and not runner._ragged:
+        way += ", one batch per length"
+    return Found(trainer, trainer_error, way, runner.error, _speed(family, engine) if speed else None)
+
+
+@torch.no_grad()
+def _trainer(family: str) -> tuple[str, float | None]:
+    model, own = make_model(family), make_model(family)
+    segments = [
+        Segment(token_ids=tuple((7 * n + 11 * i) % VOCABULARY for i in range(n)), sampled=((1, n),)) for n in (9, 70, 75, 8)
+    ]
+    try:
+        forward = training_forward(model)
+        logits_PV = forward(PackedRow.of(segments))
+    except UnsupportedModelError as error:
+        return f"refused: {str(error).partition(';')[0]}", None
+    use_configured_time_steps(own)
+    alone_PV = torch.cat([own(torch.tensor([s.token_ids]), use_cache=False).logits[0, :-1] for s in segments])
+    error = float((logits_PV.log_softmax(-1) - alone_PV.log_softmax(-1)).abs().max())
+    return "padded" if forward.padded else "packed", error
+
+
+def _speed(family: str, engine: LocalEngine, tokens: int = 24) -> float | None:
+    """Tokens/s of the engine relative to `generate`. None if the family's `generate` fails."""
+    prompts = torch.randint(3, VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(0))
+    model, options = make_model(family), {"max_new_tokens": tokens, "do_sample": True, "use_cache": True}
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = None
+    best = [float("inf"), float("inf")]
+    try:
+        for attempt in range(3):
+            started = time.perf_counter()
+            model.generate(prompts, attention_mask=torch.ones_like(prompts), pad_token_id=0, **options)
+            best[0] = min(best[0], time.perf_counter() - started)
+            requests = [
+                GenerationRequest(
+                    id=f"{attempt}-{i}", prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=tokens, seed=i)
+                )
+                for i, ids in enumerate(prompts.tolist())
+            ]
+            started = time.perf_counter()
+            engine.generate(requests)
+            best[1] = min(best[1], time.perf_counter() - started)
+    except Exception:  # noqa: BLE001 - whatever the model's own code raises
+        return None
+    return best[0] / best[1]
+
+
+def line(family: str, found: Found) -> str:
+    """A row of the table."""
+    errors = ["" if error is None else f"{error:.0e}" for error in (found.trainer_error, found.engine_error)]
+    speed = "" if found.speed is None else f"{found.speed:.1f}"
+    return f"| {family} | {found.trainer} | {errors[0]} | {found.engine} | {errors[1]} | {speed} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("families", nargs="*", default=f"{PACKED} {OTHERS}".split())
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/models.md")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+    lines = ["| family | trainer | error | engine | error | speed |", "|---|---|---|---|---|---|"]
+    print("\n".join(lines), flush=True)
+    for family in sorted(arguments.families):
+        try:
+            lines.append(line(family, measure(family)))
+        except Exception as error:  # noqa: BLE001 - as above
+            lines.append(
+                f"| {family} | not measured: {type(error).__name__}: {str(error).partition(chr(10))[0][:80]} | | | | |"
+            )
+        print(lines[-1], flush=True)
+    if arguments.write:
+        before, _, rest = DOCS.read_text().partition(BEGIN)
+        head = f"(transformers {transformers.__version__}, torch {torch.__version__}; `python -m benchmarks.models --write`)"
+        DOCS.write_text(f"{before}{BEGIN}\n{head}\n\n" + "\n".join(lines) + f"\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

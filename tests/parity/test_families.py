@@ -1,0 +1,50 @@
+"""Every family of causal language models of transformers that can be built small: exact on both sides, or refused."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.models import OTHERS, PACKED, measure
+
+pytestmark = pytest.mark.exhaustive
+REFUSED = {
+    "axk2": "DynamicIndexedLayer",
+    "cpmant": "fails on the probe",
+    "deepseek_v32": "DynamicIndexedLayer",
+    "deepseek_v4": "DeepseekV4",
+    "glm_moe_dsa": "DynamicIndexedLayer",
+    "hy_v4": "DynamicIndexedLayer",
+    "minimax": "MiniMaxCache",
+    "openai-gpt": "returns no cache",
+    "recurrent_gemma": "fails on the probe",
+    "rwkv": "returns no cache",
+    "zamba2": "off by",
+}
+"""Families that the engine refuses, and a part of its message."""
+NOT_TRAINED = {"axk2", "cpmant", "deepseek_v32", "glm_moe_dsa", "hy_v4"}
+"""A sparse indexer, or a prompt that is not causal: the logits of a padded batch are not those of a single sequence."""
+BOTH_WAYS = {"diffllama", "hrm_text"}
+"""Use an attention layer twice in a forward: the trainer can, the engine can't."""
+
+
+@pytest.mark.parametrize("family", PACKED.split())
+def test_a_family_whose_attention_can_be_replaced_runs_packed_on_both_sides(family: str) -> None:
+    found = measure(family, speed=False)
+    assert (found.trainer, found.engine) == ("packed", "own cache" if family in BOTH_WAYS else "packed")
+    assert found.trainer_error is not None
+    assert found.trainer_error < 1e-4
+
+
+@pytest.mark.parametrize("family", OTHERS.split())
+def test_any_other_family_is_trained_exactly_and_run_through_its_own_cache_or_refused(family: str) -> None:
+    found = measure(family, speed=False)
+    if family in NOT_TRAINED:
+        assert found.trainer.startswith("refused")
+    else:
+        assert found.trainer in {"padded", "packed"}
+        assert found.trainer_error is not None
+        assert found.trainer_error < 1e-4
+    if family in REFUSED:
+        assert found.engine.startswith("refused")
+        assert REFUSED[family] in found.engine
+    else:
+        assert found.engine.startswith(("own cache", "packed"))
