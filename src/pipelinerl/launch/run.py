@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding
-from pipelinerl.checkpoint_folders import by_version
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
@@ -29,100 +28,14 @@ from pipelinerl.launch.run_lock import RunLock, create_run_directory, join_rollo
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.streams import redis_of, stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
-from pipelinerl.metrics.reading import read_lines
-from pipelinerl.metrics.records import StepRecord
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
-from pipelinerl.types import TRAINER, trainer_progress
 
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.ray import Cluster
+    from pipelinerl.launch.losses import Losses
     from pipelinerl.launch.memory import Judgement
     from pipelinerl.stream.redis_server import RedisServer
-
-FIRST_PAUSE_S = 0.5
-"""Pause before another session follows one that lost a process; it doubles with each one that made no progress."""
-
-
-class Loss(NamedTuple):
-    """A session lost a process at `time_s` (by `time.monotonic`). `steps`: those after its latest checkpoint."""
-
-    time_s: float
-    steps: int
-
-
-class Losses:
-    """The sessions of a run that lost a process which can't be replaced, and whether another session follows.
-
-    error    why the latest session ended, if another one follows
-    """
-
-    def __init__(self, allowed: int) -> None:
-        """`allowed`: how many sessions in a row may end so without a new checkpoint."""
-        self.error: PipelineRLError | None = None
-        self.run_dir: Path | None = None
-        self._allowed = allowed
-        self._started_s = time.monotonic()
-        self._records_from_s: float | None = None
-        self._losses: list[Loss] = []
-        self._reports: list[str] = []  # of the sessions since the latest new checkpoint
-
-    def records_from_s(self, plan: StartPlan) -> float:
-        """`Session.records_from_s`: the same for all these sessions, so times in records include what a restart takes."""
-        if self._records_from_s is None:
-            self._records_from_s = self._started_s - plan.elapsed_s
-        return self._records_from_s
-
-    def allow(self, session: Session, outcome: Outcome) -> bool:
-        """Whether another session follows this one, which has ended."""
-        self.error, self.run_dir = None, session.run.root
-        if not outcome.lost or not self._allowed:
-            return False
-        versions = by_version(session.run.checkpoints)
-        latest = max(versions, default=0)
-        if latest > session.plan.version:
-            self._reports.clear()
-        self._reports.append(str(outcome.error))
-        if len(self._reports) > self._allowed:
-            return False
-        trainer = trainer_progress(outcome.statuses.get(TRAINER))
-        self._losses.append(Loss(time.monotonic(), max(trainer.version - latest, 0) if trainer else 0))
-        self.error = outcome.error
-        return True
-
-    @property
-    def pause_s(self) -> float:
-        return FIRST_PAUSE_S * 2.0 ** (len(self._reports) - 1)
-
-    @property
-    def message(self) -> str:
-        said = self._reports[-1].splitlines()[0].removesuffix("; the end of its log:")
-        number = f"restart {len(self._reports)} of {self._allowed}"
-        return f"{said}; the run goes on from its latest checkpoint in {self.pause_s:g} s ({number})"
-
-    def counted(self, session: Session, outcome: Outcome) -> Outcome:
-        """The outcome of the last session, with the losses. If it was lost too, its error has all reports."""
-        error = outcome.error
-        if error is not None and outcome.lost and len(self._reports) > 1:
-            numbered = (f"{number}. {report}" for number, report in enumerate(self._reports, start=1))
-            lost = (
-                f"{len(self._reports)} sessions lost a process without a new checkpoint (launch.restarts: {self._allowed}):"
-            )
-            error = type(error)("\n".join([lost, *numbered]))
-        if not self._losses:
-            return outcome
-        steps = read_lines(session.run.metrics, StepRecord)
-        times_s = [session.records_from_s + step.time_s for step in steps]
-        found = {
-            "count": len(self._losses),
-            "steps_lost": sum(loss.steps for loss in self._losses),
-            "recovery_s": [
-                round(min(after) - loss.time_s, 3)
-                for loss in self._losses
-                if (after := [time_s for time_s in times_s if time_s > loss.time_s])
-            ],
-        }
-        return replace(outcome, error=error, restarts={**outcome.restarts, "run": found})
 
 
 def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
@@ -133,24 +46,27 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     by another one, from the latest checkpoint. If the run did not reach its goal, raises the error that ended it (see
     `errors`), after writing the summary.
     """
-    losses = Losses(config.launch.restarts)
+    started_s = time.monotonic()
     config = validate(config)
     memory = check_before_the_start(config)
+    losses: Losses | None = None
     while True:
         try:
-            summary = _train_session(config, resume, memory, losses)
+            ended = _train_session(config, resume, memory, started_s, losses)
         except PipelineRLError as error:
-            if losses.error is None:
+            if losses is None or losses.error is None:
                 raise
             raise StageDiedError(f"{losses.error}\nthe run can't go on from its checkpoint: {error}") from error
-        if summary is not None:
-            return summary
-        resume = losses.run_dir
+        if isinstance(ended, dict):
+            return ended
+        losses, resume = ended, ended.run_dir
         time.sleep(losses.pause_s)
 
 
-def _train_session(config: RunConfig, resume: Path | None, memory: Judgement, losses: Losses) -> dict[str, Any] | None:
-    """One session, from the lock on the run directory to its summary. None if the next session shall follow."""
+def _train_session(
+    config: RunConfig, resume: Path | None, memory: Judgement, started_s: float, losses: Losses | None
+) -> dict[str, Any] | Losses:
+    """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow."""
     with ExitStack() as stack:
         cluster = stack.enter_context(_cluster(config))
         lock = stack.enter_context(
@@ -172,12 +88,15 @@ def _train_session(config: RunConfig, resume: Path | None, memory: Judgement, lo
                 print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
                 return finished
             plan = msgspec.structs.replace(plan, redis_url=redis_url, predicted_memory_bytes=memory.predicted_bytes)
-            session = Session(config, run, plan, make_schedule(config), losses.records_from_s(plan))
+            records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
+            session = Session(config, run, plan, make_schedule(config), records_from_s)
             _write_start(session)
             notices = [*([restart_notice] if restart_notice else []), *memory.lines]
             with closing(_make_view(session, notices)) as view:
                 outcome = _run_stages(session, lock, cluster, broker, view)
-                if losses.allow(session, outcome):
+                if losses is None and outcome.lost and config.launch.restarts:
+                    losses = _first_loss(session)
+                if follows := losses is not None and losses.allow(session, outcome):
                     view.say(losses.message)
             if cluster is not None and (broker is None or broker.failure() is None):
                 try:
@@ -185,7 +104,15 @@ def _train_session(config: RunConfig, resume: Path | None, memory: Judgement, lo
                 except PipelineRLError as error:
                     outcome = replace(outcome, error=outcome.error or error)
             join_rollouts(run.rollouts)
-            return None if losses.error is not None else _conclude(session, losses.counted(session, outcome))
+            if losses is None:
+                return _conclude(session, outcome)
+            return losses if follows else _conclude(session, losses.counted(session, outcome))
+
+
+def _first_loss(session: Session) -> Losses:
+    from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
+
+    return Losses(session)
 
 
 def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:

@@ -1,0 +1,95 @@
+"""A session that loses a process which can't be replaced is followed by another one, from the latest checkpoint.
+
+`launch.restarts` limits how many sessions in a row may end so without a new checkpoint. The launcher imports this module at
+the first loss.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+from pipelinerl.checkpoint_folders import by_version
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.summary import Outcome
+from pipelinerl.metrics.reading import read_lines
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.types import TRAINER, trainer_progress
+
+FIRST_PAUSE_S = 0.5
+"""Pause before another session follows one that lost a process; it doubles with each one that made no progress."""
+
+
+class Loss(NamedTuple):
+    """A session lost a process at `time_s` (by `time.monotonic`). `steps`: those after its latest checkpoint."""
+
+    time_s: float
+    steps: int
+
+
+class Losses:
+    """The sessions of a run that lost a process which can't be replaced, and whether another session follows.
+
+    error            why the latest session ended, if another one follows
+    records_from_s   of all these sessions: times in records include what a restart takes
+    """
+
+    def __init__(self, first: Session) -> None:
+        self.error: PipelineRLError | None = None
+        self.run_dir, self.records_from_s = first.run.root, first.records_from_s
+        self._allowed = first.config.launch.restarts
+        self._losses: list[Loss] = []
+        self._reports: list[str] = []  # of the sessions since the latest new checkpoint
+
+    def allow(self, session: Session, outcome: Outcome) -> bool:
+        """Whether another session follows this one, which has ended."""
+        self.error = None
+        if not outcome.lost:
+            return False
+        versions = by_version(session.run.checkpoints)
+        latest = max(versions, default=0)
+        if latest > session.plan.version:
+            self._reports.clear()
+        self._reports.append(str(outcome.error))
+        if len(self._reports) > self._allowed:
+            return False
+        trainer = trainer_progress(outcome.statuses.get(TRAINER))
+        self._losses.append(Loss(time.monotonic(), max(trainer.version - latest, 0) if trainer else 0))
+        self.error = outcome.error
+        return True
+
+    @property
+    def pause_s(self) -> float:
+        return FIRST_PAUSE_S * 2.0 ** (len(self._reports) - 1)
+
+    @property
+    def message(self) -> str:
+        said = self._reports[-1].splitlines()[0].removesuffix("; the end of its log:")
+        number = f"restart {len(self._reports)} of {self._allowed}"
+        return f"{said}; the run goes on from its latest checkpoint in {self.pause_s:g} s ({number})"
+
+    def counted(self, session: Session, outcome: Outcome) -> Outcome:
+        """The outcome of the last session, with the losses. If it was lost too, its error has all reports."""
+        error = outcome.error
+        if error is not None and outcome.lost and len(self._reports) > 1:
+            numbered = (f"{number}. {report}" for number, report in enumerate(self._reports, start=1))
+            lost = (
+                f"{len(self._reports)} sessions lost a process without a new checkpoint (launch.restarts: {self._allowed}):"
+            )
+            error = type(error)("\n".join([lost, *numbered]))
+        if not self._losses:
+            return outcome
+        steps = read_lines(session.run.metrics, StepRecord)
+        times_s = [session.records_from_s + step.time_s for step in steps]
+        found = {
+            "count": len(self._losses),
+            "steps_lost": sum(loss.steps for loss in self._losses),
+            "recovery_s": [
+                round(min(after) - loss.time_s, 3)
+                for loss in self._losses
+                if (after := [time_s for time_s in times_s if time_s > loss.time_s])
+            ],
+        }
+        return replace(outcome, error=error, restarts={**outcome.restarts, "run": found})
