@@ -277,8 +277,8 @@ class TrainerConfig(Section, frozen=True):
     """If a batch's normalised effective sample size is below this, no step is taken: the batch and all stale rollouts are
     dropped (counted) and the trainer waits for on-policy data. 0: off.
     """
-    checkpoint_every: Natural = 0
-    """Optimizer steps between checkpoints; 0: only at the end and when stopped."""
+    checkpoint_every: Natural = 50
+    """Optimizer steps between checkpoints, where a run goes on that lost a process; 0: only at the end and when stopped."""
     keep_checkpoints: Count = 2
     """How many checkpoints to keep."""
     weights_every: Natural = 0
@@ -351,7 +351,9 @@ class LaunchConfig(Section, frozen=True):
     separate process in parallel.
     """
     restarts: Natural = 3
-    """processes: how often a process that dies is started again, until it has worked for ten minutes (docs/running.md)."""
+    """How often a process that dies is started again, until it has worked for ten minutes; and how often the run goes on from
+    its latest checkpoint, if that can't be done, until there is a newer one (docs/running.md). 0: never.
+    """
     watchdog_s: Positive = 180.0
     """If no stage makes progress for this long, the run prints which stage waits on which and exits with status 3."""
     startup_timeout_s: Positive = 600.0

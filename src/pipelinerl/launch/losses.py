@@ -20,6 +20,7 @@ from pipelinerl.types import TRAINER, trainer_progress
 
 FIRST_PAUSE_S = 0.5
 """Pause before another session follows one that lost a process; it doubles with each one that made no progress."""
+LONGEST_PAUSE_S = 60.0
 
 
 class Loss(NamedTuple):
@@ -62,7 +63,7 @@ class Losses:
 
     @property
     def pause_s(self) -> float:
-        return FIRST_PAUSE_S * 2.0 ** (len(self._reports) - 1)
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(len(self._reports) - 1, 16))
 
     @property
     def message(self) -> str:

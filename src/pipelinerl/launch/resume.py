@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Iterable
 from contextlib import closing
@@ -15,6 +16,7 @@ from pipelinerl.checkpoint_folders import latest_checkpoint
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import LoraConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained
 from pipelinerl.launch.session import KeptGroup, StartPlan
@@ -33,6 +35,7 @@ def prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
 
     Otherwise return None, or raise RunDirectoryError if `config` changes what a resume depends on.
     """
+    join_rollouts(run.rollouts)
     if latest_checkpoint(run.root) is not None:
         _refuse_changes(config, run)
         return None
@@ -40,6 +43,37 @@ def prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
     kept = _set_aside(run)
     records = f"; the records of its first {steps} steps are in {kept}" if steps else ""
     return f"{run.root} has no checkpoint: it starts again from the beginning{records}"
+
+
+class Joining(msgspec.Struct, frozen=True):
+    """The file `part` is being appended to `rollouts.jsonl`, which had `size` bytes before."""
+
+    part: str
+    size: int
+
+
+def join_rollouts(folder: Path) -> None:
+    """Append the groups that several machines wrote to files of their own to `rollouts.jsonl`, each exactly once.
+
+    Goes on where a launcher that was killed here stopped. No process of the run may be writing.
+    """
+    whole, note = folder / "rollouts.jsonl", folder / "joining.json"
+    with errors_explained():
+        if note.exists():
+            begun = msgspec.json.decode(note.read_bytes(), type=Joining)
+            if (folder / begun.part).exists():
+                os.truncate(whole, begun.size)
+            note.unlink()
+        for part in sorted(folder.glob("rollouts-*.jsonl")):
+            for path in (part, whole):
+                JsonLines(path).close()  # truncates a partial last line, which a killed process may have left
+            write_atomically(note, msgspec.json.encode(Joining(part.name, whole.stat().st_size)))
+            with part.open("rb") as lines, whole.open("ab") as all_lines:
+                shutil.copyfileobj(lines, all_lines)
+                all_lines.flush()
+                os.fsync(all_lines.fileno())
+            part.unlink()
+            note.unlink()
 
 
 def _set_aside(run: RunDirectory) -> Path:

@@ -24,9 +24,9 @@ from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import RunLock, create_run_directory, join_rollouts, open_run_directory
+from pipelinerl.launch.run_lock import RunLock, create_run_directory, open_run_directory
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.launch.stages.streams import redis_of, stream_store
+from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
@@ -78,7 +78,6 @@ def _train_session(
             if resume is not None:  # before its files are used or moved
                 with _running_broker(config, run, cluster.address) as broker:
                     _take_what_is_left(config, run, broker.url if broker is not None else None)
-        join_rollouts(run.rollouts)
         restart_notice = None if resume is None else _prepare_resume(config, run)
         with _running_broker(config, run, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None
@@ -98,12 +97,13 @@ def _train_session(
                     losses = _first_loss(session)
                 if follows := losses is not None and losses.allow(session, outcome):
                     view.say(losses.message)
-            if cluster is not None and (broker is None or broker.failure() is None):
+            if cluster is not None:
                 try:
-                    _take_what_is_left(config, run, redis_url)
+                    if broker is None or broker.failure() is None:
+                        _take_what_is_left(config, run, redis_url)
                 except PipelineRLError as error:
                     outcome = replace(outcome, error=outcome.error or error)
-            join_rollouts(run.rollouts)
+                _join_rollouts(run)
             if losses is None:
                 return _conclude(session, outcome)
             return losses if follows else _conclude(session, losses.counted(session, outcome))
@@ -119,6 +119,12 @@ def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
     from pipelinerl.launch.resume import prepare_resume  # noqa: PLC0415 - as below
 
     return prepare_resume(config, run)
+
+
+def _join_rollouts(run: RunDirectory) -> None:
+    from pipelinerl.launch.resume import join_rollouts  # noqa: PLC0415 - only several machines write several files
+
+    join_rollouts(run.rollouts)
 
 
 def _plan_resume(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StartPlan:
@@ -137,7 +143,9 @@ def _write_start(session: Session) -> None:
             stale.unlink()
         handed_over = sum(kept.left for kept in session.plan.kept)
         if session.config.launch.kind == "ray":
-            _write_start_in_redis(session, handed_over)
+            from pipelinerl.launch.hosts.head import write_start  # noqa: PLC0415 - needs the extra `redis`
+
+            write_start(session, handed_over)
         else:
             make_record(run.admission, handed_over, session.plan.settled)
     except OSError as error:
@@ -158,18 +166,6 @@ def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
     with closing(Database(path, SCHEMA, temporary=True)) as database, database.transaction() as record:
         first = Outstanding(handed_over=handed_over, settled=settled)
         record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))
-
-
-def _write_start_in_redis(session: Session, handed_over: int) -> None:
-    """What processes on one machine share in files, those on several share in Redis."""
-    from pipelinerl.actor.admission_redis import make_redis_record  # noqa: PLC0415 - needs the extra `redis`
-    from pipelinerl.redis_connection import RedisConnection  # noqa: PLC0415 - as above
-    from pipelinerl.status.mirror import RedisBoard  # noqa: PLC0415 - as above
-
-    url, prefix, _ = redis_of(session.config, session.run, session.plan.redis_url)
-    with closing(RedisConnection(url, "launcher")) as connection:
-        make_redis_record(connection, prefix, handed_over, session.plan.settled)
-        RedisBoard(connection, prefix).clear()
 
 
 @contextmanager
@@ -208,8 +204,7 @@ def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | No
     """Between sessions: what machines without the run directory have sent."""
     from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
 
-    url, prefix, _ = redis_of(config, run, redis_url)
-    take_what_is_left(url, prefix, run.root)
+    take_what_is_left(config, run, redis_url)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:

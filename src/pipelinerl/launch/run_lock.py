@@ -13,11 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
 DYING_PATIENCE_S = 2.0
@@ -106,37 +103,6 @@ def open_run_directory(root: Path, config: RunConfig) -> RunLock:
         lock = RunLock(run, _lock_file(run, config))
         run.make_folders()
     return lock
-
-
-class Joining(msgspec.Struct, frozen=True):
-    """The file `part` is being appended to `rollouts.jsonl`, which had `size` bytes before."""
-
-    part: str
-    size: int
-
-
-def join_rollouts(folder: Path) -> None:
-    """Append the groups that several machines wrote to files of their own to `rollouts.jsonl`, each exactly once.
-
-    Goes on where a launcher that was killed here stopped. No process of the run may be writing.
-    """
-    whole, note = folder / "rollouts.jsonl", folder / "joining.json"
-    with errors_explained():
-        if note.exists():
-            begun = msgspec.json.decode(note.read_bytes(), type=Joining)
-            if (folder / begun.part).exists():
-                os.truncate(whole, begun.size)
-            note.unlink()
-        for part in sorted(folder.glob("rollouts-*.jsonl")):
-            for path in (part, whole):
-                JsonLines(path).close()  # truncates a partial last line, which a killed process may have left
-            write_atomically(note, msgspec.json.encode(Joining(part.name, whole.stat().st_size)))
-            with part.open("rb") as lines, whole.open("ab") as all_lines:
-                shutil.copyfileobj(lines, all_lines)
-                all_lines.flush()
-                os.fsync(all_lines.fileno())
-            part.unlink()
-            note.unlink()
 
 
 def _remove_failed_start(run: RunDirectory) -> None:

@@ -16,7 +16,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.launch.hosts.agent import AWAY, Agent, Setup
 from pipelinerl.launch.memory import HOST, Memory, Part, Prediction, Process, judge_machine
-from pipelinerl.launch.run_lock import join_rollouts
+from pipelinerl.launch.resume import join_rollouts
 from pipelinerl.launch.session import StartPlan
 
 RAY = ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"]

@@ -22,11 +22,17 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from pipelinerl.actor.admission_redis import make_redis_record
 from pipelinerl.checkpoint_folders import FileRecord, files_in, install, keep_latest, remove_unfinished, sync_tree
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, CheckpointError, PipelineRLError, RunDirectoryError, StreamError
 from pipelinerl.files import JsonLines
 from pipelinerl.launch.away import TO_ALL, Answer, Append, Entry, Envelope, Install, KeepLatest, Keys, ReadyFiles, Request
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.streams import redis_of
 from pipelinerl.redis_connection import RedisConnection
+from pipelinerl.status.mirror import RedisBoard
 
 Fetch = Callable[[str, str, int], Iterator[bytes]]
 """The pieces of a file of this size on a machine: `fetch(machine, path, size)`. Raises PipelineRLError."""
@@ -232,9 +238,18 @@ class RunningHead:
                 return
 
 
-def take_what_is_left(url: str, prefix: str, root: Path) -> None:
+def write_start(session: Session, handed_over: int) -> None:
+    """Before a session: what processes on one machine share in files, those on several share in Redis."""
+    url, prefix, _ = redis_of(session.config, session.run, session.plan.redis_url)
+    with closing(RedisConnection(url, "launcher")) as connection:
+        make_redis_record(connection, prefix, handed_over, session.plan.settled)
+        RedisBoard(connection, prefix).clear()
+
+
+def take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None) -> None:
     """Between sessions: take what the processes of the last one have sent, and forget them. Raises RunDirectoryError."""
-    with closing(Head(RedisConnection(url, "head"), prefix, root)) as head:
+    url, prefix, _ = redis_of(config, run, redis_url)
+    with closing(Head(RedisConnection(url, "head"), prefix, run.root)) as head:
         head.take_all()
         head.begin()
 
