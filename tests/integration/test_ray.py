@@ -219,7 +219,7 @@ class Running:
         until(lambda: not any(map(alive, [self.process.pid, *self.pids.values(), *self.agents.values()])))
 
 
-def redis_of(run: Running) -> int:
+def broker_of(run: Running) -> int:
     return next(pid for pid in children(run.process.pid) if "redis-server" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
@@ -333,12 +333,14 @@ def test_a_machine_that_is_removed_under_any_role(victim: str, machines: Machine
     "victim", ["training", "generation", "redis-server", "machine of the trainer", "machine of the actor"]
 )
 def test_a_run_that_loses_something_goes_on_by_itself(victim: str, machines: Machines, tmp_path: Path) -> None:
-    settings = {"trainer__steps": 30, "trainer__checkpoint_every": 2, "launch__restarts": 2}
-    run = Running(tmp_path / "r", **SPREAD, **settings)
+    settings = SPREAD | {"trainer__steps": 30, "trainer__checkpoint_every": 2, "launch__restarts": 2}
+    if victim == "machine of the trainer":
+        settings |= {"launch__place": json.dumps({"generation": "machine-0"})}  # so the trainer has another one
+    run = Running(tmp_path / "r", **settings)
     if victim.startswith("machine"):
         machines.remove(run.machines[victim.rpartition(" ")[2]])
     else:
-        os.kill(run.pids[victim] if victim in run.pids else redis_of(run), signal.SIGKILL)
+        os.kill(run.pids[victim] if victim in run.pids else broker_of(run), signal.SIGKILL)
     counts = checked(run.run_dir, wait(run.process))
     run.nothing_is_left()
     assert counts["restarts"]["run"]["count"] == 1
@@ -461,7 +463,7 @@ def test_a_killed_redis_of_the_run_ends_it(machines: Machines, tmp_path: Path) -
     run = Running(tmp_path / "r", **APART)
     (configuration,) = (run.run_dir / "streams").glob("*/redis.conf")
     assert configuration.stat().st_mode & 0o077 == 0, "the password is for this user only"
-    server = redis_of(run)
+    server = broker_of(run)
     os.kill(server, signal.SIGKILL)
     ended = run.end()
     assert ended.status == 4
