@@ -129,7 +129,12 @@ def restore_rng(states: Mapping[str, str]) -> None:
             torch.cuda.set_rng_state(state, device)
 
 
-def save_checkpoint(
+def save_checkpoint(directory: Path, **contents: Any) -> Path:
+    """Write a checkpoint, and return when it is on the disk. See `write_checkpoint`."""
+    return write_checkpoint(directory, **contents)()
+
+
+def write_checkpoint(
     directory: Path,
     *,
     version: int,
@@ -142,13 +147,16 @@ def save_checkpoint(
     config_checksum: str = "",
     keep: int = 2,
     folders: Folders = Folders(),  # noqa: B008 - it does not change
-) -> Path:
-    """Write `directory/step_XXXXXXXX`, then delete all but the last `keep` checkpoints.
+) -> Callable[[], Path]:
+    """Write the files of `directory/step_XXXXXXXX`. What is returned does the rest, and may be called in another thread.
+
+    The rest is what takes long without computing: it waits until the files are on the disk. Then it gives the folder its
+    name, deletes all but the last `keep` checkpoints, and returns the folder. It must have ended before the next checkpoint.
 
     `model` and `tokenizer` are written with their `save_pretrained(folder)`. `optimizer` are the tensors of its state, or
     writes them to the folder (`save_optimizer`) and returns the records of the files that other processes have written.
 
-    Raises CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
+    Both raise CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
     """
     state = CheckpointState(
         version=version,
@@ -157,16 +165,24 @@ def save_checkpoint(
         counters=dict(counters),
         config_checksum=config_checksum,
     )
-    with _new_folder(directory, version, folders, durable=True) as hidden:
+    target, hidden = _folders_of(directory, version)
+    others: Mapping[str, FileRecord] = {}
+    with _removed_on_failure(hidden, target):
+        _make_folder(hidden)
         _write_model(hidden, model, tokenizer)
-        others: Mapping[str, FileRecord] = {}
         if callable(optimizer):
             others = optimizer(hidden)
         else:
             save_optimizer(hidden, optimizer)
-        _write_state(hidden, state, others)
-    folders.keep_latest(directory, None, keep)
-    return directory / folder_name(version)
+
+    def finish() -> Path:
+        with _removed_on_failure(hidden, target):
+            _write_state(hidden, state, others)
+            folders.install(hidden, target, durable=True)
+        folders.keep_latest(directory, None, keep)
+        return target
+
+    return finish
 
 
 def save_optimizer(folder: Path, tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) -> Path:
@@ -193,23 +209,32 @@ def save_weights(
 
     `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError if it can't be written.
     """
-    with _new_folder(directory, version, folders, durable=False) as hidden:
+    target, hidden = _folders_of(directory, version)
+    with _removed_on_failure(hidden, target):
+        _make_folder(hidden)
         _write_model(hidden, model, tokenizer)
         _write_state(hidden, CheckpointState(version=version))
-    return directory / folder_name(version)
+        folders.install(hidden, target, durable=False)
+    return target
+
+
+def _folders_of(directory: Path, version: int) -> tuple[Path, Path]:
+    """The folder of this version, and the hidden one in which it is written."""
+    target = directory / folder_name(version)
+    return target, directory / f"{HIDDEN}{target.name}-{secrets.token_hex(4)}"
+
+
+def _make_folder(hidden: Path) -> None:
+    hidden.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(hidden.parent)
+    hidden.mkdir()
 
 
 @contextmanager
-def _new_folder(directory: Path, version: int, folders: Folders, *, durable: bool) -> Iterator[Path]:
-    """A hidden folder that is renamed to its final name on success, and deleted on failure. Raises CheckpointError."""
-    target = directory / folder_name(version)
-    hidden = directory / f"{HIDDEN}{target.name}-{secrets.token_hex(4)}"
+def _removed_on_failure(hidden: Path, target: Path) -> Iterator[None]:
+    """Delete the hidden folder if what is inside fails. Raises CheckpointError."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(directory)
-        hidden.mkdir()
-        yield hidden
-        folders.install(hidden, target, durable=durable)
+        yield
     except (OSError, SafetensorError, ValueError) as error:  # ValueError: a config that save_pretrained refuses
         shutil.rmtree(hidden, ignore_errors=True)
         raise CheckpointError(f"can't write checkpoint {target}: {_first_line(error)}") from error

@@ -77,8 +77,11 @@ def keep_latest(directory: Path, version: int | None, count: int, *, spared_ever
 class Folders:
     """How a process of a run works with these folders. This is for a run directory that its machine has.
 
-    `directory`: that of checkpoints; only a rank of the trainer above 0 needs it.
+    `directory`: that of checkpoints; only a rank of the trainer above 0 needs it. `any_thread`: whether `install` and
+    `keep_latest` may be called in another thread than the rest.
     """
+
+    any_thread = True
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory

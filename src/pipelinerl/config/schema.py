@@ -351,8 +351,8 @@ class LaunchConfig(Section, frozen=True):
     separate process in parallel.
     """
     restarts: Natural = 3
-    """How often a process that dies is started again, until it has worked for ten minutes. Where that can't be done: how often
-    the run goes on from its latest checkpoint, until there is a newer one (docs/running.md). 0: never.
+    """How often a process that dies is started again, until it has worked for ten minutes. Where that can't be done: how
+    often the run goes on from its latest checkpoint, until there is a newer one (docs/running.md). 0: never.
     """
     watchdog_s: Positive = 180.0
     """If no stage makes progress for this long, the run prints which stage waits on which and exits with status 3."""

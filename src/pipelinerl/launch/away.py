@@ -202,6 +202,8 @@ class AwayLines:
 class AwayFolders(Folders):
     """Folders of checkpoints that are made on this machine and kept in the run directory only."""
 
+    any_thread = False
+
     def __init__(self, session: Session) -> None:
         super().__init__(session.run.checkpoints)
         self._root, self._machine = session.run.root, session.here.machine

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.checkpoint import Checkpoint, rng_state, save_checkpoint, save_weights
+from pipelinerl.checkpoint import Checkpoint, rng_state, save_weights, write_checkpoint
 from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, Folders
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
@@ -76,6 +77,14 @@ class CheckpointPlan:
     folders: Folders = field(default_factory=Folders)
 
 
+class UnfinishedCheckpoint(NamedTuple):
+    """A checkpoint whose files are written, and what is done with it once they are on the disk."""
+
+    version: int
+    position: QueuePosition
+    finished: Future[Path]
+
+
 class Trainer:
     """The trainer process of Algorithm 2: trains the model from `state` to `config.steps` optimizer steps.
 
@@ -112,6 +121,8 @@ class Trainer:
         self._tokens_trained = state.counters.tokens_trained
         self._ess_guard_trips = state.counters.ess_guard_trips
         self._sent_bytes = 0
+        self._finishing = ThreadPoolExecutor(1, "checkpoint")
+        self._unfinished: UnfinishedCheckpoint | None = None
         self._drop_stale()
 
     @property
@@ -241,6 +252,8 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a copy of the weights, a checkpoint, or both, if they are due."""
+        if self._unfinished is not None and self._unfinished.finished.done():
+            self._finish_checkpoint()
         copy, checkpoint = (
             every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
         )
@@ -262,9 +275,13 @@ class Trainer:
                 self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Write a checkpoint, then let the stream discard what is before it. Without a checkpoint plan, do nothing."""
+        """Begin a checkpoint: its files are written, and another thread waits until they are on the disk.
+
+        Without a checkpoint plan, do nothing. Raises CheckpointError, also for the one before.
+        """
         if self._checkpoints is None:
             return
+        self._finish_checkpoint()
         self._status.report("working", f"writing the checkpoint of version {self._version}", now=True)
         position = self._queue.position()
         counters = TrainerCounters(
@@ -273,7 +290,7 @@ class Trainer:
             tokens_trained=self._tokens_trained,
             ess_guard_trips=self._ess_guard_trips,
         )
-        save_checkpoint(
+        finish = write_checkpoint(
             self._checkpoints.directory,
             version=self._version,
             model=self._learner,
@@ -286,13 +303,25 @@ class Trainer:
             keep=self._config.keep_checkpoints,
             folders=self._checkpoints.folders,
         )
-        self._saved_version = self._version
+        self._unfinished = UnfinishedCheckpoint(self._version, position, self._finishing.submit(finish))
+        if not self._checkpoints.folders.any_thread:
+            self._finish_checkpoint()
+
+    def _finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that was begun, if any, then let the stream discard what is before it."""
+        if self._unfinished is None:
+            return
+        (version, position, finished), self._unfinished = self._unfinished, None
+        finished.result()
+        self._saved_version = version
         self._queue.commit(position)
 
     def finish(self) -> None:
         """Write a final checkpoint, unless this version has one, and report that training is done."""
+        self._finish_checkpoint()
         if self._saved_version != self._version:
             self.checkpoint()
+            self._finish_checkpoint()
         reason = "all steps are taken" if self.goal_reached else "stopped"
         self._status.report("done", f"{reason} at version {self._version}", now=True)
 

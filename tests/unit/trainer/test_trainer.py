@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -14,9 +19,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.checkpoint_folders import latest_checkpoint, saved_versions
+from pipelinerl.checkpoint_folders import Folders, checkpoints, latest_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
-from pipelinerl.errors import PolicyMismatchError
+from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Schedule
 from pipelinerl.metrics.reading import read_json_lines, read_records
@@ -99,7 +104,14 @@ class Setup:
     """A trainer with everything around it in memory, but for what it writes."""
 
     def __init__(
-        self, run_dir: Path, schedule: Schedule | None = None, *, noise: float = 0.0, resume: bool = False, **changes: object
+        self,
+        run_dir: Path,
+        schedule: Schedule | None = None,
+        *,
+        noise: float = 0.0,
+        resume: bool = False,
+        folders: Folders | None = None,
+        **changes: object,
     ) -> None:
         self.config = TrainerConfig(**({"batch_size": 4, "steps": 6, "learning_rate": 1e-2} | changes))
         self.run_dir = run_dir
@@ -131,7 +143,9 @@ class Setup:
                 published_log=JsonLines(run_dir / "published.jsonl"),
             ),
             checkpoints=CheckpointPlan(
-                directory=run_dir / "checkpoints", tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+                directory=run_dir / "checkpoints",
+                tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer),
+                folders=folders or Folders(),
             ),
             state=state,
         )
@@ -437,6 +451,55 @@ def test_copies_of_the_weights_come_when_due_and_are_of_their_version(tmp_path: 
     assert [seconds > 0 for seconds in saving] == [False, False, True, False, True]
 
 
+class SlowDisk(Folders):
+    """Files are on the disk once `written` is set; or not at all, with `full`."""
+
+    def __init__(self, *, full: bool = False) -> None:
+        super().__init__()
+        self.written, self.full = threading.Event(), full
+
+    def install(self, hidden: Path, target: Path, *, durable: bool) -> None:
+        assert self.written.wait(60)
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().install(hidden, target, durable=durable)
+
+
+def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path) -> None:
+    """The stream keeps what only the checkpoint before needs until then."""
+    disk = SlowDisk()
+    setup = Setup(tmp_path, folders=disk, steps=4, checkpoint_every=2)
+    commit = Mock(wraps=setup.queue.commit)
+    setup.queue.commit = commit  # type: ignore[method-assign]
+    setup.trainer.start()
+    setup.feed(range(4))
+    while setup.trainer.version < 3:
+        setup.trainer.pump()
+    assert latest_checkpoint(tmp_path) is None
+    assert commit.call_count == 0
+    disk.written.set()
+    setup.trainer.pump()
+    setup.trainer.finish()
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step_00000002", "step_00000004"]
+    assert commit.call_count == 2
+
+
+def test_a_disk_that_is_full_is_noticed_before_the_next_checkpoint(tmp_path: Path) -> None:
+    disk = SlowDisk(full=True)
+    disk.written.set()
+    setup = Setup(tmp_path, folders=disk, steps=4, checkpoint_every=2)
+    setup.trainer.start()
+    setup.feed(range(4))
+
+    def train() -> None:
+        while not setup.trainer.goal_reached:
+            setup.trainer.pump()
+
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        train()
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
 def test_a_resumed_trainer_takes_the_same_next_steps(tmp_path: Path) -> None:
     """Groups of 4 and batches of 3: checkpoints fall inside groups."""
     (tmp_path / "a").mkdir()
@@ -453,6 +516,8 @@ def test_a_resumed_trainer_takes_the_same_next_steps(tmp_path: Path) -> None:
     first.feed([0, 1, 2])
     while first.trainer.version < 2:
         first.trainer.pump()
+    while latest_checkpoint(tmp_path / "b") is None:  # another thread gives it its name
+        time.sleep(0.001)
     resumed = Setup(tmp_path / "b", resume=True, **config)
     position = resumed.queue.position()
     assert (resumed.trainer.version, position.offset, position.settled_ids) == (2, 1, ("1/0", "1/1"))
