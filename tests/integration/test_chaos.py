@@ -360,6 +360,14 @@ def test_a_run_that_is_killed_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("layout", "seed"), [("engines", 9), ("http", 34)])
+def test_a_run_whose_processes_are_started_again_is_whole(layout: str, seed: int, tmp_path: Path) -> None:
+    """In these seeds only generation processes and engine servers are killed."""
+    assert [fault["effect"] for fault in chaos(tmp_path, layout, seed, 2, "--faults", "kill")] == ["restarted"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", [*LAYOUTS][1:])
 @pytest.mark.parametrize("seed", [1, 2])

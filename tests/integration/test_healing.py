@@ -16,6 +16,7 @@ from tests.integration.runs import (
     alive,
     assert_finished,
     assert_gone_on,
+    assert_whole,
     groups,
     in_training,
     process_ids,
@@ -172,6 +173,21 @@ def test_a_process_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> Non
 
 
 @exhaustive
+def test_a_run_is_stopped_while_a_process_is_away(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = start_processes(run_dir, trainer__steps=100_000, schedule__max_lag=4)
+    with in_training(process, run_dir) as pids:
+        os.kill(pids["generation"], signal.SIGKILL)
+        until(lambda: (found := status_of(run_dir, "actor")) is not None and found.pid == process.pid, process)
+        process.send_signal(signal.SIGINT)
+        assert wait(process).status == 130
+    counts = assert_whole(run_dir)
+    assert counts["restarts"]["generation"]["recovery_s"] == []
+    goal = counts["version"] + 2
+    assert wait(start("train", "--resume", str(run_dir), f"--trainer.steps={goal}")).status == 0
+    assert_gone_on(run_dir, goal)
+
+
 def test_a_crash_loop_ends_the_run_with_every_exit_report(tmp_path: Path) -> None:
     """The group that kills is started again first, so it kills again."""
     run_dir = tmp_path / "r"
@@ -191,7 +207,6 @@ def test_a_crash_loop_ends_the_run_with_every_exit_report(tmp_path: Path) -> Non
     assert list((run_dir / "checkpoints").glob("step_*")) or counts["optimizer_steps"] == 0
 
 
-@exhaustive
 def test_an_error_of_the_users_code_is_not_repeated(tmp_path: Path) -> None:
     body = "def __init__(self, tokenizer, seed):\n    raise ValueError('no data')"
     ended = wait(start_processes(tmp_path / "r", environment__kind=write_environment(tmp_path, body)))

@@ -359,9 +359,7 @@ class _Chaos:
             one = open_faults[-1]
             after = self.pids()
             role = one.fault.place
-            before, now = self._before.get(role), after.get(role)
-            # A killed process may not have been started again yet: the step used what there was.
-            if one.effect == "went on" and before is not None and before != now and (now or one.fault.kind == "kill"):
+            if one.effect == "went on" and role in self._before and role in after and after[role] != self._before[role]:
                 one.effect = "restarted"
 
     def _due(self, fault: Fault, now: float) -> bool:
@@ -371,7 +369,8 @@ class _Chaos:
             self._due_s = None
             return False
         self._due_s = self._due_s or now + fault.after_s
-        return now >= self._due_s
+        starts_again = now >= self._due_s and fault.place in self._before and fault.place not in self.pids()
+        return now >= self._due_s and not starts_again
 
     def _inject(self, fault: Fault, now: float) -> None:
         self._due_s = None
@@ -383,6 +382,8 @@ class _Chaos:
         except NotInjectedError as error:
             one.effect, one.said = "not injected", str(error)
             return
+        if fault.kind == "kill":  # unless the session ends, perhaps only after the next step
+            one.effect = "restarted"
         self._last_fault_s = self._moved_s = time.monotonic()
         self._stepped_s = None
         if fault.lasts_s:
