@@ -21,7 +21,7 @@ from pipelinerl.cli import main
 from pipelinerl.experiments.chaos import faults
 from pipelinerl.experiments.chaos import run as run_module
 from pipelinerl.experiments.chaos.faults import Proxy
-from pipelinerl.experiments.chaos.invariants import Mark, check
+from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.experiments.chaos.plan import LAYOUTS, Fault, Kind
 from pipelinerl.experiments.chaos.results import Injected, Result
 from tests.integration.runs import resume, run, until
@@ -30,18 +30,17 @@ HALF, GOAL, GROUP = 3, 6, 4
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mark]:
-    """A run of two sessions, and where the first one ended."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two sessions."""
     run_dir = tmp_path_factory.mktemp("chaos") / "r"
     run(run_dir, trainer__steps=HALF, trainer__batch_size=10, engine__slots=32)
-    mark = Mark.of(run_dir)
     resume(run_dir, trainer__steps=GOAL)
-    return run_dir, mark
+    return run_dir
 
 
 @pytest.fixture
-def copied(whole: tuple[Path, Mark], tmp_path: Path) -> tuple[Path, Mark]:
-    return shutil.copytree(whole[0], tmp_path / "r"), whole[1]
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "r")
 
 
 Lines = list[Any]
@@ -148,11 +147,10 @@ CHANGES: dict[str, tuple[str, str, Callable[[Lines], object]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_check_finds_a_change(name: str, copied: tuple[Path, Mark]) -> None:
-    run_dir, mark = copied
+def test_each_check_finds_a_change(name: str, copied: Path) -> None:
     expected, file, edit = CHANGES[name]
-    change(run_dir, file, edit)
-    found = check(run_dir, [mark])
+    change(copied, file, edit)
+    found = check(copied)
     assert any(expected in line for line in found), found
 
 
@@ -164,35 +162,33 @@ SUMMARIES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
-def test_the_summary_is_checked_against_the_records(name: str, copied: tuple[Path, Mark]) -> None:
-    run_dir, mark = copied
+def test_the_summary_is_checked_against_the_records(name: str, copied: Path) -> None:
     expected, edit = SUMMARIES[name]
-    change_summary(run_dir, edit)
-    found = check(run_dir, [mark])
+    change_summary(copied, edit)
+    found = check(copied)
     assert any(expected in line for line in found), found
 
 
-def test_a_whole_run_has_no_violation_and_a_lost_group_is_one(whole: tuple[Path, Mark]) -> None:
-    run_dir, mark = whole
-    summary = json.loads((run_dir / "summary.json").read_text())
-    indices = {json.loads(line)["index"] for line in (run_dir / GROUPS).read_text().splitlines()}
+def test_a_whole_run_has_no_violation_and_a_lost_group_is_one(whole: Path) -> None:
+    summary = json.loads((whole / "summary.json").read_text())
+    indices = {json.loads(line)["index"] for line in (whole / GROUPS).read_text().splitlines()}
     started = len(indices) + summary["rollouts_in_progress"] // GROUP
-    assert check(run_dir, [mark], started) == []
-    assert check(run_dir) == []
-    assert "started and not handed over" in check(run_dir, [mark], started + 1)[0]
-    assert "was handed over, but" in check(run_dir, [mark], max(indices))[0]
+    assert check(whole, started) == []
+    assert check(whole) == []
+    assert "started and not handed over" in check(whole, started + 1)[0]
+    assert "was handed over, but" in check(whole, max(indices))[0]
 
 
-def test_weights_that_a_resume_abandoned_are_found(whole: tuple[Path, Mark]) -> None:
+def test_weights_that_a_resume_abandoned_are_found(copied: Path) -> None:
     """With groups of the second session counted to the first, tokens are of versions after its checkpoint."""
-    run_dir, mark = whole
-    later = Mark(groups=Mark.of(run_dir).groups, steps=mark.steps, sessions=mark.sessions)
-    found = check(run_dir, [later])
+    size = (copied / GROUPS).stat().st_size
+    change(copied, "sessions.jsonl", lambda lines: lines[1].update(rollouts_bytes=size))
+    found = check(copied)
     assert found
     assert all(line.startswith("past: ") for line in found), found
     assert f"which the resume at version {HALF} abandoned" in found[0]
-    earlier = Mark(groups=0, steps=mark.steps, sessions=mark.sessions)
-    assert "which was handed over later" in check(run_dir, [earlier])[0]
+    change(copied, "sessions.jsonl", lambda lines: lines[1].update(rollouts_bytes=0))
+    assert "which was handed over later" in check(copied)[0]
 
 
 def test_a_proxy_passes_on_cuts_and_delays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.trainer import QueuePosition, TrainerCounters
+from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import Group, Prepared
 
 
@@ -152,7 +153,17 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
         settled=counts.trained + sum(counts.dropped.values()),
         evaluated=max((one.version for one in evaluated), default=0),
         elapsed_s=steps[-1].time_s if steps else 0.0,
+        rollouts_bytes=_size(run.rollouts / "rollouts.jsonl"),
+        trained_bytes=_size(run.rollouts / TRAINED_FILE),
     )
+
+
+def _size(path: Path) -> int:
+    """The size of a file of records, without a partial last line, which a killed process may have left."""
+    if not path.exists():
+        return 0
+    JsonLines(path).close()
+    return path.stat().st_size
 
 
 def take_back(

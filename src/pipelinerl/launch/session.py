@@ -41,6 +41,8 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     settled                   number of rollouts that the trainer has trained on or dropped
     evaluated                 version of the last evaluation
     elapsed_s                 the time at which the records continue
+    rollouts_bytes            size of `rollouts.jsonl` before the session
+    trained_bytes             size of `trained.jsonl` before the session
     redis_url                 address of the session's own Redis server
     predicted_memory_bytes    expected peak of each process; empty if it is not known
     weights_key               what the members of a weight broadcast prove to have; a new one for each session
@@ -55,6 +57,8 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     settled: int = 0
     evaluated: int = 0
     elapsed_s: float = 0.0
+    rollouts_bytes: int = 0
+    trained_bytes: int = 0
     redis_url: str | None = None
     predicted_memory_bytes: dict[str, int] = {}
     weights_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))

@@ -29,26 +29,10 @@ MOST_SAID = 3
 """Violations of one kind that are listed; the others are counted."""
 
 
-class Mark(msgspec.Struct, frozen=True):
-    """The number of complete lines in `rollouts.jsonl`, `trained.jsonl` and `sessions.jsonl` when a session had ended."""
-
-    groups: int
-    steps: int
-    sessions: int
-
-    @classmethod
-    def of(cls, run_dir: Path) -> Mark:
-        run = RunDirectory(run_dir)
-        files = (run.rollouts / "rollouts.jsonl", run.rollouts / TRAINED_FILE, run.sessions)
-        return cls(*(path.read_bytes().count(b"\n") if path.exists() else 0 for path in files))
-
-
-def check(run_dir: Path, marks: Sequence[Mark] = (), next_index: int | None = None) -> list[str]:
-    """The violations. `marks`: those of the run's earlier sessions; without them, whether a group is of an abandoned past is
-    not checked. `next_index`: the lowest index that no group was started with; without it, fewer lost groups are found.
-    """
+def check(run_dir: Path, next_index: int | None = None) -> list[str]:
+    """The violations. `next_index`: the lowest index that no group has; without it, fewer lost groups are found."""
     try:
-        checks = _Records(run_dir, tuple(marks), next_index)
+        checks = _Records(run_dir, next_index)
         found = [
             *checks.steps(),
             *checks.samples(),
@@ -81,7 +65,6 @@ Found = Iterator[tuple[str, str]]
 @dataclass
 class _Records:
     run_dir: Path
-    marks: tuple[Mark, ...]
     next_index: int | None
 
     def __post_init__(self) -> None:
@@ -93,6 +76,11 @@ class _Records:
         self.trained = _surviving(self.raw)
         self.summary: dict[str, Any] = msgspec.json.decode(self.run.summary.read_bytes(), type=dict[str, Any])
         self.config = self.recorded.segments[-1].config
+        self.sessions = read_json_lines(self.run.sessions, SessionRecord)
+        groups = (self.run.rollouts / "rollouts.jsonl").read_bytes()
+        self.first_groups = [groups.count(b"\n", 0, session.rollouts_bytes) for session in self.sessions]
+        steps = (self.run.rollouts / TRAINED_FILE).read_bytes()
+        self.first_steps = [steps.count(b"\n", 0, session.trained_bytes) for session in self.sessions]
 
     def steps(self) -> Found:
         """The run reached its goal, and took each step once, in order of version and time."""
@@ -145,8 +133,7 @@ class _Records:
 
     def once(self) -> Found:
         """No rollout is trained on or dropped twice, and no group handed over twice in a session."""
-        ends_of_sessions = [mark.groups for mark in self.marks]
-        handed_over = Counter((_session(line, ends_of_sessions), group.index) for line, group in enumerate(self.groups))
+        handed_over = Counter((_session(line, self.first_groups), group.index) for line, group in enumerate(self.groups))
         for (session, index), times in handed_over.items():
             if times > 1:
                 yield "once", f"group {index} was handed over {times} times in session {session + 1}"
@@ -185,28 +172,21 @@ class _Records:
 
     def abandoned(self) -> Found:
         """No token of weights that a resume abandoned is trained on after it."""
-        if not self.marks:
-            return
-        sessions = read_json_lines(self.run.sessions, SessionRecord)
-        begins = [
-            [session.version for session in sessions[before.sessions : after.sessions]]
-            for before, after in pairwise([Mark(0, 0, 0), *self.marks, Mark(len(self.groups), len(self.raw), len(sessions))])
-        ]
         prepared: dict[int, list[tuple[int, Group]]] = {}
         for number, group in enumerate(self.groups):
-            prepared.setdefault(group.index, []).append((_session(number, [mark.groups for mark in self.marks]), group))
+            prepared.setdefault(group.index, []).append((_session(number, self.first_groups), group))
         kept = {id(record) for record in self.trained}
         for number, record in enumerate(self.raw):
             if id(record) not in kept:
                 continue
-            now = _session(number, [mark.steps for mark in self.marks])
+            now = _session(number, self.first_steps)
             for index in {sample.group_index for sample in record.samples}:
                 made = [(session, group) for session, group in prepared.get(index, ()) if session <= now]
                 if not made:
                     yield "past", f"step {record.version} trained on group {index}, which was handed over later"
                     continue
                 session, group = made[-1]
-                resumed = [version for began in begins[session + 1 : now + 1] for version in began]
+                resumed = [later.version for later in self.sessions[session + 1 : now + 1]]
                 if resumed and newest_version(group) > min(resumed):
                     text = f"step {record.version} trained on group {index} with tokens of version {newest_version(group)}"
                     yield "past", f"{text}, which the resume at version {min(resumed)} abandoned"
@@ -235,6 +215,6 @@ def _surviving(records: Sequence[TrainedRecord]) -> list[TrainedRecord]:
     return kept
 
 
-def _session(line: int, ends: Sequence[int]) -> int:
-    """The number of the session that wrote this line."""
-    return sum(end <= line for end in ends)
+def _session(line: int, first: Sequence[int]) -> int:
+    """The number of the session that wrote this line. `first`: the first line of each session."""
+    return sum(begin <= line for begin in first) - 1

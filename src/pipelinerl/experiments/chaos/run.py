@@ -24,7 +24,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.database import Database
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
-from pipelinerl.experiments.chaos.invariants import Mark, check
+from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.experiments.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
 from pipelinerl.experiments.chaos.results import Injected, Result
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
@@ -220,7 +220,6 @@ class _Chaos:
         self._run = RunDirectory(self.run_dir)
         self._log = self.run_dir.parent / "launcher.log"
         self._launcher: ChildProcess | None = None
-        self._marks: list[Mark] = []
         self._left = list(reversed(self.faults))
         self._undo: list[tuple[float, Undo]] = []  # when a fault ends, and how
         self._repairs: list[Undo] = []  # of faults that last until somebody repairs what they broke
@@ -230,7 +229,6 @@ class _Chaos:
         self._due_s: float | None = None
         self._stepped_s: float | None = None  # the first step since the latest fault
         self._before: dict[str, int] = {}
-        self._orphans: set[int] = set()  # processes of a killed launcher, which may still write
 
     def __call__(self) -> list[str]:
         """Run to the goal. Returns the violations."""
@@ -240,7 +238,7 @@ class _Chaos:
                 if self.sessions >= MOST_SESSIONS:
                     raise _StopError(f"the run did not reach its goal in {MOST_SESSIONS} sessions")
             violations += self._left_behind()
-            violations += check(self.run_dir, self._marks, self._next_index())
+            violations += check(self.run_dir, self._next_index())
             if self.request.replay and not violations:
                 violations += self._replayed()
         except _StopError as error:
@@ -309,8 +307,6 @@ class _Chaos:
         self._repair()
         for prepare in self.around.before_resume:
             prepare()
-        self._marks.append(Mark.of(self.run_dir))
-        self._orphans = set(self.pids().values())
         return False
 
     def _started(self) -> bool:
@@ -322,8 +318,6 @@ class _Chaos:
     def _look(self) -> None:
         """End faults whose time is over, count steps, inject what is due, and look for a hang."""
         now = time.monotonic()
-        if self._orphans and self._orphans.isdisjoint(self.pids().values()):
-            self._marks[-1], self._orphans = Mark.of(self.run_dir), set()
         for ends_s, undo in [entry for entry in self._undo if entry[0] <= now]:
             self._undo.remove((ends_s, undo))
             undo()
@@ -411,7 +405,6 @@ class _Chaos:
         lines = self._run.metrics.read_bytes().count(b"\n") if size else 0
         if lines < self._lines:  # started again from the beginning: the records moved away
             self._lines = 0
-            self._marks.clear()
         new, self._lines, self._size = lines - self._lines, lines, size
         self.taken += new
         return new > 0

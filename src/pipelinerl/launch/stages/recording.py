@@ -37,7 +37,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` is the session's configuration without secrets, `threads` the trainer's CPU threads, and `rng` the state of
     torch's generators before the first step. If a later session begins at the same version or an earlier one, the steps of
-    this one from there on do not count.
+    this one from there on do not count. `rollouts_bytes` and `trained_bytes` are the sizes of the files with these names
+    before the session.
     """
 
     version: int
@@ -45,6 +46,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     machine: Machine
     rng: dict[str, str]
+    rollouts_bytes: int = 0
+    trained_bytes: int = 0
     format: int = FORMAT
 
 
@@ -56,6 +59,8 @@ def record_session(session: Session) -> None:
         threads=torch.get_num_threads(),
         machine=this_machine(),
         rng=rng_state(),
+        rollouts_bytes=session.plan.rollouts_bytes,
+        trained_bytes=session.plan.trained_bytes,
     )
     with session.lines(session.run.sessions) as lines:
         lines.write(record)
