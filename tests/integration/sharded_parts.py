@@ -1,6 +1,6 @@
 """What the tests of the sharded trainer share: scenarios, and a process that computes all of them with 0 to 3 ranks.
 
-python -m tests.integration.sharded_parts FOLDER
+python -m tests.integration.sharded_parts FOLDER [exhaustive]
 
 Importing torch and transformers takes longer than a scenario. So one process imports them, and forks all others. It never
 computes itself: a process in which autograd has run can't be forked.
@@ -275,8 +275,12 @@ def checkpoint_of(root: Path, who: str, name: str) -> Path:
     return root / who / name / "checkpoints" / f"step_{SAVED_AT:08d}"
 
 
-def scenarios_of(ranks: int) -> list[str]:
-    return ALONE_AS_A_RANK if ranks == 1 else list(SCENARIOS)
+FEW = [*RESUMED, "kl_lora", "sequences", "checkpointing", "one_sample", "no_gradient", "refused"]
+"""What three ranks compute, unless all tests run."""
+
+
+def scenarios_of(ranks: int, *, exhaustive: bool) -> list[str]:
+    return {1: ALONE_AS_A_RANK, 2: list(SCENARIOS), 3: list(SCENARIOS) if exhaustive else FEW}[ranks]
 
 
 def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") -> None:
@@ -284,7 +288,7 @@ def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") ->
         train_alone(root, name, root / who / name, checkpoint_of(root, saver, name) if saver else None)
 
 
-def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: Sequence[str]) -> None:
+def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: Sequence[str], *, exhaustive: bool) -> None:
     """All scenarios, and a continuation of what each of `savers` saved, as one rank of `size`."""
 
     def end(why: str) -> None:
@@ -297,7 +301,9 @@ def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: 
         entered = ranks.lead(listener, KEY, any_config, **bounds)
     else:
         entered = ranks.follow(listener.getsockname()[:2], KEY, any_config, rank, **bounds)
-    jobs: list[tuple[str, str, Path | None]] = [(name, f"by{size}", None) for name in scenarios_of(size)]
+    jobs: list[tuple[str, str, Path | None]] = [
+        (name, f"by{size}", None) for name in scenarios_of(size, exhaustive=exhaustive)
+    ]
     jobs += [(name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name)) for saver in savers for name in RESUMED]
     with entered as team:
         for name, who, checkpoint in jobs:
@@ -324,20 +330,20 @@ def _fork(*jobs: Callable[[], None]) -> None:
         sys.exit(1)
 
 
-def _ranks(root: Path, size: int, savers: Sequence[str]) -> list[Callable[[], None]]:
+def _ranks(root: Path, size: int, savers: Sequence[str], *, exhaustive: bool = False) -> list[Callable[[], None]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    return [partial(_as_rank, root, rank, size, listener, savers) for rank in range(size)]
+    return [partial(_as_rank, root, rank, size, listener, savers, exhaustive=exhaustive) for rank in range(size)]
 
 
-def main(root: Path) -> None:
+def main(root: Path, *, exhaustive: bool) -> None:
     names = list(SCENARIOS)
     _fork(partial(write_models, root))
     _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
-    _fork(*_ranks(root, 3, ["alone"]))
+    _fork(*_ranks(root, 3, ["alone"], exhaustive=exhaustive))
     _fork(*_ranks(root, 2, ["alone", "by3"]))
     continued = [partial(_train_alone, root, f"alone_from_{who}", RESUMED, who) for who in ("by2", "by3")]
     _fork(*_ranks(root, 1, ["by2"]), *continued)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), exhaustive=sys.argv[2:] == ["exhaustive"])

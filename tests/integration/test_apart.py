@@ -48,6 +48,7 @@ def test_everything_apart_and_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 @NEEDS_REDIS
+@pytest.mark.exhaustive
 def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     with endless(run_dir, trainer__checkpoint_every=1, **APART) as (process, _):

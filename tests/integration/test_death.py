@@ -44,10 +44,12 @@ def end_of(process: subprocess.Popen[str], timeout_s: float = 0.8 * CLEAN_STOP_S
 @pytest.mark.parametrize(
     ("victim", "settings"),
     [
-        ("generation-1", {"engine__processes": 2}),
+        pytest.param("generation-1", {"engine__processes": 2}, marks=pytest.mark.exhaustive),
         ("training", {}),
-        ("preprocessing", PREPROCESSOR),
-        ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}),
+        pytest.param("preprocessing", PREPROCESSOR, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}, marks=pytest.mark.exhaustive
+        ),
         pytest.param("redis-server", {"stream__kind": "redis"}, marks=NEEDS_REDIS),
     ],
 )
@@ -94,9 +96,9 @@ def __init__(self, tokenizer, seed):
     ("victim", "stage", "settings"),
     [
         ("generation", "actor", {}),
-        ("generation-1", "actor-1", {"engine__processes": 2}),
+        pytest.param("generation-1", "actor-1", {"engine__processes": 2}, marks=pytest.mark.exhaustive),
         pytest.param("preprocessing", "preprocessor", PREPROCESSOR, marks=pytest.mark.exhaustive),
-        ("training", "trainer", {}),
+        pytest.param("training", "trainer", {}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_stopped_worker_is_noticed_by_the_watchdog(

@@ -61,6 +61,7 @@ def test_conventional_starts_exactly_its_rounds(tmp_path: Path) -> None:
     assert [{sample.lag_max for sample in record.samples} for record in trained(tmp_path / "r")] == [{0}, {1}, {2}] * 3
 
 
+@pytest.mark.exhaustive
 def test_async_changes_weights_between_rounds_only(tmp_path: Path) -> None:
     run_two(tmp_path / "r", trainer__steps=8, schedule__kind="async", schedule__steps_per_round=2)
     lags = [{sample.lag_max for sample in record.samples} for record in trained(tmp_path / "r")]

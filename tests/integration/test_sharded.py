@@ -39,7 +39,7 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Results:
     """Computed once: if several workers have these tests, one computes and the others wait."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sharded"
@@ -48,7 +48,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            command = [sys.executable, "-m", "tests.integration.sharded_parts", str(root)]
+            how = ["exhaustive"] if pytestconfig.getoption("--exhaustive") else []
+            command = [sys.executable, "-m", "tests.integration.sharded_parts", str(root), *how]
             subprocess.run(command, check=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
             done.touch()
     return found
@@ -89,7 +90,14 @@ def with_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights | ({"lm_head.weight": embedding} if torch.equal(head, embedding) else {})
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (1, 2, 3) for name in scenarios_of(ranks)])
+CASES = [
+    pytest.param(ranks, name, marks=[] if name in scenarios_of(ranks, exhaustive=False) else pytest.mark.exhaustive)
+    for ranks in (1, 2, 3)
+    for name in scenarios_of(ranks, exhaustive=True)
+]
+
+
+@pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_ranks_equal_one_process(results: Results, ranks: int, name: str) -> None:
     require_equal(results, f"by{ranks}", name)
 
