@@ -27,6 +27,7 @@ from pipelinerl.experiments.chaos.faults import NotInjectedError, Proxy, Undo, i
 from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.experiments.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
 from pipelinerl.experiments.chaos.results import Injected, Result
+from pipelinerl.launch.hosts.processes import replaceable_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.ports import free_port
 from pipelinerl.stream.redis_server import start_server
@@ -376,7 +377,7 @@ class _Chaos:
         except NotInjectedError as error:
             one.effect, one.said = "not injected", str(error)
             return
-        if fault.kind == "kill":  # unless the session ends, perhaps only after the next step
+        if fault.kind == "kill" and self._is_replaced(fault.place):  # unless the session ends
             one.effect = "restarted"
         self._last_fault_s = self._moved_s = time.monotonic()
         self._stepped_s = None
@@ -384,6 +385,11 @@ class _Chaos:
             self._undo.append((now + fault.lasts_s, undo))
         else:
             self._repairs.append(undo)
+
+    def _is_replaced(self, role: str) -> bool:
+        """Whether the run starts this process again, which just died. It does not if it was left of an earlier session."""
+        on_one_machine = self.config.launch.kind == "processes"
+        return on_one_machine and role in replaceable_roles(self.config) and self._before[role] not in self._orphans
 
     def _repair(self) -> None:
         """Before a resume: what the error asks the user to restore."""
