@@ -46,7 +46,13 @@ class ShardedReference(FrozenModelScorer):
         self._team = team
         self._attention_cost = attention_cost(model)
         super().__init__(
-            model, temperature=temperature, micro_batch_tokens=trainer.micro_batch_tokens, pack=pack, lora=policy.lora
+            model,
+            temperature=temperature,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            pack=pack,
+            lora=policy.lora,
+            head_chunk=trainer.head_chunk,
+            several_ranks=True,
         )
         if self._forward.padded:
             self._waste = 1.0  # as in `ShardedLearner`
