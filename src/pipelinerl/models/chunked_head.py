@@ -218,8 +218,8 @@ class _Logprobs(torch.autograd.Function):
                 d_weight_VH += gradient_cV.t() @ chunks.hidden_PH[rows]
             if bias_V is not None:
                 d_bias_V += gradient_cV.sum(0)
-        d_bias_V = None if bias_V is None else d_bias_V.to(bias_V.dtype)
-        return d_hidden_PH.to(hidden_PH.dtype), d_weight_VH.to(weight_VH.dtype), d_bias_V, None
+        of_bias_V = None if bias_V is None else d_bias_V.to(bias_V.dtype)
+        return d_hidden_PH.to(hidden_PH.dtype), d_weight_VH.to(weight_VH.dtype), of_bias_V, None
 
 
 class _Chunks:

@@ -135,6 +135,7 @@ class FrozenModelScorer:
     """
 
     _waste = MAX_PADDING_WASTE
+    _several_ranks = False
 
     def __init__(
         self,
@@ -145,11 +146,10 @@ class FrozenModelScorer:
         pack: Packer,
         lora: LoraModel | None = None,
         head_chunk: int | Literal["auto"] = "auto",
-        several_ranks: bool = False,
     ) -> None:
         self._forward = training_forward(model)
         self._row_logprobs = RowLogprobs(
-            self._forward, temperature=temperature, head_chunk=head_chunk, several_ranks=several_ranks
+            self._forward, temperature=temperature, head_chunk=head_chunk, several_ranks=self._several_ranks
         )
         self._model = model.eval() if lora else model.eval().requires_grad_(False)
         self._initial = lora.without_adapters if lora else nullcontext

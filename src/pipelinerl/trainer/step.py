@@ -80,6 +80,7 @@ class Learner:
     """
 
     _waste = MAX_PADDING_WASTE
+    _several_ranks = False
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Learner:
             checkpoint_activations(model)
         self._forward = training_forward(model)
         self._row_logprobs = RowLogprobs(
-            self._forward, temperature=temperature, head_chunk=config.head_chunk, several_ranks=config.ranks > 1
+            self._forward, temperature=temperature, head_chunk=config.head_chunk, several_ranks=self._several_ranks
         )
         self.runner = self._forward.description
         if model.config.get_text_config() is not model.config:

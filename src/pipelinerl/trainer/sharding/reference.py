@@ -25,6 +25,8 @@ class ShardedReference(FrozenModelScorer):
     the same point. Raises the errors of `load_model`, and UnsupportedModelError like `training_forward`.
     """
 
+    _several_ranks = True
+
     def __init__(
         self,
         policy: ShardedPolicy,
@@ -52,7 +54,6 @@ class ShardedReference(FrozenModelScorer):
             pack=pack,
             lora=policy.lora,
             head_chunk=trainer.head_chunk,
-            several_ranks=True,
         )
         if self._forward.padded:
             self._waste = 1.0  # as in `ShardedLearner`
