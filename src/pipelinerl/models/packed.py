@@ -291,7 +291,7 @@ def packed_attention(
     sinks = None if s_aux is None else s_aux[:, None]
     # Split at once: the gradient of each slice alone would be as large as the row.
     sizes = [bucket.end - bucket.start for bucket in packed_row.buckets]
-    of_buckets = zip(*(x_1hTD.squeeze(0).split(sizes, 1) for x_1hTD in (query, key, value)), strict=True)
+    of_buckets = zip(*(torch.split(x_1hTD.squeeze(0), sizes, 1) for x_1hTD in (query, key, value)), strict=True)
     parts = []
     for bucket, of_bucket in zip(packed_row.buckets, of_buckets, strict=True):
         windowed = sliding_window is not None and sliding_window < bucket.length
