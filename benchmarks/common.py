@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from torch.profiler import profile
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_model
@@ -58,6 +60,18 @@ def take_turns(
             if repetition >= 0:
                 records.append({**scenario, "system": name, "repetition": repetition, **measured})
     return records
+
+
+def peak_allocated(work: Callable[[], object]) -> int:
+    """The most bytes that `work` has allocated for tensors on the CPU at any time, beyond those that were there before."""
+    with profile(profile_memory=True) as profiled:
+        work()
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(
+        itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())), default=0
+    )
 
 
 def spread(values: Sequence[float]) -> Record:

@@ -13,7 +13,8 @@ import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum
 from pipelinerl.preprocess.packing import pack
-from pipelinerl.trainer import FrozenModelScorer, Learner, StepResult
+from pipelinerl.trainer import FrozenModelScorer, Learner, StepResult, logprobs
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 from pipelinerl.trainer.sharding.reference import ShardedReference
@@ -52,6 +53,8 @@ class Scenario(msgspec.Struct, frozen=True):
     correction: dict[str, Any] = {}
     untied: bool = False
     samples: int = 13
+    logits_at_once: int | None = None
+    """Limit of logits in memory, above which `head_chunk: auto` has an effect; null: the real one."""
 
 
 LORA = {"lora": LoraConfig(rank=3)}
@@ -88,6 +91,14 @@ SCENARIOS = {
     "lora_untied": Scenario({"gradient_checkpointing": True}, model=LORA, untied=True),
     "bfloat16": Scenario(APART, model={"dtype": "bfloat16", "head_dtype": "float32"}, samples=7),
     "lora_bfloat16": Scenario(APART, model=LORA | {"dtype": "bfloat16"}, samples=7),
+    "in_chunks": Scenario({"head_chunk": 7, "loss": "ppo", "micro_batch_tokens": 60}, untied=True),
+    "in_chunks_kl": Scenario(KL | {"head_chunk": 7}),
+    "in_chunks_kl_untied": Scenario(KL | {"head_chunk": 7}, untied=True),
+    "in_chunks_lora": Scenario({"head_chunk": 7, "loss": "cispo"}, model=LORA, untied=True),
+    "in_chunks_bfloat16": Scenario(
+        APART | {"head_chunk": 7, "loss": "gspo"}, model={"dtype": "bfloat16", "head_dtype": "float32"}, samples=7
+    ),
+    "some_in_chunks": Scenario(KL | {"loss": "gspo"}, untied=True, logits_at_once=20_000),
     "one_sample": Scenario(samples=1),
     "no_gradient": Scenario(samples=0),
     "refused": Scenario({"ess_threshold": 0.99}),
@@ -121,6 +132,17 @@ def configs(root: Path, scenario: Scenario, device: str = "cpu") -> tuple[Traine
     trainer = TrainerConfig(**(base | scenario.trainer))
     model = ModelConfig(path=str(root / ("untied" if scenario.untied else "tied")), **scenario.model)
     return trainer, model, CorrectionConfig(**scenario.correction)
+
+
+@contextmanager
+def limit_of(scenario: Scenario) -> Iterator[None]:
+    """Of two places that are computed at the same time, only one may have more logits than this."""
+    before = logprobs.LOGITS_AT_ONCE
+    logprobs.LOGITS_AT_ONCE = scenario.logits_at_once or before
+    try:
+        yield
+    finally:
+        logprobs.LOGITS_AT_ONCE = before
 
 
 def of_reference(root: Path, config: ModelConfig) -> ModelConfig:
@@ -239,8 +261,14 @@ def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = N
             lora.load_adapter(checkpoint)
     reference = None
     if trainer.kl_coefficient:
-        frozen, budget = lora.model if lora else load_model(of_reference(root, config), device), trainer.micro_batch_tokens
-        reference = FrozenModelScorer(frozen, temperature=0.9, micro_batch_tokens=budget, pack=pack, lora=lora)
+        reference = FrozenModelScorer(
+            lora.model if lora else load_model(of_reference(root, config), device),
+            temperature=0.9,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            pack=pack,
+            lora=lora,
+            head_chunk=trainer.head_chunk,
+        )
     learner = Learner(model, trainer, temperature=0.9, pack=pack, correction=correction, lora=lora)
     train(learner, SCENARIOS[name], folder, checkpoint, reference)
 
@@ -285,7 +313,8 @@ def scenarios_of(ranks: int, *, exhaustive: bool) -> list[str]:
 
 def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") -> None:
     for name in names:
-        train_alone(root, name, root / who / name, checkpoint_of(root, saver, name) if saver else None)
+        with limit_of(SCENARIOS[name]):
+            train_alone(root, name, root / who / name, checkpoint_of(root, saver, name) if saver else None)
 
 
 def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: Sequence[str], *, exhaustive: bool) -> None:
@@ -307,7 +336,8 @@ def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: 
     jobs += [(name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name)) for saver in savers for name in RESUMED]
     with entered as team:
         for name, who, checkpoint in jobs:
-            train_as_rank(root, name, root / who / name, team, checkpoint)
+            with limit_of(SCENARIOS[name]):
+                train_as_rank(root, name, root / who / name, team, checkpoint)
 
 
 def _fork(*jobs: Callable[[], None]) -> None:

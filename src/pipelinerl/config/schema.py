@@ -273,6 +273,10 @@ class TrainerConfig(Section, frozen=True):
     """Gradients are clipped to this global norm."""
     micro_batch_tokens: Count = 8192
     """Token budget of one packed forward/backward; does not change the step's result."""
+    head_chunk: Natural | Literal["auto"] = "auto"
+    """Compute the logits of this many tokens at a time, and again in the backward pass: less memory for more computation.
+    `auto`: 128 (GPU: 1024) for micro-batches with more than 2^28 logits, else all at once. 0: always all at once.
+    """
     ess_threshold: ShareBelowOne = 0.0
     """If a batch's normalised effective sample size is below this, no step is taken: the batch and all stale rollouts are
     dropped (counted) and the trainer waits for on-policy data. 0: off.

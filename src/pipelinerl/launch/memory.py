@@ -33,6 +33,8 @@ PACK_FROM = 1 << 18
 """A CPU engine keeps a second copy of matrices with at least this many elements (`engine.flat.PACK_FROM`)."""
 LOGIT_CHUNKS = 3 * (1 << 22) * 4
 """Bytes of temporaries for log-probabilities, computed in chunks of `trainer.logprobs.CHUNK_ELEMENTS`."""
+LOGITS_AT_ONCE, HEAD_CHUNK = 1 << 28, {"cpu": 128, "cuda": 1024}
+"""Those of `trainer.logprobs`, for `trainer.head_chunk`."""
 SHORT_ANSWERS = 4
 ALLOCATOR = 1.15
 """Factor for the allocator's gaps between buffers that are allocated and freed all the time (measured, glibc)."""
@@ -126,6 +128,19 @@ def activation_bytes(shape: ModelShape, tokens: int, *, item_bytes: int, checkpo
     return int(ALLOCATOR * tokens * (floats * item_bytes + narrow))
 
 
+def logit_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
+    """The logits of a micro-batch; or those of a chunk, with two temporaries, and the head's gradient in float32."""
+    item, chunk = 4 if config.model.head_dtype else _item_bytes(config), config.trainer.head_chunk
+    all_logits = tokens * shape.vocabulary
+    if chunk == 0 or (chunk == "auto" and all_logits <= LOGITS_AT_ONCE):
+        return all_logits * item
+    rows = HEAD_CHUNK.get(config.trainer.device.partition(":")[0], HEAD_CHUNK["cpu"]) if chunk == "auto" else chunk
+    gradient = 4 * shape.vocabulary * shape.hidden if config.model.lora is None and _item_bytes(config) != 4 else 0
+    in_chunks = min(rows, tokens) * shape.vocabulary * (item + 2 * 4) + gradient
+    # Fewer tokens may be sampled: their logits may be below the limit.
+    return in_chunks if chunk != "auto" else max(in_chunks, LOGITS_AT_ONCE * item)
+
+
 def kv_bytes(shape: ModelShape, *, slots: int, length: int, item_bytes: int) -> int:
     """Keys and values of all slots at full length, and recurrent states, which are in float32."""
     return slots * (shape.kv_width * length * item_bytes + shape.state * 4)
@@ -166,9 +181,7 @@ def _trainer(config: RunConfig, shape: ModelShape, longest_prompt: int | None, r
         activation_bytes(shape, tokens, item_bytes=item, checkpointing=checkpointing) for tokens in (short, most)
     )
     parts.append(Part("activations", least_bytes, most_bytes, device))
-    logit = 4 if config.model.head_dtype == "float32" else item
-    row = shape.vocabulary * logit
-    parts.append(Part("logits", short * row, most * row + LOGIT_CHUNKS, device))
+    parts.append(Part("logits", logit_bytes(config, shape, short), logit_bytes(config, shape, most) + LOGIT_CHUNKS, device))
     parts += _float32_head(config, shape, device)
     return parts
 

@@ -56,8 +56,8 @@ class Bucket:
     pad_index: Tensor | None
     cell_index: Tensor | None
 
-    def batch(self, x_1hTD: Tensor) -> Tensor:
-        part_htD = x_1hTD[0, :, self.start : self.end]
+    def batch(self, part_htD: Tensor) -> Tensor:
+        """The tokens of the bucket as a batch [S, h, L, D]."""
         if self.pad_index is not None:
             part_htD = part_htD.index_select(1, self.pad_index)
         heads, _, size = part_htD.shape
@@ -289,13 +289,16 @@ def packed_attention(
     refuse_unknown_features(module, attention_mask, sliding_window=sliding_window, longest=packed_row.longest, other=other)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux[:, None]
+    # Split at once: the gradient of each slice alone would be as large as the row.
+    sizes = [bucket.end - bucket.start for bucket in packed_row.buckets]
+    of_buckets = zip(*(torch.split(x_1hTD.squeeze(0), sizes, 1) for x_1hTD in (query, key, value)), strict=True)
     parts = []
-    for bucket in packed_row.buckets:
+    for bucket, of_bucket in zip(packed_row.buckets, of_buckets, strict=True):
         windowed = sliding_window is not None and sliding_window < bucket.length
         mask = packed_row.causal_mask(bucket.length, sliding_window) if sliding_window is not None and windowed else None
         if mask is None and (softcap is not None or sinks is not None):
             mask = packed_row.causal_mask(bucket.length, bucket.length)
-        query_ShLD, key_ShLD, value_ShLD = map(bucket.batch, (query, key, value))
+        query_ShLD, key_ShLD, value_ShLD = map(bucket.batch, of_bucket)
         out_ShLD = attend(query_ShLD, key_ShLD, value_ShLD, mask, scale=scale, softcap=softcap, sinks=sinks)
         parts.append(bucket.tokens(out_ShLD))
     return torch.cat(parts)[None], None

@@ -1,19 +1,23 @@
-"""Log-probabilities of given tokens, and entropies, with a single copy of the logits in memory."""
+"""Log-probabilities of given tokens, and entropies, with a single copy of the logits in memory, or with a part of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, training_forward
+from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, TrainingForward, training_forward
 from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.types import Segment
+
+if TYPE_CHECKING:
+    from pipelinerl.models.chunked_head import ChunkedHead
 
 CHUNK_ELEMENTS = 1 << 22
 """Rows are processed in chunks of about this many logits, which bounds temporary memory for any vocabulary size."""
@@ -70,6 +74,55 @@ def _chunks(logits_PV: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
+# ---- log-probabilities of a packed row
+
+LOGITS_AT_ONCE = 1 << 28
+"""With `head_chunk: auto`, more logits than this are never in memory at once."""
+HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
+"""Tokens at a time then."""
+
+
+class RowLogprobs:
+    """Log-probabilities and entropies (P,) of a row's sampled tokens at `temperature`, with all logits or in chunks.
+
+    `head_chunk` is that of the configuration. `several_ranks`: the model is sharded, so all ranks have to create this at the
+    same point, which makes a forward pass.
+    """
+
+    def __init__(
+        self,
+        forward: TrainingForward,
+        *,
+        temperature: float,
+        head_chunk: int | Literal["auto"] = "auto",
+        several_ranks: bool = False,
+    ) -> None:
+        self._forward = forward
+        self._temperature = temperature
+        self._head_chunk = head_chunk
+        if several_ranks and head_chunk:
+            _ = self._chunked
+
+    def __call__(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+        if self._in_chunks(row.sampled_ids_P.numel()) and self._chunked is not None:
+            return self._chunked(row)
+        return token_logprobs(self._forward(row), row.sampled_ids_P, self._temperature)
+
+    def _in_chunks(self, positions: int) -> bool:
+        if self._head_chunk != "auto":
+            return self._head_chunk > 0
+        head = self._forward.model.get_output_embeddings()
+        return head is not None and positions * head.weight.shape[0] > LOGITS_AT_ONCE
+
+    @cached_property
+    def _chunked(self) -> ChunkedHead | None:
+        from pipelinerl.models.chunked_head import ChunkedHead  # noqa: PLC0415 - small models don't need it
+
+        device = next(self._forward.model.parameters()).device.type
+        chunk = HEAD_CHUNK.get(device, HEAD_CHUNK["cpu"]) if self._head_chunk == "auto" else self._head_chunk
+        return ChunkedHead.of(self._forward, temperature=self._temperature, chunk=chunk)
+
+
 # ---- log-probabilities under the initial model, for the KL penalty
 
 
@@ -82,15 +135,25 @@ class FrozenModelScorer:
     """
 
     _waste = MAX_PADDING_WASTE
+    _several_ranks = False
 
     def __init__(
-        self, model: Any, *, temperature: float, micro_batch_tokens: int, pack: Packer, lora: LoraModel | None = None
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        pack: Packer,
+        lora: LoraModel | None = None,
+        head_chunk: int | Literal["auto"] = "auto",
     ) -> None:
         self._forward = training_forward(model)
+        self._row_logprobs = RowLogprobs(
+            self._forward, temperature=temperature, head_chunk=head_chunk, several_ranks=self._several_ranks
+        )
         self._model = model.eval() if lora else model.eval().requires_grad_(False)
         self._initial = lora.without_adapters if lora else nullcontext
         self._device: torch.device = next(model.parameters()).device
-        self._temperature = temperature
         self._budget = micro_batch_tokens
         self._pack = pack
 
@@ -108,5 +171,4 @@ class FrozenModelScorer:
         """The log-probabilities (P,) of the sampled tokens of one packed batch."""
         row = PackedRow.of(segments, self._device, waste=self._waste)
         with self._initial():
-            logits_PV = self._forward(row)
-        return token_logprobs(logits_PV, row.sampled_ids_P, self._temperature)[0]
+            return self._row_logprobs(row)[0]

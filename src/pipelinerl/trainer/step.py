@@ -25,7 +25,7 @@ from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, checkpoint_activations, training_forward
 from pipelinerl.models.state import named_weights
-from pipelinerl.trainer.logprobs import token_logprobs
+from pipelinerl.trainer.logprobs import RowLogprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
 from pipelinerl.trainer.micro_batch import MicroBatch, Packer, padded_bins, segment_lengths, split
 from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
@@ -80,6 +80,7 @@ class Learner:
     """
 
     _waste = MAX_PADDING_WASTE
+    _several_ranks = False
 
     def __init__(
         self,
@@ -96,6 +97,9 @@ class Learner:
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         self._forward = training_forward(model)
+        self._row_logprobs = RowLogprobs(
+            self._forward, temperature=temperature, head_chunk=config.head_chunk, several_ranks=self._several_ranks
+        )
         self.runner = self._forward.description
         if model.config.get_text_config() is not model.config:
             from pipelinerl.models.own_forward import freeze_all_but_text  # noqa: PLC0415 - few models are more than text
@@ -108,7 +112,6 @@ class Learner:
         self.optimizer = self._new_optimizer(config)
         self._config = config
         self._loss = make_loss(config, correction)
-        self._temperature = temperature
         self._pack = pack
         # With a KL or drift penalty every token has a gradient, even at zero advantage.
         self._skip_zero_advantage = skip_zero_advantage and config.kl_coefficient == 0 and correction.drift == 0
@@ -211,9 +214,7 @@ class Learner:
     def _accumulate(self, samples: Sequence[TrainingSample], version: int, normalizer: int, sums: Sums) -> None:
         """Forward and backward of one micro-batch."""
         batch = MicroBatch.of(samples, version=version, device=self._device, waste=self._waste)
-        logits_PV = self._forward(batch.row)
-        logprobs_P, entropy_P = token_logprobs(logits_PV, batch.row.sampled_ids_P, self._temperature)
-        del logits_PV
+        logprobs_P, entropy_P = self._row_logprobs(batch.row)
         inputs = LossInputs(
             logprobs_N=logprobs_P,
             behaviour_logprobs_N=batch.behaviour_logprobs_P,

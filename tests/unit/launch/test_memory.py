@@ -156,6 +156,8 @@ def test_damaged_files_are_named_before_anything_starts(tmp_path: Path, name: st
 def test_constants_are_those_of_the_code_they_stand_for() -> None:
     assert memory.PACK_FROM == flat.PACK_FROM
     assert memory.LOGIT_CHUNKS == 3 * 4 * logprobs.CHUNK_ELEMENTS
+    assert memory.LOGITS_AT_ONCE == logprobs.LOGITS_AT_ONCE
+    assert memory.HEAD_CHUNK == logprobs.HEAD_CHUNK
 
 
 def test_the_engines_memory_is_what_the_engine_allocates(tmp_path: Path) -> None:
@@ -280,6 +282,22 @@ def test_ranks_share_the_weights_the_gradients_and_the_optimizers_state() -> Non
     narrow = predicted("--trainer.ranks=4", "--model.dtype=bfloat16")["training"]
     assert narrow["weights"] == ranks[0]["weights"], "they are the master copy, in float32"
     assert narrow["gathered weights"] == ranks[0]["gathered weights"] / 2
+
+
+def test_logits_take_at_most_the_limit_or_those_of_a_chunk() -> None:
+    def logits(*flags: str) -> int:
+        most = ("--trainer.micro_batch_tokens=8192", "--trainer.batch_size=64", "--engine.max_length=2048")
+        return predicted(*most, *flags)["training"]["logits"] - memory.LOGIT_CHUNKS
+
+    vocabulary, hidden = BILLION.vocabulary, BILLION.hidden
+    assert logits("--trainer.head_chunk=0") == 8192 * vocabulary * 4
+    assert logits() == 4 << 28, "as many may be sampled as fit the limit"
+    assert logits("--trainer.head_chunk=100") == 100 * vocabulary * 12
+    narrow = ("--trainer.head_chunk=100", "--model.dtype=bfloat16")
+    assert logits(*narrow) == 100 * vocabulary * 10 + 4 * vocabulary * hidden, "and the sum of the head's gradient"
+    assert logits(*narrow, "--model.lora={}") == 100 * vocabulary * 10
+    few = logits("--trainer.micro_batch_tokens=2000")
+    assert few == 2000 * vocabulary * 4 == logits("--trainer.micro_batch_tokens=2000", "--trainer.head_chunk=0")
 
 
 KL = ("--trainer.kl_coefficient=0.1", "--preprocess.zero_advantage=keep")

@@ -127,7 +127,7 @@ def test_recomputing_activations_changes_nothing() -> None:
 SEQUENCE_MASK = CorrectionConfig(token="none", sequence="geo_mask", sequence_low=0.97, sequence_high=1.03)
 
 
-@pytest.mark.parametrize(
+OBJECTIVES = pytest.mark.parametrize(
     ("loss", "correction"),
     [
         ("reinforce", CorrectionConfig()),
@@ -140,6 +140,9 @@ SEQUENCE_MASK = CorrectionConfig(token="none", sequence="geo_mask", sequence_low
         ("decoupled", CorrectionConfig()),
     ],
 )
+
+
+@OBJECTIVES
 def test_metrics_and_weights_do_not_depend_on_micro_batches(loss: str, correction: CorrectionConfig) -> None:
     results, models = [], []
     for budget in (1, 50, 10_000):
@@ -157,6 +160,24 @@ def test_metrics_and_weights_do_not_depend_on_micro_batches(loss: str, correctio
         for field in ("ess", "kl_behaviour_policy", "entropy_mean", "weight_max", "lag_mean", *fractions):
             assert getattr(result.metrics, field) == pytest.approx(getattr(results[0].metrics, field), abs=1e-5), field
         assert result.loss == pytest.approx(results[0].loss, abs=1e-6)
+
+
+@OBJECTIVES
+def test_logits_in_chunks_change_no_step(loss: str, correction: CorrectionConfig) -> None:
+    results, models = [], []
+    for head_chunk in (0, 5):
+        model = make_model()
+        samples = make_samples(model)
+        taught = learner(model, correction, micro_batch_tokens=100, loss=loss, head_chunk=head_chunk)
+        results.append([taught.step(samples, version) for version in (3, 4, 5)])
+        models.append(weights(model))
+    for a, b in zip(*models, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    for whole, in_chunks in zip(*results, strict=True):
+        assert in_chunks.loss == pytest.approx(whole.loss, abs=1e-6)
+        assert in_chunks.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+        for name, value in msgspec.to_builtins(whole.metrics).items():
+            assert getattr(in_chunks.metrics, name) == pytest.approx(value, abs=1e-5), name
 
 
 def test_skipping_rollouts_without_advantage_changes_nothing() -> None:

@@ -250,4 +250,5 @@ class Gaps:
             temperature=config.actor.temperature,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             pack=pack,
+            head_chunk=config.trainer.head_chunk,
         )

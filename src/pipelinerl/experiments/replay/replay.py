@@ -46,7 +46,7 @@ DEVICE_KEYS = ("trainer.device", "trainer.threads", "engine.device", "engine.thr
 COUNTERFACTUAL_KEYS = (
     *("trainer.loss", "trainer.clip_low", "trainer.clip_high", "trainer.dual_clip", "trainer.loss_normalization"),
     *("trainer.kl_coefficient", "trainer.learning_rate", "trainer.ess_lr", "trainer.lr_schedule", "trainer.warmup_steps"),
-    *("trainer.betas", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.micro_batch_tokens"),
+    *("trainer.betas", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.micro_batch_tokens", "trainer.head_chunk"),
     *("correction.token", "correction.token_low", "correction.token_high", "correction.sequence", "correction.sequence_low"),
     *("correction.sequence_high", "correction.drift"),
     *("preprocess.advantage", "preprocess.normalize_std", "preprocess.zero_advantage"),

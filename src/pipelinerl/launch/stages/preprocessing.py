@@ -75,4 +75,5 @@ def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | N
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         pack=pack,
         lora=lora,
+        head_chunk=config.trainer.head_chunk,
     )

@@ -111,6 +111,8 @@ class ShardedOptimizer(Optimizer):
 class ShardedLearner(Learner):
     """A `Learner` on one rank of `team`. Rank 0 is used like a `Learner`; the others call `follow`."""
 
+    _several_ranks = True
+
     def __init__(
         self,
         policy: ShardedPolicy,

@@ -25,6 +25,8 @@ class ShardedReference(FrozenModelScorer):
     the same point. Raises the errors of `load_model`, and UnsupportedModelError like `training_forward`.
     """
 
+    _several_ranks = True
+
     def __init__(
         self,
         policy: ShardedPolicy,
@@ -46,7 +48,12 @@ class ShardedReference(FrozenModelScorer):
         self._team = team
         self._attention_cost = attention_cost(model)
         super().__init__(
-            model, temperature=temperature, micro_batch_tokens=trainer.micro_batch_tokens, pack=pack, lora=policy.lora
+            model,
+            temperature=temperature,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            pack=pack,
+            lora=policy.lora,
+            head_chunk=trainer.head_chunk,
         )
         if self._forward.padded:
             self._waste = 1.0  # as in `ShardedLearner`

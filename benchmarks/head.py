@@ -1,0 +1,119 @@
+"""One optimizer step with all logits in memory and in chunks: time, memory, and the share of the processor's matmul peak.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.head --model PATH/TO/SmolLM2-135M-Instruct
+
+Each takes the same step on the same samples. `peak_MB` is what the step allocates at most beyond weights, gradients and the
+optimizer's state. `matmul` is the share of the peak: the operations in matrix products of a step with all logits,
+over the time and over the best speed of a product of the model's sizes. The losses must agree to 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import common
+from benchmarks.common import Record
+from benchmarks.trainer import LOSS_TOLERANCE, make_samples
+from pipelinerl.config.schema import LoraConfig, TrainerConfig
+from pipelinerl.models.lora import LoraModel
+from pipelinerl.preprocess.packing import pack
+from pipelinerl.trainer import Learner
+from pipelinerl.types import TrainingSample
+
+
+def learner_of(path: str, head_chunk: int, tokens: int, lora: LoraConfig | None) -> Learner:
+    model = common.fresh_model(path)
+    config = TrainerConfig(micro_batch_tokens=tokens, head_chunk=head_chunk)
+    adapters = None if lora is None else LoraModel(model, lora, seed=0)
+    return Learner(model, config, temperature=1.0, pack=pack, lora=adapters)
+
+
+def step(learner: Learner, samples: Sequence[TrainingSample]) -> Callable[[], Record]:
+    def measure() -> Record:
+        begin_s = time.perf_counter()
+        result = learner.step(samples, version=0)
+        return {"wall_s": time.perf_counter() - begin_s, "loss": result.loss}
+
+    return measure
+
+
+def matmul_peak(tokens: int, hidden: int, width: int) -> float:
+    """FLOP/s of the best of several products of a micro-batch and a matrix."""
+    a, b = torch.randn(tokens, hidden), torch.randn(hidden, width)
+    best_s = float("inf")
+    for _ in range(20):
+        begin_s = time.perf_counter()
+        torch.mm(a, b)
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return 2 * tokens * hidden * width / best_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a folder of a Hugging Face causal LM")
+    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--longest", type=int, default=219, help="tokens of the longest completion")
+    parser.add_argument("--prompt-tokens", type=int, default=6)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--head-chunks", type=int, nargs="+", default=[0, 128])
+    parser.add_argument("--lora", action="store_true", help="adapters, so that the head is frozen")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", help="name of the result file (default: head-MODEL)")
+    parser.add_argument("--results", type=Path, default=common.RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    machine_before = common.machine()
+    lora = LoraConfig() if options.lora else None
+    learners = {
+        f"{chunk} tokens at a time" if chunk else "all logits": learner_of(
+            options.model, chunk, options.micro_batch_tokens, lora
+        )
+        for chunk in options.head_chunks
+    }
+    first = next(iter(learners.values()))
+    model = first.model.config
+    samples = make_samples(options.samples, options.longest, options.prompt_tokens, model.vocab_size)
+    with FlopCounterMode(display=False) as counter:
+        first.step(samples, version=0)
+    peaks_bytes = {}
+    for name, learner in learners.items():
+        learner.step(samples, version=0)  # makes the optimizer's state
+        peaks_bytes[name] = common.peak_allocated(lambda learner=learner: learner.step(samples, version=0))
+    measured = {name: step(learner, samples) for name, learner in learners.items()}
+    records = common.take_turns(measured, options.repetitions, scenario={"model": common.model_label(options.model)})
+    peak = matmul_peak(min(2048, options.micro_batch_tokens), model.hidden_size, model.intermediate_size)
+    steps_s = common.medians(records, "wall_s")
+    fastest_first = next(iter(steps_s.values()))
+    table: list[Record] = [
+        {
+            "logits": name,
+            "step_s": step_s,
+            "time": step_s / fastest_first,
+            "peak_MB": peaks_bytes[name] / 1e6,
+            "matmul": counter.get_total_flops() / step_s / peak,
+        }
+        for name, step_s in steps_s.items()
+    ]
+    common.write_results(
+        options.name or f"head-{common.model_label(options.model)}{'-lora' if lora else ''}",
+        settings=common.settings_of(options),
+        machine_before=machine_before,
+        records=records,
+        table=table,
+        directory=options.results,
+    )
+    for repetition in {record["repetition"] for record in records}:
+        losses = [record["loss"] for record in records if record["repetition"] == repetition]
+        if max(losses) - min(losses) > LOSS_TOLERANCE * max(1.0, abs(losses[0])):
+            raise SystemExit("the losses differ: this compares different computations")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Log-probabilities, entropies and gradients of a head in chunks equal those of all logits, in a fraction of the memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import common
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Cohere2Config, GraniteConfig, LlamaConfig
+
+from pipelinerl.models import chunked_head
+from pipelinerl.models.chunked_head import LogitTransform, logit_transform
+from pipelinerl.models.float32_head import use_float32_head
+from pipelinerl.models.packed import PackedRow, TrainingForward, training_forward
+from pipelinerl.trainer import logprobs
+from pipelinerl.trainer.logprobs import RowLogprobs
+from pipelinerl.types import Segment
+from tests.parity.models import CONFIGS, VOCABULARY
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+}
+SCALED = {
+    "cohere2-scale": Cohere2Config(**SIZES, logit_scale=0.25, pad_token_id=0),
+    "granite-division": GraniteConfig(**SIZES, logits_scaling=3.0, pad_token_id=0),
+}
+LENGTHS = (9, 23, 2, 9, 17, 12)
+CHUNK = 7
+"""Divides neither the number of positions nor that of a length bucket."""
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    config = copy.deepcopy((CONFIGS | SCALED)[name])
+    # Grouped matrix products of experts have no float64.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    head = model.get_output_embeddings()
+    if head.bias is not None:
+        head.bias.data.normal_()
+    return model.to(dtype).eval()
+
+
+def row() -> PackedRow:
+    draw = torch.Generator().manual_seed(7)
+    tokens = [tuple(torch.randint(0, VOCABULARY, (n,), generator=draw).tolist()) for n in LENGTHS]
+    return PackedRow.of(
+        [Segment(token_ids=t, sampled=((1, 3), (5, len(t))) if len(t) > 6 else ((1, len(t)),)) for t in tokens]
+    )
+
+
+def computed(model: Any, forward: TrainingForward, head_chunk: int, temperature: float = 0.7) -> dict[str, Tensor]:
+    """Log-probabilities, entropies, and the gradient of a weighted sum of the former by each parameter."""
+    model.zero_grad()
+    logprobs_P, entropy_P = RowLogprobs(forward, temperature=temperature, head_chunk=head_chunk)(row())
+    slope_P = torch.randn(len(logprobs_P), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert not entropy_P.requires_grad
+    (logprobs_P * slope_P).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logprobs": logprobs_P.detach(), "entropy": entropy_P, **gradients}
+
+
+def require_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Relative to the largest element."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = max(1.0, tensor.abs().max().item())
+        torch.testing.assert_close(found[name].to(tensor.dtype), tensor, atol=tolerance * scale, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *SCALED])
+def test_it_equals_the_logits_of_every_family(name: str) -> None:
+    model = make_model(name)
+    forward = training_forward(model)
+    in_chunks, expected = computed(model, forward, CHUNK), computed(model, forward, 0)
+    # Mamba's own code rounds logits to float32.
+    require_close(in_chunks, expected, 1e-12 if expected["logprobs"].dtype == torch.float64 else 1e-5)
+    assert model.get_output_embeddings().forward.__func__ is type(model.get_output_embeddings()).forward
+
+
+def test_it_equals_the_formula() -> None:
+    model = make_model("gemma2")
+    forward = training_forward(model)
+    given = row()
+    logits_PV = forward(given) / 0.7
+    expected_PV = logits_PV.log_softmax(-1)
+    found_P, entropy_P = RowLogprobs(forward, temperature=0.7, head_chunk=CHUNK)(given)
+    torch.testing.assert_close(found_P, expected_PV.gather(1, given.sampled_ids_P[:, None])[:, 0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(entropy_P, -(expected_PV.exp() * expected_PV).sum(-1).detach(), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("head_chunk", [1, CHUNK, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "wide", "tolerance"),
+    [(torch.float32, False, 1e-6), (torch.bfloat16, True, 5e-3), (torch.bfloat16, False, 5e-3)],
+    ids=["float32", "bfloat16 with a float32 head", "bfloat16"],
+)
+def test_it_equals_the_logits_in_each_type(dtype: torch.dtype, wide: bool, tolerance: float, head_chunk: int) -> None:
+    """In bfloat16: log-probabilities as in float32, and gradients up to a rounding."""
+    model = make_model("gemma2" if dtype == torch.float32 else "llama-untied", dtype)
+    if wide:
+        use_float32_head(model)
+    forward = training_forward(model)
+    found, expected = computed(model, forward, head_chunk), computed(model, forward, 0)
+    require_close(found, expected, tolerance)
+    require_close(*({key: of[key] for key in ("logprobs", "entropy")} for of in (found, expected)), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "lfm2-conv"])
+def test_under_a_frozen_head_nothing_is_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(name)
+    for parameter in (*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()):
+        parameter.requires_grad_(False)
+    forward = training_forward(model)
+    expected = computed(model, forward, 0)
+    passes: list[int] = []
+
+    class Counted(chunked_head._Chunks):
+        def __init__(self, *arguments: Any) -> None:
+            passes.append(1)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(chunked_head, "_Chunks", Counted)
+    require_close(computed(model, forward, CHUNK), expected, 1e-12)
+    assert len(passes) == (len(row().buckets) if forward.padded else 1), "in the forward pass only"
+
+
+def test_the_transform_of_each_family_is_found() -> None:
+    found = {name: logit_transform(training_forward(make_model(name))) for name in ("llama", "gemma2", *SCALED)}
+    assert found == {
+        "llama": LogitTransform(),
+        "gemma2": LogitTransform(1.0, 8.0),
+        "cohere2-scale": LogitTransform(0.25),
+        "granite-division": LogitTransform(1 / 3),
+    }
+
+
+def test_a_cap_of_scaled_logits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", torch.bfloat16)
+    forward = training_forward(model)
+    plain = type(model).forward
+
+    def capped(*arguments: Any, **options: Any) -> Any:
+        output = plain(*arguments, **options)
+        output.logits = torch.tanh(output.logits * 0.1 / 30.0) * 30.0
+        return output
+
+    monkeypatch.setattr(type(model), "forward", capped)
+    assert logit_transform(forward) == LogitTransform(0.1, 30.0)
+
+
+def test_another_transform_keeps_all_logits_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("llama")
+    forward = training_forward(model)
+    plain = type(model).forward
+
+    def shifted(*arguments: Any, **options: Any) -> Any:
+        output = plain(*arguments, **options)
+        output.logits = output.logits - output.logits.square() / 9
+        return output
+
+    monkeypatch.setattr(type(model), "forward", shifted)
+    require_close(computed(model, forward, CHUNK), computed(model, forward, 0), 0.0)
+    assert "all logits of LlamaForCausalLM stay in memory" in caplog.text
+
+
+def test_excluded_tokens_have_no_part_in_entropy_or_gradient() -> None:
+    model = make_model("phi")
+    forward = training_forward(model)
+    model.get_output_embeddings().bias.data[5:] = -math.inf
+    given = PackedRow.of([Segment(token_ids=(90, 1, 4), sampled=((1, 3),))])
+    logprobs_P, entropy_P = RowLogprobs(forward, temperature=1.0, head_chunk=1)(given)
+    logprobs_P.sum().backward()
+    assert entropy_P.isfinite().all()
+    assert (entropy_P < math.log(5)).all()
+    gradient = model.get_output_embeddings().weight.grad
+    assert gradient.isfinite().all()
+    assert not gradient[5:].any()
+    assert gradient[:5].any()
+
+
+def test_only_more_logits_than_a_limit_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    forward = training_forward(model)
+    logits = row().sampled_ids_P.numel() * VOCABULARY
+    kept: list[int] = []
+    plain = logprobs.token_logprobs
+    monkeypatch.setattr(logprobs, "token_logprobs", lambda *arguments: kept.append(1) or plain(*arguments))
+    for limit in (logits, logits - 1):
+        monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", limit)
+        RowLogprobs(forward, temperature=1.0)(row())
+        assert kept == [1]
+
+
+# ---- memory
+
+
+def peak_bytes(model: Any, forward: TrainingForward, positions: int, head_chunk: int) -> int:
+    """What is allocated at most, above what was there before, in forward and backward."""
+    given = PackedRow.of([Segment(token_ids=tuple(range(positions + 1)), sampled=((1, positions + 1),))])
+    of_row = RowLogprobs(forward, temperature=1.0, head_chunk=head_chunk)
+    of_row(given)  # finds the transform
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return common.peak_allocated(lambda: of_row(given)[0].sum().backward())
+
+
+def wide_model(vocabulary: int) -> tuple[Any, TrainingForward]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"vocab_size": vocabulary})).eval()
+    return model, training_forward(model)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_memory_does_not_grow_with_tokens_times_vocabulary(frozen: bool) -> None:
+    vocabulary, chunk = 20_000, 8
+    model, forward = wide_model(vocabulary)
+    if frozen:
+        model.lm_head.requires_grad_(False)
+        model.get_input_embeddings().requires_grad_(False)
+    short, long = (peak_bytes(model, forward, positions, chunk) for positions in (200, 400))
+    whole = peak_bytes(model, forward, 400, 0)
+    logits, of_chunk, of_head = 400 * vocabulary * 4, chunk * vocabulary * 4, model.lm_head.weight.nbytes
+    assert whole > logits
+    assert long - short < 0.02 * logits, "activations of the layers"
+    assert long < 3 * of_chunk + (0 if frozen else 2 * of_head) + 0.05 * logits
