@@ -115,6 +115,14 @@ def same_messages(some: Sequence[PlainMessage], others: Sequence[PlainMessage]) 
     return len(some) == len(others) and all(_same(one, other) for one, other in zip(some, others, strict=True))
 
 
+def with_description(messages: Sequence[PlainMessage], described: str) -> list[PlainMessage]:
+    """The messages with `described` appended to the system message."""
+    has_one = messages[0]["role"] == "system"
+    first, rest = (messages[0], messages[1:]) if has_one else ({"role": "system", "content": ""}, messages)
+    content = f"{first['content']}\n\n{described}" if first["content"] else described
+    return [{**first, "content": content}, *rest]
+
+
 def _same(one: PlainMessage, other: PlainMessage) -> bool:
     """Answers are compared by text and calls only: callers drop ids, or strip the text."""
     if one is other:
