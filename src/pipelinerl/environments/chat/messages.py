@@ -141,7 +141,10 @@ def _text(content: Any) -> str:
         return content or ""
     if isinstance(content, Sequence) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)
-    raise RequestError("messages: `content` must be a text, or a list of parts of type `text`")
+    types = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    raise RequestError(
+        f"messages: `content` must be a text, or a list of parts of type `text`, not {str(types or content)[:80]}"
+    )
 
 
 def _plain_call(call: Any) -> PlainMessage:

@@ -37,6 +37,8 @@ _SUPPORTED = frozenset(
     }
 )
 
+_NEUTRAL = {"n": 1, "repetition_penalty": 1, "response_format": ResponseFormat(type="text")}
+
 
 def check(request: ModelRequest, sampling: SamplingParams) -> None:
     """Raises RequestError for parameters that differ from this rollout's sampling."""
@@ -52,9 +54,8 @@ def check(request: ModelRequest, sampling: SamplingParams) -> None:
     if request.grammar is not None:
         raise RequestError(f"{request.grammar.key}: an agent in training can't set it; leave it out")
     for field in msgspec.structs.fields(request):
-        value = getattr(request, field.name)
-        text_format = isinstance(value, ResponseFormat)  # others have a grammar
-        if field.name not in _SUPPORTED and value not in (None, field.default, False, [], (), {}) and not text_format:
+        neutral = (None, field.default, _NEUTRAL.get(field.name), False, [], (), {})
+        if field.name not in _SUPPORTED and getattr(request, field.name) not in neutral:
             raise RequestError(f"{field.name}: an agent in training can't set it; leave it out")
     if request.most_tokens is not None and request.most_tokens < 1:
         raise RequestError(f"max_tokens {request.most_tokens}: ask for at least 1")

@@ -121,7 +121,7 @@ class _Scored(NamedTuple):
     prefill: Prefill
     begin: int
     offset: int
-    count: int
+    length: int
 
 
 class ServerEngine(LocalEngine):
@@ -152,7 +152,7 @@ class ServerEngine(LocalEngine):
                 if _scorers(prefill)
             )
         if self._scored:
-            scored = {part.begin + i for part in self._scored for i in range(part.count)}
+            scored = {part.begin + i for part in self._scored for i in range(part.length)}
             self._needed, keep = keep, sorted(scored.union(keep))
             self._kept = keep
         return ids_T, positions_T, keep, packed

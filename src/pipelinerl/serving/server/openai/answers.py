@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Container, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, TypeVar
 
@@ -139,11 +139,12 @@ async def pieces(
     stop: StopStrings,
     *,
     singly: bool,
+    silent: Container[int],
 ) -> AsyncGenerator[Piece]:
     """Yield the text of a generation in pieces; the last piece has no tokens.
 
-    `singly`: one piece per token; otherwise one per batch. Raises the request's error if it was refused, or was cancelled
-    because the server stops.
+    `singly`: one piece per token; otherwise one per batch. `silent`: tokens without text. Raises the request's error if it
+    was refused, or was cancelled because the server stops.
     """
     last_id: int | None = None
     async for batch in generation.batches():
@@ -151,7 +152,7 @@ async def pieces(
         for start in range(0, len(batch), size):
             tokens = batch[start : start + size]
             last_id = tokens[-1].token_id
-            yield Piece(tokens, stop.feed(text.feed([event.token_id for event in tokens])))
+            yield Piece(tokens, stop.feed(text.feed([event.token_id for event in tokens if event.token_id not in silent])))
             if stop.found is not None:
                 break
         if stop.found is not None:

@@ -257,7 +257,9 @@ class _Call:
         text = TextStream(self._tokenizer, special=not body.skip_special_tokens)
         stop = StopStrings(body.stops, include=body.include_stop_str_in_output)
         singly = self._top is not None or bool(body.stops)
-        async for piece in pieces(self._service.exchange, choice.generation, choice.extras, text, stop, singly=singly):
+        silent = () if body.include_stop_str_in_output else choice.generation.request.sampling.stop_token_ids
+        exchange = self._service.exchange
+        async for piece in pieces(exchange, choice.generation, choice.extras, text, stop, singly=singly, silent=silent):
             choice.last = piece
             yield piece
             choice.tokens += piece.tokens

@@ -77,8 +77,9 @@ def _source(grammar: Grammar) -> str:
         lines = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]
         for number, tool in enumerate(tools):
             head = f'<tool_call>\n{{"name": {json.dumps(tool["name"])}, "arguments": '
+            schema = {"type": "object", **(tool.get("parameters") or {}), "x-guidance": _WHITE_SPACE}
             lines += [
                 f"call{number}: {json.dumps(head)} arguments{number} {json.dumps(_END_OF_CALL)}",
-                f"arguments{number}: %json {json.dumps({'type': 'object'} | (tool.get('parameters') or {}))}",
+                f"arguments{number}: %json {json.dumps(schema)}",
             ]
     return str(llguidance.LLMatcher.grammar_from_lark("\n".join(lines)))
