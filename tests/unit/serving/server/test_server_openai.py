@@ -270,7 +270,7 @@ async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
         assert chunks[-1].finish_reason == "tool_calls"
         assert chunks[-1].delta.content == "Well."
         assert chunks[-1].delta.tool_calls[0].index == 0
-        assert chunks[-1].delta.tool_calls[0].function == call.function
+        assert chunks[-1].delta.tool_calls[0].function.arguments == call.function.arguments
         unoffered = (await client.chat.completions.create(**wants | {"tool_choice": "none"})).choices[0]
         assert (unoffered.message.content, unoffered.message.tool_calls) == (said, None)
         history = [*CHAT["messages"], choice.message.model_dump(), {"role": "tool", "tool_call_id": "x", "content": "2"}]
