@@ -54,7 +54,7 @@ def check(request: ModelRequest, sampling: SamplingParams) -> None:
     if request.grammar is not None:
         raise RequestError(f"{request.grammar.key}: an agent in training can't set it; leave it out")
     for field in msgspec.structs.fields(request):
-        neutral = (None, field.default, _NEUTRAL.get(field.name), False, [], (), {})
+        neutral: tuple[object, ...] = (None, field.default, _NEUTRAL.get(field.name), False, [], (), {})
         if field.name not in _SUPPORTED and getattr(request, field.name) not in neutral:
             raise RequestError(f"{field.name}: an agent in training can't set it; leave it out")
     if request.most_tokens is not None and request.most_tokens < 1:
