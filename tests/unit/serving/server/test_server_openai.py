@@ -361,6 +361,18 @@ async def test_schemas_that_can_not_be_followed_are_refused(tmp_path: Path, sche
 
 
 @in_event_loop
+async def test_an_answer_that_gets_stuck_is_an_error_of_its_request_alone(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    async with official(tmp_path) as (_, plain, service):
+        endless = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+        response = await plain.post("/v1/completions", json=PLAIN | {"structured_outputs": {"json": endless}})
+        assert response.status_code == 400
+        assert "can't be constrained further" in response.json()["error"]["message"]
+        assert (await plain.post("/v1/completions", json=PLAIN)).status_code == 200
+        assert service.engine.refusing is None
+
+
+@in_event_loop
 async def test_without_the_extra_constrained_answers_are_refused_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,8 @@ class Constraint:
     def apply(self, logits_V: torch.Tensor) -> None:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise ValueError(f"the answer can't be constrained further: {self._matcher.get_error()[:300]}")
+            reason = self._matcher.get_error().partition("\n")[0]
+            raise ValueError(f"the answer can't be constrained further: {reason[:300]}")
         allowed_V = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=self._vocabulary))
         logits_V.masked_fill_(allowed_V.to(logits_V.device) == 0, float("-inf"))
 
