@@ -29,13 +29,23 @@ PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 3, "seed": 1, "tempe
 CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "seed": 1, "stop": ["x"]}
 NATIVE = {"id": "a", "prompt_ids": [5, 6, 7], "sampling": {"max_tokens": 3, "seed": 1}}
 UPDATE = {"version": 1, "checksum": "0" * 16, "path": "weights.safetensors"}
-REQUESTS: dict[str, dict[str, Any]] = {
-    "/v1/completions": PLAIN,
-    "/v1/chat/completions": CHAT,
-    "/generate": NATIVE,
-    "/cancel": {"request_id": "a"},
-    "/request_weight_update": UPDATE,
-}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+RULES = {"n": 2, "logit_bias": {"5": 1}, "presence_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.1}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}], "tool_choice": "auto"}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", PLAIN),
+    ("/v1/completions", PLAIN | RULES | {"prompt": ["hello", "you"], "logprobs": 2, "echo": True}),
+    ("/v1/completions", PLAIN | {"structured_outputs": {"regex": "a+|b{2}"}, "stream": True}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "chat_template_kwargs": {"a": 1}} | RULES),
+    ("/v1/chat/completions", CHAT | {"response_format": FORMAT}),
+    ("/tokenize", {"messages": CHAT["messages"], **TOOLS}),
+    ("/detokenize", {"tokens": [5, 6]}),
+    ("/generate", NATIVE),
+    ("/cancel", {"request_id": "a"}),
+    ("/request_weight_update", UPDATE),
+]
 TOKENIZER = make_tokenizer()
 ALLOWED = {501}
 """What is not built is refused with this status."""
@@ -56,8 +66,8 @@ def test_mutated_requests(seed: int, count: int, tmp_path: Path) -> None:
             before, holding = (await client.post("/v1/completions", json=PLAIN)).json()["choices"], service.engine.holding
             statuses: dict[int, int] = {}
             for _ in range(count):
-                path = rng.choice(list(REQUESTS))
-                response = await client.post(path, content=body(REQUESTS[path], rng))
+                path, valid = rng.choice(REQUESTS)
+                response = await client.post(path, content=body(valid, rng))
                 statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
                 assert response.status_code < 500 or response.status_code in ALLOWED, (path, response.text)
                 if response.status_code >= 400:
@@ -116,8 +126,8 @@ def test_weight_files_with_false_headers_and_paths_outside_the_folder(seed: int,
 
 def raw_request(rng: Random) -> bytes:
     """What a client may send that is no valid HTTP request, or more than a server should take."""
-    path = rng.choice(list(REQUESTS))
-    content = body(REQUESTS[path], rng)
+    path, valid = rng.choice(REQUESTS)
+    content = body(valid, rng)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     target = rng.choice(("/../etc/passwd", "//x", "/%00", "/%2e%2e/", "*", "http://x/", "/" + "a" * 100_000))
     kinds = (

@@ -41,13 +41,17 @@ def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor) -> 
     best_n1, best_ids_n1 = logits_nV.max(-1, keepdim=True)
     logits_nV = logits_nV - best_n1  # at most 0, so that no temperature causes an overflow
     greedy_n = rows.temperature_n <= 0
-    scale_n = torch.where(greedy_n, torch.ones_like(rows.temperature_n), rows.temperature_n)
-    logprobs_nV = truncate((logits_nV / scale_n[:, None]).log_softmax(-1), rows.top_p_n, rows.top_k_n)
-    ids_n, picked_n = _draw(logprobs_nV, uniforms_n)
+    ids_n, picked_n = _draw(distribution(logits_nV, rows), uniforms_n)
     if bool(greedy_n.any()):
         ids_n = torch.where(greedy_n, best_ids_n1[:, 0], ids_n)
         picked_n = torch.where(greedy_n, -logits_nV.exp().sum(-1, dtype=torch.float64).log().float(), picked_n)
     return ids_n, picked_n
+
+
+def distribution(logits_nV: Tensor, rows: SamplingRows) -> Tensor:
+    """The log-probs [n, V] that tokens are drawn with, of float32 logits of at most 0. Temperature 0 counts as 1."""
+    scale_n = torch.where(rows.temperature_n <= 0, torch.ones_like(rows.temperature_n), rows.temperature_n)
+    return truncate((logits_nV / scale_n[:, None]).log_softmax(-1), rows.top_p_n, rows.top_k_n)
 
 
 def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor) -> Tensor:

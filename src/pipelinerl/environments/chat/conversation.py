@@ -37,6 +37,7 @@ from pipelinerl.environments.chat.messages import (
     parse_tool_calls,
     plain_message,
     same_messages,
+    with_description,
 )
 from pipelinerl.environments.prompts import encode_prompt, has_chat_template
 from pipelinerl.errors import RequestError
@@ -224,7 +225,7 @@ class Conversation:
 
     def _render(self, messages: Sequence[PlainMessage], tools: Sequence[ToolSchema]) -> str:
         if tools and not self._shows_tools(tools):
-            messages, tools = _with_description(messages, describe_tools(tools)), ()
+            messages, tools = with_description(messages, describe_tools(tools)), ()
         return self._apply(messages, tools)
 
     def _shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
@@ -279,14 +280,6 @@ def _text_after(text: str, before: Answer) -> str | None:
         if text.startswith(known):
             return text[len(known) :]
     return None
-
-
-def _with_description(messages: Sequence[PlainMessage], described: str) -> list[PlainMessage]:
-    """The messages with `described` appended to the system message."""
-    has_one = messages[0]["role"] == "system"
-    first, rest = (messages[0], messages[1:]) if has_one else ({"role": "system", "content": ""}, messages)
-    content = f"{first['content']}\n\n{described}" if first["content"] else described
-    return [{**first, "content": content}, *rest]
 
 
 def _depth_first(answer: Answer) -> Iterator[Answer]:

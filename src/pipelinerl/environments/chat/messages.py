@@ -115,6 +115,14 @@ def same_messages(some: Sequence[PlainMessage], others: Sequence[PlainMessage]) 
     return len(some) == len(others) and all(_same(one, other) for one, other in zip(some, others, strict=True))
 
 
+def with_description(messages: Sequence[PlainMessage], described: str) -> list[PlainMessage]:
+    """The messages with `described` appended to the system message."""
+    has_one = messages[0]["role"] == "system"
+    first, rest = (messages[0], messages[1:]) if has_one else ({"role": "system", "content": ""}, messages)
+    content = f"{first['content']}\n\n{described}" if first["content"] else described
+    return [{**first, "content": content}, *rest]
+
+
 def _same(one: PlainMessage, other: PlainMessage) -> bool:
     """Answers are compared by text and calls only: callers drop ids, or strip the text."""
     if one is other:
@@ -133,7 +141,10 @@ def _text(content: Any) -> str:
         return content or ""
     if isinstance(content, Sequence) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)
-    raise RequestError("messages: `content` must be a text, or a list of parts of type `text`")
+    types = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    raise RequestError(
+        f"messages: `content` must be a text, or a list of parts of type `text`, not {str(types or content)[:80]}"
+    )
 
 
 def _plain_call(call: Any) -> PlainMessage:

@@ -22,10 +22,10 @@ from starlette.routing import Route
 
 from pipelinerl.environments.chat.conversation import Answer
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.serving.agents.session import ChatRequest, ModelRequest, Session, TextRequest, rollout_ended
+from pipelinerl.serving.agents.session import ModelRequest, Session, rollout_ended
 from pipelinerl.serving.server.http import answer, application, body_of, unless_gone
 from pipelinerl.serving.server.openai.answers import DONE, AnswerWriter, Json, choice_of, usage_of
-from pipelinerl.serving.server.openai.bodies import read_body
+from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, read_body
 from pipelinerl.serving.server.run import listening_for_http, uvicorn_config
 
 HOST = "127.0.0.1"
@@ -33,7 +33,7 @@ CLOSE_S = 5.0
 MODEL = "policy"
 """The model's name in responses. Requests may use any name."""
 
-RequestT = TypeVar("RequestT", ChatRequest, TextRequest)
+RequestT = TypeVar("RequestT", ChatBody, CompletionBody)
 
 
 class Gateway:
@@ -93,10 +93,10 @@ class Gateway:
         return application(routes)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._respond(request, ChatRequest)
+        return await self._respond(request, ChatBody)
 
     async def _completions(self, request: Request) -> Response:
-        return await self._respond(request, TextRequest)
+        return await self._respond(request, CompletionBody)
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
@@ -127,15 +127,15 @@ class Gateway:
 
 def _whole(request: ModelRequest, reply: Answer) -> Json:
     """The response to a request that doesn't stream."""
-    chat = isinstance(request, ChatRequest)
+    chat = isinstance(request, ChatBody)
     content: Json = {"message": {**reply.message, "refusal": None}} if chat else {"text": reply.text}
-    return _writer(request, reply).whole(choice_of(content, reply.finish_reason), _usage(reply))
+    return _writer(request, reply).whole([choice_of(content, reply.finish_reason)], _usage(reply))
 
 
 def _chunks(request: ModelRequest, reply: Answer) -> Iterator[bytes]:
     """The response as a stream. The answer is one chunk, because tool calls can be parsed only when it is complete."""
     writer, contents = _writer(request, reply), list[Json]()
-    if isinstance(request, ChatRequest):
+    if isinstance(request, ChatBody):
         calls = [{**call, "index": number} for number, call in enumerate(reply.message.get("tool_calls", ()))]
         contents += [{"delta": {**reply.message, **({"tool_calls": calls} if calls else {})}}, {"delta": {}}]
     else:
@@ -148,7 +148,7 @@ def _chunks(request: ModelRequest, reply: Answer) -> Iterator[bytes]:
 
 
 def _writer(request: ModelRequest, reply: Answer) -> AnswerWriter:
-    return AnswerWriter(reply.completion.request_id, request.model or MODEL, chat=isinstance(request, ChatRequest))
+    return AnswerWriter(reply.completion.request_id, request.model or MODEL, chat=isinstance(request, ChatBody))
 
 
 def _usage(reply: Answer) -> Json:

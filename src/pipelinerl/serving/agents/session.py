@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
+
+import msgspec
 
 from pipelinerl.environments.chat.conversation import Answer, Conversation
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.serving.server.http import RefusedError
-from pipelinerl.serving.server.openai.bodies import AnyChatBody, CompletionBody
+from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, ResponseFormat
 from pipelinerl.types import SamplingParams
 
 # ---- requests of agents; the run file sets the sampling parameters, so requests that would change them are refused
 
 
-class ChatRequest(AnyChatBody, frozen=True, kw_only=True):
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+ModelRequest = ChatBody | CompletionBody
 
-    @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else self.tools or []
+_SUPPORTED = frozenset(
+    {
+        "model",
+        "messages",
+        "prompt",
+        "tools",
+        "tool_choice",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stream",
+        "stream_options",
+    }
+)
 
-
-class TextRequest(CompletionBody, frozen=True, kw_only=True):
-    """`prompt` is a text or token ids. `max_tokens` defaults to the run's limit, not to OpenAI's 16."""
-
-
-ModelRequest = ChatRequest | TextRequest
+_NEUTRAL = {"n": 1, "repetition_penalty": 1, "response_format": ResponseFormat(type="text")}
 
 
 def check(request: ModelRequest, sampling: SamplingParams) -> None:
@@ -44,10 +51,12 @@ def check(request: ModelRequest, sampling: SamplingParams) -> None:
             raise RequestError(
                 f"{name} {requested:g}: this rollout is sampled with {of_run:g}, as set in the run file; leave it out"
             )
-    for name in ("seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "return_token_ids", "return_weight_versions"):
-        value = getattr(request, name)
-        if value not in (None, False, [], ()):
-            raise RequestError(f"{name}: an agent in training can't set it; leave it out")
+    if request.grammar is not None:
+        raise RequestError(f"{request.grammar.key}: an agent in training can't set it; leave it out")
+    for field in msgspec.structs.fields(request):
+        neutral: tuple[object, ...] = (None, field.default, _NEUTRAL.get(field.name), False, [], (), {})
+        if field.name not in _SUPPORTED and getattr(request, field.name) not in neutral:
+            raise RequestError(f"{field.name}: an agent in training can't set it; leave it out")
     if request.most_tokens is not None and request.most_tokens < 1:
         raise RequestError(f"max_tokens {request.most_tokens}: ask for at least 1")
 
@@ -94,7 +103,7 @@ class Session:
 
     async def _ask(self, request: ModelRequest) -> Answer:
         most = request.most_tokens
-        if isinstance(request, ChatRequest):
+        if isinstance(request, ChatBody):
             return await self.conversation.ask(request.messages, request.offered_tools, max_tokens=most)
         prompt = request.one_prompt
         if isinstance(prompt, str):

@@ -199,6 +199,9 @@ def make_apps(holder: ServiceHolder, *, api_key: str | None, apart: bool) -> tup
     ]
     generation = [
         Route("/v1/models", openai.models),
+        Route("/v1/models/{name:path}", openai.model),
+        Route("/tokenize", openai.tokenize, methods=["POST"]),
+        Route("/detokenize", openai.detokenize, methods=["POST"]),
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
         Route("/generate", native.generate, methods=["POST"]),

@@ -40,8 +40,8 @@ class Holding(NamedTuple):
 class EngineThread:
     """Owns `engine`; every method may be called from any thread. Call `start` first.
 
-    At most `slots` + `max_queue` requests are open; more are refused. `held` computes the checksum of the weights that the
-    engine holds now.
+    At most `most_open` requests, `slots` + `max_queue`, are open; more are refused. `held` computes the checksum of the
+    weights that the engine holds now.
 
     If the engine raises an exception, it has failed: all open and all later requests fail with that reason.
     """
@@ -51,7 +51,7 @@ class EngineThread:
         self._engine = engine
         self._held = held
         self._slots = slots
-        self._max_open = slots + max_queue
+        self.most_open = slots + max_queue
         self._holding = Holding(engine.version, held())
         self._progress = engine.progress()
         self._deliver: Callable[[Delivery], None] = lambda _: None
@@ -83,8 +83,8 @@ class EngineThread:
                 raise unavailable(self._refusing)
             if request.id in self._open:
                 raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
-            if len(self._open) >= self._max_open:
-                waiting = self._max_open - self._slots
+            if len(self._open) >= self.most_open:
+                waiting = self.most_open - self._slots
                 raise RefusedError(
                     "overloaded",
                     f"{self._slots} requests are in progress and {waiting} wait, the most that this server accepts "

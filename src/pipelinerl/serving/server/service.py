@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipelinerl.engine import LocalEngine
+from pipelinerl.environments.chat.messages import (
+    ChatMessage,
+    PlainMessage,
+    ToolSchema,
+    describe_tools,
+    plain_message,
+    with_description,
+)
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.server.engine_thread import EngineThread
 from pipelinerl.serving.server.exchange import Exchange
+from pipelinerl.serving.server.extras import ServerEngine
 from pipelinerl.serving.server.http import unavailable
 from pipelinerl.serving.server.options import ServeOptions
 from pipelinerl.serving.server.weights import WeightUpdates
 from pipelinerl.serving.wire import ServerInfo
+
+if TYPE_CHECKING:
+    from pipelinerl.serving.server.openai.llguidance import Grammars
 
 # ---- encoding prompts
 
@@ -42,22 +54,43 @@ class Prompts:
         self._tokenizer = tokenizer
         self._max_length = max_length
 
-    async def of_text(self, text: str) -> tuple[int, ...]:
-        """Encode a text, with the special tokens that the model expects around it. Raises RequestError."""
-        return await self._encode(text, add_special_tokens=True)
+    async def of_text(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Encode a text, by default with the special tokens that the model expects around it. Raises RequestError."""
+        return await self._encode(text, add_special_tokens=special)
 
     async def of_chat(
-        self, messages: Sequence[dict[str, str]], options: Mapping[str, Any] = DEFAULT_TEMPLATE_OPTIONS
+        self,
+        messages: Sequence[ChatMessage],
+        options: Mapping[str, Any] = DEFAULT_TEMPLATE_OPTIONS,
+        tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...]:
-        """Encode a chat with the model's chat template; `options` go to `apply_chat_template`. Raises RequestError."""
+        """Encode a chat with the model's chat template; `options` go to `apply_chat_template`. Raises RequestError.
+
+        If the template ignores tools, they are described in the system message.
+        """
         if not getattr(self._tokenizer, "chat_template", None):
             raise RequestError("this model's tokenizer has no chat template: use /v1/completions with a plain prompt")
-        self._check_size(sum(len(message["content"]) for message in messages))
+        if not messages:
+            raise RequestError("messages: there are none")
+        plain = [plain_message(message) for message in messages]
+        self._check_size(sum(len(message["content"]) for message in plain))
+        if tools and not self._shows(tools, options):
+            plain, tools = with_description(plain, describe_tools(tools)), ()
+        return await self._encode(self._render(plain, tools, options), add_special_tokens=False)
+
+    def _shows(self, tools: Sequence[ToolSchema], options: Mapping[str, Any]) -> bool:
+        question: PlainMessage = {"role": "user", "content": "?"}
+        return self._render([question], tools, options) != self._render([question], (), options)
+
+    def _render(self, messages: Sequence[PlainMessage], tools: Sequence[ToolSchema], options: Mapping[str, Any]) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tools=list(tools) or None, tokenize=False, **options
+                )
+            )
         except Exception as error:  # the template is the model's own code and may raise anything
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
-        return await self._encode(str(text), add_special_tokens=False)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         self._check_size(len(text))
@@ -100,7 +133,7 @@ def load(options: ServeOptions) -> Loaded:
 def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: bool = True) -> Loaded:
     """The second half of `load`, for a model and tokenizer in memory. `flatten`: see `LocalEngine`."""
     max_length = slot_length(model, options.engine.max_length)
-    engine = LocalEngine(
+    engine = ServerEngine(
         model,
         slots=options.engine.slots,
         max_length=max_length,
@@ -141,6 +174,8 @@ class Service:
         self.created = int(time.time())
         self._model = options.model.path
         self._instance = secrets.token_hex(8)
+        self._grammars: Grammars | None = None
+        self._grammars_lock = threading.Lock()
 
     def info(self) -> ServerInfo:
         progress, holding = self.engine.progress(), self.engine.holding
@@ -158,6 +193,19 @@ class Service:
             queued=max(0, self.engine.open_requests - progress.in_progress),
             decode_steps=progress.decode_steps,
         )
+
+    def grammars(self, key: str) -> Grammars:
+        """For constrained answers; `key` asks for one. Takes a second at the first call. Raises RequestError."""
+        try:
+            from pipelinerl.serving.server.openai.llguidance import Grammars  # noqa: PLC0415 - needs an extra
+        except ModuleNotFoundError as error:
+            missing = f"{key}: this server can't do this without {error.name}: pip install 'pipelinerl[structured]'"
+            raise RequestError(missing) from error
+        with self._grammars_lock:
+            if self._grammars is None:
+                loaded = self.loaded
+                self._grammars = Grammars(loaded.tokenizer, loaded.vocabulary, loaded.stop_token_ids)
+            return self._grammars
 
 
 class ServiceHolder:

@@ -48,22 +48,26 @@ class TextStream:
 
 
 class StopStrings:
-    """Cuts a text before the first occurrence of any of `stops`. A possible beginning of one is held back."""
+    """Cuts a text before the first occurrence of any of `stops`, or after it with `include`.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    A possible beginning of one is held back. `found`: the stop string that was found.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = stops
+        self._include = include
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
     def feed(self, text: str) -> str:
         """Add text; return the text that is final. Returns "" once a stop string was `found`."""
-        if self.found:
+        if self.found is not None:
             return ""
         self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
-            self.found = True
-            shown, self._held = self._held[: min(places)], ""
+            place, self.found = min(places)
+            shown, self._held = self._held[: place + (len(self.found) if self._include else 0)], ""
             return shown
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep

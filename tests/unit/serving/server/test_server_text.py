@@ -56,7 +56,7 @@ def test_what_is_shown_is_the_text_before_the_first_stop(text: str, stops: list[
         if stop.found:
             break
     places = [place for word in stops if (place := fed.find(word)) >= 0]
-    assert stop.found == bool(places)
+    assert (stop.found is not None) == bool(places)
     expected = fed[: min(places)] if places else text
     assert shown + stop.rest() == expected
 

@@ -6,7 +6,8 @@ supported.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -15,19 +16,12 @@ from pipelinerl.serving.server.http import MAX_STOP_STRING, MAX_STOPS, check_sam
 from pipelinerl.types import SamplingParams
 
 _HARMLESS: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "min_tokens": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
@@ -38,7 +32,8 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "structured_outputs": (),
+    "logprob_token_ids": (),
+    "prompt_embeds": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -56,10 +51,12 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "early_stopping": (False,),
     "reasoning_effort": (),
     "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
 }
-"""Known keys that are not supported, and the values without effect that are accepted (besides null)."""
+"""Known keys that are not supported (or only by the other endpoint), and the values without effect that are accepted."""
+
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
+_MAX_BIASES = 1024
 
 NOT_VARIABLES = frozenset(
     {
@@ -100,23 +97,65 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
 
 
+class Grammar(NamedTuple):
+    """What an answer must follow. `source`: the regex, or JSON: a schema, a list of texts, or of tools. `key`: who asked."""
+
+    kind: Literal["json", "regex", "choice", "tools"]
+    source: str
+    key: str
+
+
+class Adjustments(NamedTuple):
+    """Changes of logits, as in OpenAI's API and, for `repetition` and `min_p`, vLLM's."""
+
+    bias: Mapping[int, float]
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    min_p: float = 0.0
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
+    schema: dict[str, Any] | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of both endpoints. Beyond OpenAI's: `top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids`,
-    `return_weight_versions`.
-    """
+    """Fields of both endpoints: OpenAI's, and those of vLLM's server that are supported."""
 
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
+    n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: tuple[int, ...] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     return_weight_versions: bool = False
 
     @property
@@ -130,6 +169,36 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        """Number of answers to each prompt. Raises RequestError if it is out of range."""
+        count = 1 if self.n is None else self.n
+        if not 1 <= count <= MAX_CHOICES:
+            raise RequestError(f"n {count}: give 1 to {MAX_CHOICES}")
+        return count
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must follow, if anything. Raises RequestError for more or less than one specification."""
+        wanted = []
+        if self.response_format is not None and self.response_format.type != "text":
+            given = self.response_format.json_schema
+            if self.response_format.type == "json_object":
+                given = JsonSchema(schema={"type": "object"})
+            if given is None or given.schema is None:
+                raise RequestError("response_format: give `json_schema` with a `schema`")
+            wanted.append(Grammar("json", _json(given.schema), "response_format"))
+        if (outputs := self.structured_outputs) is not None:
+            key = "structured_outputs"
+            wanted += [Grammar("json", _json(outputs.json), key)] if outputs.json is not None else []
+            wanted += [Grammar("regex", outputs.regex, key)] if outputs.regex is not None else []
+            wanted += [Grammar("choice", _json(outputs.choice), key)] if outputs.choice else []
+            if not wanted:
+                raise RequestError("structured_outputs: give `json`, `regex` or `choice`")
+        if len(wanted) > 1:
+            raise RequestError(f"{wanted[-1].key}: an answer can follow only one of the given formats")
+        return wanted[0] if wanted else None
 
     def sampling(self, *, default: int, end_ids: tuple[int, ...]) -> SamplingParams:
         """The sampling parameters. `default`: the token limit if the body has none. `end_ids`: the model's end tokens.
@@ -150,95 +219,186 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         check_sampling(sampling)
         return sampling
 
+    def adjustments(self, vocabulary: int) -> Adjustments | None:
+        """The changes of logits, if there are any. Raises RequestError for values out of range."""
+        bias = self.logit_bias or {}
+        if len(bias) > _MAX_BIASES or any(not 0 <= token < vocabulary for token in bias):
+            raise RequestError(f"logit_bias: give at most {_MAX_BIASES} token ids, of the vocabulary of {vocabulary}")
+        wanted = Adjustments(
+            bias=bias,
+            presence=self.presence_penalty or 0.0,
+            frequency=self.frequency_penalty or 0.0,
+            repetition=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            min_p=self.min_p or 0.0,
+        )
+        for name, lowest, highest, values in (
+            ("presence_penalty", -2, 2, [wanted.presence]),
+            ("frequency_penalty", -2, 2, [wanted.frequency]),
+            ("repetition_penalty", 0.01, 100, [wanted.repetition]),
+            ("min_p", 0, 1, [wanted.min_p]),
+            ("logit_bias", -100, 100, bias.values()),
+        ):
+            if any(not lowest <= value <= highest for value in values):
+                raise RequestError(f"{name}: give numbers from {lowest} to {highest}")
+        return None if wanted == Adjustments({}) else wanted
+
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """`prompt`: a text or token ids (or a list of one of these). `logprobs`: only 0, for the chosen tokens."""
+    """`prompt`: a text or token ids, or a list of texts or of lists of ids. `logprobs`: how many alternatives.
+
+    With `echo` the answer begins with the prompt; `max_tokens` may then be 0.
+    """
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
 
     @property
-    def wants_logprobs(self) -> bool:
-        if self.logprobs:
-            raise RequestError(
-                f"logprobs {self.logprobs}: this server returns only the log-probability of the chosen token; give 0"
-            )
-        return self.logprobs is not None
+    def top(self) -> int | None:
+        """Number of alternatives to each token; None: no log-probs. Raises RequestError if it is out of range."""
+        return _checked_top("logprobs", self.logprobs)
+
+    @property
+    def only_echo(self) -> bool:
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The texts, or lists of token ids. Raises RequestError for other lists."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        ids = [item for item in prompt if isinstance(item, int)]
+        if len(ids) == len(prompt):
+            return [ids]
+        several = [item for item in prompt if not isinstance(item, int)]
+        if len({type(item) for item in prompt}) > 1:
+            raise RequestError("prompt: give a text, a list of token ids, or a list of texts or of such lists")
+        return several
 
     @property
     def one_prompt(self) -> str | list[int]:
         """The text, or the token ids. Raises RequestError for several prompts."""
-        prompt = self.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]  # type: ignore[assignment]
-        if isinstance(prompt, str):
-            return prompt
-        ids = [item for item in prompt if isinstance(item, int)]
-        if len(ids) != len(prompt):
+        if len(prompts := self.prompts) > 1:
             raise RequestError("prompt: give one text or one list of token ids; send several prompts as several requests")
-        return ids
+        return prompts[0]
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
-    text: str = ""
+class _Function(msgspec.Struct, frozen=True):
+    name: str
+    parameters: dict[str, Any] | None = None
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[Any] | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message for the chat template. Raises RequestError for tool calls, and for parts that are not text."""
-        if self.tool_calls:
-            raise RequestError("tool_calls: this server does not support tools")
-        parts = self.content
-        for part in parts if isinstance(parts, list) else ():
-            if part.type != "text":
-                raise RequestError(f"messages: a part of type {part.type!r}: this server accepts only text")
-        content = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+class _Tool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: _Function
 
 
-class AnyChatBody(Body, frozen=True, kw_only=True):
-    """Fields of every chat."""
-
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-class ChatBody(AnyChatBody, frozen=True, kw_only=True):
+class ChatBody(Body, frozen=True, kw_only=True):
     """`chat_template_kwargs`: variables of the model's chat template, such as Qwen3's `enable_thinking`.
 
     If `add_generation_prompt` is false, the prompt ends with the last message. With `continue_final_message` too, that
     message is left open, and the model continues it.
     """
 
-    messages: list[Message]
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | _Tool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
     @property
-    def template_options(self) -> dict[str, Any]:
-        """Arguments for the chat template. Raises RequestError for those that are not variables of the template."""
-        options = self.chat_template_kwargs or {}
-        if taken := sorted(NOT_VARIABLES & options.keys()):
-            raise RequestError(f"chat_template_kwargs: {taken[0]} is not a variable of the chat template; leave it out")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError("continue_final_message: it requires add_generation_prompt false; set that too")
-        return {
-            **options,
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
-        }
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs)
+    def top(self) -> int | None:
+        """As for completions."""
+        if not self.logprobs and self.top_logprobs:
+            raise RequestError("top_logprobs: it requires logprobs true; set that too")
+        return _checked_top("top_logprobs", self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call. Raises RequestError for tools that are not functions."""
+        for tool in self.tools or []:
+            try:
+                msgspec.convert(tool, _Tool)
+            except msgspec.ValidationError as error:
+                raise RequestError(f"tools: {error}") from error
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which one must be called; empty: none. Raises RequestError for a choice that is not offered."""
+        choice, tools = self.tool_choice, self.offered_tools
+        if choice in (None, "none", "auto"):
+            return []
+        if isinstance(choice, _Tool):
+            tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+        elif choice != "required":
+            raise RequestError('tool_choice: give "auto", "none", "required", or a function')
+        if not tools:
+            raise RequestError("tool_choice: no such function is in `tools`")
+        return tools
+
+    @property
+    def grammar(self) -> Grammar | None:
+        wanted = super().grammar
+        if not (forced := self.forced_tools):
+            return wanted
+        if wanted is not None:
+            raise RequestError(f"tool_choice: an answer can't be both a call and follow {wanted.key}")
+        return Grammar("tools", _json(forced), "tool_choice")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Arguments for the chat template. Raises RequestError for those that are not variables of the template."""
+        return template_options(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`prompt` or `messages`, with what a completion or chat has of these."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        return template_options(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+def template_options(variables: dict[str, Any] | None, generation_prompt: bool, open_end: bool) -> dict[str, Any]:
+    options = variables or {}
+    if taken := sorted(NOT_VARIABLES & options.keys()):
+        raise RequestError(f"chat_template_kwargs: {taken[0]} is not a variable of the chat template; leave it out")
+    if open_end and generation_prompt:
+        raise RequestError("continue_final_message: it requires add_generation_prompt false; set that too")
+    return {**options, "add_generation_prompt": generation_prompt, "continue_final_message": open_end}
+
+
+def _checked_top(name: str, top: int | None) -> int | None:
+    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise RequestError(f"{name} {top}: give 0 to {MAX_TOP_LOGPROBS}")
+    return top
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,385 @@
+"""What clients of vLLM's server send beyond a plain prompt: what is answered, with which contents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.serving.server.service import Service
+from tests.unit.fake_engine_servers import in_event_loop, wait_until
+from tests.unit.server_parts import EOS, TEMPLATE, byte_model, byte_tokenizer, client_of, running
+
+LENGTH = 768
+SHOWS_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + TEMPLATE
+TOKENIZER = byte_tokenizer()
+PLAIN: dict[str, Any] = {"model": "bytes", "prompt": "hello", "max_tokens": 12, "seed": 1}
+CHAT: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 1}
+EXACT = {"return_token_ids": True, "return_weight_versions": True}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("add", "sub")]
+
+Check = Callable[[list[int]], bool]
+
+
+def full_logprobs(ids: list[int], *, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs [T, V] of every next token, by the model's own forward."""
+    with torch.inference_mode():
+        return (byte_model()(torch.tensor([ids])).logits[0].float() / temperature).log_softmax(-1)
+
+
+@asynccontextmanager
+async def official(directory: Path, **changes: Any) -> AsyncIterator[tuple[openai.AsyncOpenAI, httpx2.AsyncClient, Service]]:
+    """OpenAI's client of a service of its own, and a plain one."""
+    changes = {"tokenizer": byte_tokenizer(SHOWS_TOOLS), "max_length": LENGTH, "max_queue": 40} | changes
+    async with running(directory, **changes) as (service, app), client_of(app) as plain:
+        yield openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=plain, max_retries=0), plain, service
+
+
+@in_event_loop
+async def test_alternatives_are_the_likeliest_tokens_of_the_distribution_that_was_sampled_from(tmp_path: Path) -> None:
+    async with official(tmp_path) as (client, _, _):
+        for temperature, top in ((1.0, 3), (0.7, 20), (0.0, 5)):
+            wants = PLAIN | {"temperature": temperature, "logprobs": top, "extra_body": EXACT}
+            (choice,) = (await client.completions.create(**wants)).choices
+            bare = await client.completions.create(**wants | {"logprobs": None})
+            assert bare.choices[0].token_ids == choice.token_ids  # type: ignore[attr-defined]
+            ids = [*choice.prompt_token_ids, *choice.token_ids]  # type: ignore[attr-defined]
+            expected_TV = full_logprobs(ids, temperature=temperature or 1.0)[4:-1]
+            for row_V, token, logprob, alternatives in zip(
+                expected_TV,
+                choice.token_ids,  # type: ignore[attr-defined]
+                choice.logprobs.token_logprobs,
+                choice.logprobs.top_logprobs,
+                strict=True,
+            ):
+                assert logprob == pytest.approx(float(row_V[token]), abs=1e-4)
+                best = row_V.topk(top)
+                texts = [TOKENIZER.decode([one]) for one in (token, *best.indices.tolist())]
+                assert set(alternatives) == set(texts)
+                for text, value in zip(texts[1:], best.values.tolist(), strict=True):
+                    if texts.count(text) == 1:
+                        assert alternatives[text] == pytest.approx(value, abs=1e-4)
+        chat = await client.chat.completions.create(**CHAT | {"logprobs": True, "top_logprobs": 4, "top_p": 0.02})
+        for token in chat.choices[0].logprobs.content:
+            first, *others = token.top_logprobs
+            assert len(others) == 3
+            assert (first.token, first.logprob) == (token.token, token.logprob)
+            assert all(other.logprob == -9999.0 for other in others), "beyond top_p"
+
+
+@in_event_loop
+async def test_an_echoed_prompt_has_its_log_probs_as_evaluation_harnesses_ask_for_them(tmp_path: Path) -> None:
+    """Long prompts are scored in parts, while other requests go on; equal prompts are computed once."""
+    prompts = [TOKENIZER.encode(text) for text in ("hello", "a longer prompt " * 6, "hello", "x")]
+    async with official(tmp_path, prefill_tokens=64) as (client, plain, service):
+        alone = (await plain.post("/v1/completions", json=PLAIN | {"logprobs": 0} | EXACT)).json()["choices"]
+        beside = asyncio.create_task(plain.post("/v1/completions", json=PLAIN | {"logprobs": 0} | EXACT))
+        wants = {"echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0, "prompt": prompts}
+        answer = await client.completions.create(model="bytes", **wants)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.usage.prompt_tokens == sum(map(len, prompts))
+        for ids, choice in zip(prompts, answer.choices, strict=True):
+            logprobs = choice.logprobs
+            assert choice.text.startswith(TOKENIZER.decode(ids))
+            assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+            expected_TV = full_logprobs(ids)
+            expected = [float(expected_TV[i, token]) for i, token in enumerate(ids[1:])]
+            assert logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
+            greedy = [
+                value == max(top.values())
+                for value, top in zip(logprobs.token_logprobs[1:-1], logprobs.top_logprobs[1:-1], strict=True)
+            ]
+            assert greedy == [int(expected_TV[i].argmax()) == token for i, token in enumerate(ids[1:])]
+            assert logprobs.text_offset[: len(ids)] == list(range(len(ids)))
+        (theirs,) = (await beside).json()["choices"]
+        assert theirs["token_ids"] == alone[0]["token_ids"]
+        assert theirs["logprobs"]["token_logprobs"] == pytest.approx(alone[0]["logprobs"]["token_logprobs"], abs=1e-5)
+        only = (await client.completions.create(model="bytes", **wants | {"max_tokens": 0})).choices
+        assert [choice.text for choice in only] == [TOKENIZER.decode(ids) for ids in prompts]
+        assert [len(choice.logprobs.tokens) for choice in only] == list(map(len, prompts))
+        parts = {"text": "", "tokens": []}
+        async for chunk in await client.completions.create(**PLAIN | {"echo": True, "logprobs": 0, "stream": True}):
+            parts["text"] += chunk.choices[0].text
+            parts["tokens"] += chunk.choices[0].logprobs.tokens if chunk.choices[0].logprobs else []
+        whole = (await client.completions.create(**PLAIN | {"echo": True, "logprobs": 0})).choices[0]
+        assert (parts["text"], parts["tokens"]) == (whole.text, whole.logprobs.tokens)
+        assert service.engine.open_requests == 0
+
+
+@in_event_loop
+async def test_several_answers_to_several_prompts_are_those_of_single_requests(tmp_path: Path) -> None:
+    async with official(tmp_path) as (client, plain, _):
+
+        async def single(prompt: Any, seed: int) -> str:
+            return (await client.completions.create(**PLAIN | {"prompt": prompt, "seed": seed})).choices[0].text
+
+        wants = PLAIN | {"prompt": ["hello", "other"], "n": 3}
+        answer = await client.completions.create(**wants)
+        expected = [await single(prompt, 1 + i) for prompt in ("hello", "other") for i in range(3)]
+        assert len(set(expected)) == 6
+        assert [choice.text for choice in answer.choices] == expected
+        assert answer.usage.prompt_tokens == 10
+        texts, usage = [""] * 6, None
+        async for chunk in await client.completions.create(**wants, stream=True, stream_options={"include_usage": True}):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == expected
+        assert usage == answer.usage
+        chat = await client.chat.completions.create(**CHAT | {"n": 2})
+        assert [choice.index for choice in chat.choices] == [0, 1]
+        assert chat.choices[0].message.content != chat.choices[1].message.content
+        failed = await plain.post("/v1/completions", json=wants | {"prompt": ["hello", [1] * LENGTH], "stream": True})
+        assert failed.status_code == 400
+
+
+@in_event_loop
+async def test_every_token_has_its_version_also_with_extras_and_several_answers(tmp_path: Path) -> None:
+    async with official(tmp_path) as (_, plain, service):
+        body = PLAIN | {"n": 2, "max_tokens": 300, "ignore_eos": True, "logprobs": 2, "echo": True} | EXACT
+        asking = asyncio.create_task(plain.post("/v1/completions", json=body))
+        await wait_until(lambda: service.engine.progress().tokens_generated > 4)
+        weights = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
+        save_file(weights, tmp_path / "new.safetensors")
+        update = {"version": 1, "checksum": checksum(weights), "path": str(tmp_path / "new.safetensors")}
+        assert (await plain.post("/request_weight_update", json=update)).status_code == 200
+        for choice in (await asking).json()["choices"]:
+            spans = choice["weight_versions"]
+            assert [span["version"] for span in spans] == [0, 1]
+            assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 300)
+            assert choice["prompt_versions"] == [{"version": 0, "start": 0, "end": 5}]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"logit_bias": {"70": 100}}, lambda ids: set(ids) == {70}),
+        ({"presence_penalty": 2.0, "logit_bias": {str(i): 60 for i in range(70, 90)}}, lambda ids: len(set(ids)) > 10),
+        ({"frequency_penalty": 2.0, "logit_bias": {"70": 60, "71": 59}}, lambda ids: set(ids) == {70, 71}),
+        ({"repetition_penalty": 100.0, "logit_bias": {str(i): 60 for i in range(70, 90)}}, lambda ids: len(set(ids)) == 12),
+        ({"min_p": 1.0, "temperature": 2.0}, None),
+        ({"top_k": 1}, None),
+    ],
+)
+@in_event_loop
+async def test_what_changes_the_logits(tmp_path: Path, change: dict[str, Any], expected: Check | None) -> None:
+    """None: as greedy sampling. Log-probs are under the changed distribution."""
+    async with official(tmp_path) as (_, plain, _):
+        common = PLAIN | EXACT | {"logprobs": 1, "ignore_eos": True}
+        other = asyncio.create_task(plain.post("/v1/completions", json=common))
+        greedy = (await plain.post("/v1/completions", json=common | {"temperature": 0})).json()["choices"][0]
+        of_change = {"temperature": 0} if expected else {}
+        (choice,) = (await plain.post("/v1/completions", json=common | of_change | change)).json()["choices"]
+        assert expected(choice["token_ids"]) if expected else choice["token_ids"] == greedy["token_ids"]
+        assert all(math.isfinite(value) and value <= 0 for value in choice["logprobs"]["token_logprobs"])
+        alone = await plain.post("/v1/completions", json=common)
+        assert (await other).json()["choices"][0]["token_ids"] == alone.json()["choices"][0]["token_ids"]
+
+
+@in_event_loop
+async def test_how_texts_end(tmp_path: Path) -> None:
+    async with official(tmp_path) as (_, plain, _):
+
+        async def ask(**change: Any) -> Any:
+            response = await plain.post("/v1/completions", json=PLAIN | EXACT | {"max_tokens": 40} | change)
+            return response.json()["choices"][0]
+
+        free = await ask(ignore_eos=True)
+        stop, last = free["text"][20:22], free["token_ids"][7]
+        assert (await ask(stop=stop))["stop_reason"] == stop
+        included = await ask(stop=[stop, "never"], include_stop_str_in_output=True)
+        assert included["text"] == free["text"][: free["text"].index(stop) + 2]
+        by_id = await ask(stop_token_ids=[last])
+        assert (by_id["finish_reason"], by_id["stop_reason"], by_id["token_ids"][-1]) == ("stop", last, last)
+        assert by_id["text"] == TOKENIZER.decode(by_id["token_ids"][:-1])
+        ended = await ask(logit_bias={str(EOS): 100}, skip_special_tokens=False)
+        assert (ended["text"], ended["finish_reason"], ended.get("stop_reason")) == ("", "stop", None)
+        assert (await ask(logit_bias={str(EOS): 100}, skip_special_tokens=False, ignore_eos=True))["text"] == "<eos>" * 40
+        named = await ask(logprobs=1, return_tokens_as_token_ids=True)
+        assert named["logprobs"]["tokens"] == [f"token_id:{token}" for token in named["token_ids"]]
+
+
+@in_event_loop
+async def test_tokenizing_and_models(tmp_path: Path) -> None:
+    async with official(tmp_path) as (client, plain, _):
+        for path, body, status, expected in (
+            ("/tokenize", {"prompt": "hi"}, 200, {"count": 2, "tokens": TOKENIZER.encode("hi"), "token_strs": None}),
+            ("/tokenize", {"prompt": "hi", "return_token_strs": True}, 200, {"token_strs": ["h", "i"]}),
+            ("/tokenize", {"messages": CHAT["messages"]}, 200, {"tokens": TOKENIZER.encode("u:hello\na:")}),
+            (
+                "/tokenize",
+                {"messages": CHAT["messages"], "add_generation_prompt": False},
+                200,
+                {"tokens": TOKENIZER.encode("u:hello\n"), "max_model_len": LENGTH},
+            ),
+            ("/tokenize", {}, 400, None),
+            ("/tokenize", {"prompt": "x", "model": "gpt"}, 404, None),
+            ("/detokenize", {"tokens": [*TOKENIZER.encode("hi"), EOS]}, 200, {"prompt": "hi<eos>"}),
+            ("/detokenize", {"tokens": [259]}, 400, None),
+            ("/detokenize", {"tokens": []}, 200, {"prompt": ""}),
+        ):
+            response = await plain.post(path, json=body)
+            assert response.status_code == status
+            assert expected is None or expected.items() <= response.json().items()
+        assert (await client.models.retrieve("bytes")).id == "bytes"
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt/4'"):
+            await client.models.retrieve("gpt/4")
+
+
+@in_event_loop
+async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
+    said = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    ids = [*TOKENIZER.encode(said), EOS]
+    async with official(tmp_path) as (client, _, service):
+        draws = iter(range(10**6))
+        engine: Any = service.engine._engine
+        own = engine._draw
+
+        def scripted(logits_nV: Any, rows_n: Any, uniforms_n: Any) -> Any:
+            """A random model that says what is to be parsed."""
+            logits_nV = torch.full_like(logits_nV, -100.0)
+            logits_nV[:, ids[next(draws) % len(ids)]] = 100.0
+            return own(logits_nV, rows_n, uniforms_n)
+
+        engine._draw = scripted
+        wants = CHAT | {"max_tokens": 200, "tools": TOOLS}
+        (choice,) = (await client.chat.completions.create(**wants)).choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Well."
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "add", {"a": 1})
+        chunks = [chunk.choices[0] async for chunk in await client.chat.completions.create(**wants, stream=True)]
+        assert chunks[-1].finish_reason == "tool_calls"
+        assert chunks[-1].delta.content == "Well."
+        assert chunks[-1].delta.tool_calls[0].index == 0
+        assert chunks[-1].delta.tool_calls[0].function.arguments == call.function.arguments
+        unoffered = (await client.chat.completions.create(**wants | {"tool_choice": "none"})).choices[0]
+        assert (unoffered.message.content, unoffered.message.tool_calls) == (said, None)
+        history = [*CHAT["messages"], choice.message.model_dump(), {"role": "tool", "tool_call_id": "x", "content": "2"}]
+        answer = await client.chat.completions.create(**wants | {"messages": history, "extra_body": EXACT})
+        prompt = TOKENIZER.decode(answer.choices[0].prompt_token_ids)  # type: ignore[attr-defined]
+        assert prompt.startswith('{"type": "function"')
+        assert prompt.endswith("u:hello\na:Well.\nt:2\na:")
+
+
+@in_event_loop
+async def test_a_template_without_tools_has_them_in_the_system_message(tmp_path: Path) -> None:
+    async with official(tmp_path, tokenizer=byte_tokenizer()) as (_, plain, _):
+        tokens = (await plain.post("/tokenize", json={"messages": CHAT["messages"], "tools": TOOLS})).json()["tokens"]
+        assert TOKENIZER.decode(tokens).startswith("s:You may call these functions")
+
+
+# ---------------------------------------------------------------------------------------------- constrained answers
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "follows"),
+    [
+        ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "schema"),
+        ("text", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "schema"),
+        ("text", {"structured_outputs": {"json": SCHEMA}, "ignore_eos": True}, "schema"),
+        ("text", {"structured_outputs": {"regex": "(yes|no)!{2}"}}, {"yes!!", "no!!"}),
+        ("text", {"structured_outputs": {"choice": ["red", 'b"lue\n']}}, {"red", 'b"lue\n'}),
+        ("chat", {"structured_outputs": {"choice": ["red"]}, "stop": "e"}, {"r"}),
+    ],
+)
+@in_event_loop
+async def test_answers_follow_what_they_must(tmp_path: Path, path: str, change: dict[str, Any], follows: Any) -> None:
+    """A random model can't help it. The log-probs are those of the constrained distribution: they add up to 1."""
+    pytest.importorskip("llguidance")
+    async with official(tmp_path) as (_, plain, _):
+        body = (CHAT if path == "chat" else PLAIN) | {"max_tokens": 300, "n": 3} | change
+        url = "/v1/chat/completions" if path == "chat" else "/v1/completions"
+        response = await plain.post(url, json=body)
+        assert response.status_code == 200, response.text
+        for choice in response.json()["choices"]:
+            text = choice["message"]["content"] if path == "chat" else choice["text"]
+            assert choice["finish_reason"] == "stop"
+            if follows == "schema":
+                value = json.loads(text)
+                assert list(value) == ["a"]
+                assert 0 <= value["a"] <= 9
+            else:
+                assert text in follows
+        if path == "text":
+            (choice,) = (await plain.post(url, json=body | {"n": 1, "logprobs": 20} | EXACT)).json()["choices"]
+            first = choice["logprobs"]["top_logprobs"][0]
+            assert sum(math.exp(value) for value in first.values()) == pytest.approx(1, abs=1e-4)
+
+
+@in_event_loop
+async def test_a_tool_that_must_be_called_is_called(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    async with official(tmp_path) as (client, _, _):
+        named: Any = {"type": "function", "function": {"name": "sub"}}
+        for choice, names, reason in (("required", {"add", "sub"}, "tool_calls"), (named, {"sub"}, "stop")):
+            wants = CHAT | {"max_tokens": 250, "tools": TOOLS, "tool_choice": choice}
+            (answer,) = (await client.chat.completions.create(**wants)).choices
+            (call,) = answer.message.tool_calls
+            assert call.function.name in names
+            assert list(json.loads(call.function.arguments)) == ["a"]
+            assert answer.finish_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "foo"}, "Invalid type: foo"),
+        ({"not": {}}, "Unimplemented keys"),
+        ({"$ref": "http://127.0.0.1:9/x"}, "does not fetch"),
+        ({"enum": []}, "Unsatisfiable"),
+        ({"enum": ["x" * 1000] * 300}, "characters, of at most"),
+    ],
+)
+@in_event_loop
+async def test_schemas_that_can_not_be_followed_are_refused(tmp_path: Path, schema: dict[str, Any], words: str) -> None:
+    pytest.importorskip("llguidance")
+    async with official(tmp_path) as (_, plain, _):
+        format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        response = await plain.post("/v1/completions", json=PLAIN | {"response_format": format_})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].startswith("response_format: ")
+        assert words in response.json()["error"]["message"]
+
+
+@in_event_loop
+async def test_an_answer_that_gets_stuck_is_an_error_of_its_request_alone(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    async with official(tmp_path) as (_, plain, service):
+        endless = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+        response = await plain.post("/v1/completions", json=PLAIN | {"structured_outputs": {"json": endless}})
+        assert response.status_code == 400
+        assert "can't be constrained further" in response.json()["error"]["message"]
+        assert (await plain.post("/v1/completions", json=PLAIN)).status_code == 200
+        assert service.engine.refusing is None
+
+
+@in_event_loop
+async def test_without_the_extra_constrained_answers_are_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.delitem(sys.modules, "pipelinerl.serving.server.openai.llguidance", raising=False)
+    async with official(tmp_path) as (client, _, _):
+        for wants in ({"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}):
+            with pytest.raises(openai.BadRequestError, match=r"pip install 'pipelinerl\[structured\]'"):
+                await client.chat.completions.create(**CHAT | wants)
+        assert (await client.completions.create(**PLAIN)).choices
