@@ -27,7 +27,6 @@ from pipelinerl.experiments.chaos.faults import NotInjectedError, Proxy, Undo, i
 from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.experiments.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
 from pipelinerl.experiments.chaos.results import Injected, Result
-from pipelinerl.launch.hosts.processes import replaceable_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.ports import free_port
 from pipelinerl.stream.redis_server import start_server
@@ -230,6 +229,7 @@ class _Chaos:
         self._due_s: float | None = None
         self._stepped_s: float | None = None  # the first step since the latest fault
         self._before: dict[str, int] = {}
+        self._orphans: set[int] = set()  # processes of a killed launcher
 
     def __call__(self) -> list[str]:
         """Run to the goal. Returns the violations."""
@@ -308,6 +308,7 @@ class _Chaos:
         self._repair()
         for prepare in self.around.before_resume:
             prepare()
+        self._orphans = set(self.pids().values())
         return False
 
     def _started(self) -> bool:
@@ -388,8 +389,7 @@ class _Chaos:
 
     def _is_replaced(self, role: str) -> bool:
         """Whether the run starts this process again, which just died. It does not if it was left of an earlier session."""
-        on_one_machine = self.config.launch.kind == "processes"
-        return on_one_machine and role in replaceable_roles(self.config) and self._before[role] not in self._orphans
+        return role != LAUNCHER and self.config.launch.restarts > 0 and self._before[role] not in self._orphans
 
     def _repair(self) -> None:
         """Before a resume: what the error asks the user to restore."""
