@@ -15,7 +15,8 @@ from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
 
 MODULES = {
-    "train": ("init", "train", "config", "report", "convert-gguf"),
+    "train": ("train",),
+    "project": ("init", "config", "report", "convert-gguf"),
     "compare": ("compare", "study"),
     "browse": ("browse",),
     "eval": ("eval",),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import pipelinerl.cli.train
+import pipelinerl.cli.project
 from pipelinerl import __version__
 from pipelinerl.cli import main
 from pipelinerl.config.keys import config_to_yaml
@@ -54,7 +54,7 @@ def test_version_and_help(capsys: Capture) -> None:
     ("arguments", "message"),
     [
         (["trian"], "unknown command 'trian'; did you mean `train`?"),
-        (["frobnicate", "x"], "unknown command 'frobnicate'; there are init, train,"),
+        (["frobnicate", "x"], "unknown command 'frobnicate'; there are train, init,"),
         (["--foo"], "pipelinerl without a command has no flag --foo (see `pipelinerl --help`)"),
         (["train", "-x"], "unrecognized arguments: -x"),
         (["train", "a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
@@ -115,7 +115,7 @@ def test_every_error_has_its_exit_status(
     def fail(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(pipelinerl.cli.train, "load_config", fail)
+    monkeypatch.setattr(pipelinerl.cli.project, "load_config", fail)
     assert main(["config"]) == status
     assert capsys.readouterr().err == message
 
@@ -124,7 +124,7 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pipelinerl.cli.train, "load_config", fail)
+    monkeypatch.setattr(pipelinerl.cli.project, "load_config", fail)
     with pytest.raises(ZeroDivisionError):
         main(["config"])
 

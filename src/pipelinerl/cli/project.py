@@ -1,0 +1,86 @@
+"""`pipelinerl init`, `config`, `report` and `convert-gguf`: what a project consists of, and what its runs leave."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, refuse_settings, write
+from pipelinerl.config.load import load_config
+from pipelinerl.errors import UserError
+
+FILES = ("README.md", "problems.jsonl", "rewards.py", "run.yaml")
+
+
+def add_to(commands: Commands) -> None:
+    text = "Write an example project that can be run at once: problems, a reward function, a run file."
+    flag = commands.add("init", text, run=run_init).add_argument
+    flag("folder", type=Path, metavar="DIR", help="the project's folder; existing files are never overwritten")
+
+    text = "Print the resolved configuration, with the documentation of every key."
+    flag = commands.add("config", text, SETTINGS_HELP, run=run_config).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (none: the demo's)")
+    flag("--schema", action="store_true", help="print the JSON schema of run files instead, for editors")
+
+    text = "Write the figures and numbers of one or more runs to a self-contained HTML page."
+    flag = commands.add("report", text, run=run_report).add_argument
+    flag("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
+    text = "output file (default: report.html in the first run directory)"
+    flag("--out", type=Path, metavar="FILE.html", help=text)
+
+    text = "Convert a GGUF file to a Hugging Face model folder (extra `pipelinerl[gguf]`)."
+    flag = commands.add("convert-gguf", text, run=run_convert_gguf).add_argument
+    text = "a .gguf file, or a wheel or installed package that contains one"
+    flag("source", metavar="FILE_OR_PACKAGE", help=text)
+    flag("out_dir", type=Path, metavar="OUT_DIR", help="the new model folder")
+
+
+def run_init(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Write the example files. Raises UserError, without writing any, if one exists already or the folder can't be made."""
+    refuse_settings("pipelinerl init", settings)
+    folder: Path = options.folder
+    there = [name for name in FILES if (folder / name).exists()]
+    if there:
+        raise UserError(f"{folder} already has {', '.join(there)}; choose another folder")
+    source = resources.files("pipelinerl") / "assets" / "project"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            with open(folder / name, "xb") as file:
+                file.write((source / name).read_bytes())
+    except OSError as error:
+        raise UserError(f"can't write the project into {folder}: {error.strerror or error}") from error
+    return write(f"{folder} has {', '.join(FILES)}\nrun it with: cd {folder} && pipelinerl train run.yaml\n")
+
+
+def run_config(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    config = load_config(options.run_file, settings)
+    from pipelinerl.config.help import json_schema, render  # noqa: PLC0415 - as above
+
+    return write(json_schema() if options.schema else render(config))
+
+
+def run_report(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    refuse_settings("pipelinerl report", settings)
+    from pipelinerl.report import write_file  # noqa: PLC0415 (with the others)
+    from pipelinerl.report.run_report import report_page  # noqa: PLC0415
+
+    run_dirs: list[Path] = options.run_dirs
+    out: Path = options.out or run_dirs[0] / "report.html"
+    write_file(out, report_page(run_dirs).encode())
+    return write(f"{out}\n")
+
+
+def run_convert_gguf(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    refuse_settings("pipelinerl convert-gguf", settings)
+    from pipelinerl.models.gguf import convert_gguf  # noqa: PLC0415 (loads torch and transformers)
+
+    model = convert_gguf(options.source, options.out_dir)
+    template = "with a chat template" if model.chat_template else "without a chat template"
+    return write(
+        f"{model.path}: {model.architecture}, {model.parameters / 1e6:.1f}M parameters, {model.layers} layers, "
+        f"vocabulary of {model.vocab_size}, {template}, ends on token {', '.join(map(str, model.eos_token_ids))}\n"
+        f"train it with: pipelinerl train RUN.yaml --model.path {model.path}\n"
+    )
