@@ -1,6 +1,6 @@
 """Predicted and measured rates of short demo runs with 1 to 3 trainer ranks and 1 to 4 generation processes on this machine.
 
-    python -m benchmarks.predictions            # about 18 minutes on two idle cores
+    python -m benchmarks.predictions            # about 25 minutes on two idle cores
 
 Every repetition calibrates the machine for each case and then makes one run of it. The calibration predicts the run:
 nothing is fitted to runs. Each prediction replays the lengths that its run sampled (`pipelinerl simulate --compare`), so it
@@ -114,7 +114,7 @@ def table_of(records: list[Record]) -> list[Record]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--slots", type=int, default=128, help="sequences in progress, over all processes (128)")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     options = parser.parse_args()
