@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.cli import train
+from pipelinerl.cli import project
 from pipelinerl.cli.parser import Commands
 from pipelinerl.errors import UserError
 
@@ -27,7 +27,7 @@ SMALL = (
 
 def pipelinerl_init(folder: Path) -> int:
     commands = Commands()
-    train.add_to(commands)
+    project.add_to(commands)
     options = commands.root.parse_args(["init", str(folder)])
     status: int = options.run(options, [])
     return status
@@ -36,7 +36,7 @@ def pipelinerl_init(folder: Path) -> int:
 def test_what_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "task"
     assert pipelinerl_init(folder) == 0
-    assert sorted(path.name for path in folder.iterdir()) == sorted(train.FILES)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(project.FILES)
     assert f"cd {folder} && pipelinerl train run.yaml" in capsys.readouterr().out
     (folder / "rewards.py").write_text("mine")
     (folder / "run.yaml").unlink()
