@@ -114,8 +114,15 @@ class MmapBoard:
         if not _STAGE_NAME.fullmatch(stage):
             raise ValueError(f"not a stage name (letters, digits, '_', '-', '.'): {stage!r}")
         path = self._directory / (stage + _SUFFIX)
-        if not create and not path.exists():
+        if not create and not _has_room(path):  # the stage has not created it yet, or could not
             return None
         self._maps[stage] = map_file(path, 2 * STATUS_BYTES)
         self._records[stage] = SharedRecord(self._maps[stage], 0, 2 * STATUS_BYTES)
         return self._records[stage]
+
+
+def _has_room(path: Path) -> bool:
+    try:
+        return path.stat().st_size >= 2 * STATUS_BYTES
+    except FileNotFoundError:
+        return False

@@ -11,6 +11,7 @@ the launcher. At the end it writes a report to the run directory.
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.launch.roles import LOG_FORMAT, PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
@@ -44,8 +45,13 @@ def main(arguments: list[str]) -> int:
         write_error(run.report(role), type(error).__name__, str(error))
         return error.exit_status
     except Exception as error:  # noqa: BLE001 - the launcher reports whatever ends this process
+        kind = StageDiedError.__name__
         message = f"the {role} process (pid {os.getpid()}) failed: {type(error).__name__}: {error} (log: {run.log(role)})"
-        write_error(run.report(role), "StageDiedError", message)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            kind = RunDirectoryError.__name__
+            place = error.filename or run.root
+            message = f"the {role} process can't write to {place}: {error.strerror}; make room on that disk"
+        write_error(run.report(role), kind, message)
         return 1
     write_report(run.report(role))
     return 0
