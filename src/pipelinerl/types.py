@@ -253,6 +253,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
 
     `ready_s` is the time since the engine became ready, of which it spent `busy_s` in steps and weight updates.
     `pauses_s` are the pauses for the latest weight updates. `runner` is how the model is run, where the engine knows it.
+    `begun`: version -> sequences in progress whose first token it sampled, where the engine knows it.
     """
 
     version: int = 0
@@ -267,6 +268,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     pauses_s: tuple[float, ...] = ()
     probes: tuple[ProbeReading, ...] = ()
     runner: str = ""
+    begun: dict[int, int] = {}
 
 
 class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):

@@ -18,6 +18,7 @@ MODULES = {
     "train": ("train",),
     "project": ("init", "config", "report", "convert-gguf"),
     "compare": ("compare", "study"),
+    "watch": ("watch",),
     "browse": ("browse",),
     "eval": ("eval",),
     "plan": ("plan", "calibrate", "simulate"),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, config_of_run, write
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
+
+if TYPE_CHECKING:
+    from pipelinerl.experiments.watch.beside import Beside
 
 
 def add_to(commands: Commands) -> None:
@@ -18,6 +23,8 @@ def add_to(commands: Commands) -> None:
     flag("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
     text = "check the settings, the memory, and the environment (with an empty answer), without training"
     flag("--dry-run", action="store_true", help=text)
+    flag("--watch", action="store_true", help="also show the run in a browser, until it ends (see `pipelinerl watch`)")
+    flag("--watch-port", type=int, metavar="PORT", help="port of that page, 0: any free port (default: 7117)")
 
 
 def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -26,6 +33,8 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
         if run_file is not None:
             raise UserError(f"--resume takes the configuration from {options.resume / 'config.yaml'}; leave out {run_file}")
         run_file = config_of_run(options.resume)
+    if options.watch_port is not None and not options.watch:
+        raise UserError("--watch-port needs --watch")
     config = load_config(run_file, settings)
     if options.dry_run:
         from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415 - as below
@@ -33,5 +42,19 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
         return write("\n".join(dry_run(config)) + "\n")
     from pipelinerl.launch.run import train  # noqa: PLC0415 - it is not needed for --help
 
-    train(config, resume=options.resume)
+    if not options.watch:
+        train(config, resume=options.resume)
+        return 0
+    with closing(_page(options)) as page:
+        train(config, resume=options.resume, began=page.begin)
     return 0
+
+
+def _page(options: argparse.Namespace) -> Beside:
+    """Raises UserError, before anything of the run exists, if it can have no page."""
+    from pipelinerl.cli.watch import PORT, checked_port, checked_installation  # noqa: PLC0415 - few runs have a page
+
+    checked_installation("pipelinerl train --watch")
+    from pipelinerl.experiments.watch.beside import Beside  # noqa: PLC0415 - needs the extra `serve`
+
+    return Beside(PORT if options.watch_port is None else checked_port("--watch-port", options.watch_port))

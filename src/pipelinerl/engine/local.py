@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Literal
@@ -112,6 +112,7 @@ class LocalEngine:
             weight_updates=self._updates,
             pauses_s=tuple(self._pauses_s),
             runner=self._runner.description,
+            begun=Counter(first for one in self._requests.values() if (first := one.versions.first) is not None),
         )
 
     # ---- requests

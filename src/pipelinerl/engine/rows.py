@@ -38,6 +38,11 @@ class VersionMarks:
         if not self._marks or self._marks[-1][0] != version:
             self._marks.append((version, start))
 
+    @property
+    def first(self) -> int | None:
+        """The version of the first token; None before it."""
+        return self._marks[0][0] if self._marks else None
+
     def spans(self, length: int) -> tuple[VersionSpan, ...]:
         """Spans over the first `length` tokens. A version that produced no token has no span."""
         starts = [start for _, start in self._marks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     from pipelinerl.stream.redis_server import RedisServer
 
 
-def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
+Began = Callable[[Path], str | None]
+"""Called with the run directory when a session has written its files there. Returns a line for the user, if any."""
+
+
+def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambda _: None) -> dict[str, Any]:
     """Run `config` to its end and return the contents of `summary.json`.
 
     With `resume`, a run directory, that run continues from its latest checkpoint, or from the beginning if it has none.
@@ -52,7 +56,7 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
     losses: Losses | None = None
     while True:
         try:
-            ended = _train_session(config, resume, memory, started_s, losses)
+            ended = _train_session(config, resume, memory, started_s, losses, began)
         except PipelineRLError as error:
             if losses is None or losses.error is None:
                 raise
@@ -64,7 +68,7 @@ def train(config: RunConfig, *, resume: Path | None = None) -> dict[str, Any]:
 
 
 def _train_session(
-    config: RunConfig, resume: Path | None, memory: Judgement, started_s: float, losses: Losses | None
+    config: RunConfig, resume: Path | None, memory: Judgement, started_s: float, losses: Losses | None, began: Began
 ) -> dict[str, Any] | Losses:
     """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow."""
     with ExitStack() as stack:
@@ -90,7 +94,7 @@ def _train_session(
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
             session = Session(config, run, plan, make_schedule(config), records_from_s)
             _write_start(session)
-            notices = [*([restart_notice] if restart_notice else []), *memory.lines]
+            notices = [line for line in (restart_notice, *memory.lines, began(run.root)) if line]
             with closing(_make_view(session, notices)) as view:
                 outcome = _run_stages(session, lock, cluster, broker, view)
                 if losses is None and outcome.lost and config.launch.restarts:

@@ -66,12 +66,13 @@ def read_records(path: Path, kind: type[RecordT]) -> list[RecordT]:
     same holds for online evaluations that used weights after the checkpoint. Raises RunDirectoryError as `read_lines` does.
     """
     try:
-        return read_lines(path, kind, _superseded)
+        return read_lines(path, kind, superseded)
     except FileNotFoundError:
         return []
 
 
-def _superseded(old: StepRecord | EvaluationRecord, new: StepRecord | EvaluationRecord) -> bool:
+def superseded(old: StepRecord | EvaluationRecord, new: StepRecord | EvaluationRecord) -> bool:
+    """Whether a later line of the same file replaces this one."""
     if isinstance(old, StepRecord) or isinstance(new, StepRecord):
         return old.version >= new.version
     return old.when == new.when and (old.version >= new.version or old.newest_version > new.version)

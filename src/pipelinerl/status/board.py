@@ -5,11 +5,13 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from pipelinerl.errors import INVALID_DATA
 from pipelinerl.files import SharedRecord, map_file
 from pipelinerl.interfaces import Board
 from pipelinerl.types import StageStatus
@@ -119,6 +121,21 @@ class MmapBoard:
         self._maps[stage] = map_file(path, 2 * STATUS_BYTES)
         self._records[stage] = SharedRecord(self._maps[stage], 0, 2 * STATUS_BYTES)
         return self._records[stage]
+
+
+def read_statuses(directory: Path) -> dict[str, StageStatus]:
+    """The last status of every stage of the `MmapBoard` in `directory`, for a process that must not write there.
+
+    Each call opens the files again, because a new session replaces them.
+    """
+    found = {}
+    for path in sorted(directory.glob("*" + _SUFFIX)):
+        with suppress(OSError, ValueError, *INVALID_DATA), path.open("rb") as file:  # it was deleted meanwhile, or is not complete
+            with mmap.mmap(file.fileno(), 2 * STATUS_BYTES, access=mmap.ACCESS_READ) as memory:
+                newest = SharedRecord(memory, 0, 2 * STATUS_BYTES).read()
+            if newest is not None:
+                found[path.name.removesuffix(_SUFFIX)] = msgspec.json.decode(newest[1], type=StageStatus)
+    return found
 
 
 def _has_room(path: Path) -> bool:

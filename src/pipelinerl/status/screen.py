@@ -6,8 +6,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -118,11 +119,25 @@ def render(
         Text(),
         _learning_line(statuses, trends),
         Text(),
-        _stages(statuses, trends, now),
+        _ByWidth(_stages(statuses, trends, now), _narrow_stages(statuses, trends, now)),
         Text(),
-        _facts(statuses),
+        _facts(statuses, now),
     )
     return Panel(body, title=escape(title), title_align="left", border_style="dim", padding=(0, 1))
+
+
+NARROW = 88
+"""Columns below which a stage takes two lines."""
+
+
+class _ByWidth:
+    """One of two layouts, by the columns that there are."""
+
+    def __init__(self, wide: RenderableType, narrow: RenderableType) -> None:
+        self._wide, self._narrow = wide, narrow
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._wide if options.max_width >= NARROW else self._narrow
 
 
 def runners_line(statuses: Mapping[str, StageStatus]) -> str | None:
@@ -160,6 +175,17 @@ def waiting_lines(statuses: Mapping[str, StageStatus], now: float, longer_than_s
         elif status.state == "working" and now - status.written_s > max(SILENT_S, longer_than_s):
             lines.append(f"{status.stage} has not reported for {duration(now - status.written_s)}: {status.detail}")
     return lines
+
+
+def wait_line(statuses: Mapping[str, StageStatus], now: float) -> str:
+    """The current wait in one line: that of the trainer, whose steps the run is for, or else the longest one."""
+    waiting = [status for status in statuses.values() if status.state in ("waiting", "starting") and status.detail]
+    if not waiting:
+        return "no stage waits"
+    one = min(waiting, key=lambda status: (not isinstance(status.progress, TrainerProgress), status.since_s))
+    verb = "waits for" if one.state == "waiting" else "starts:"
+    others = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
+    return f"{one.stage} {verb} {one.detail}, for {duration(now - one.since_s)}{others}"
 
 
 def dropped_by_reason(statuses: Mapping[str, StageStatus]) -> Counter[str]:
@@ -217,8 +243,12 @@ def _progress_line(version: int, target: int, trends: Trends, elapsed_s: float |
     share = version / target if target else 0.0
     left = trends.remaining_s(max(0, target - version))
     times = f"{share:4.0%}   {duration(elapsed_s)} elapsed, {duration(left)} left"
-    line.add_row(Text(f"step {version}/{target}", "bold"), ProgressBar(max(1, target), version), times)
-    return line
+    step, bar = Text(f"step {version}/{target}", "bold"), ProgressBar(max(1, target), version)
+    line.add_row(step, bar, times)
+    narrow = Table.grid(expand=True)
+    for row in (step, bar, times.strip()):
+        narrow.add_row(row)
+    return _ByWidth(line, narrow)
 
 
 def _headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -260,19 +290,41 @@ def _stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> 
     table.add_column("throughput", no_wrap=True)
     for status in statuses.values():
         mark, style = _MARKS[status.state]
-        silent_s = now - status.written_s
-        detail = Text(status.detail, "" if status.state == "working" else style)
-        if status.state in ("working", "waiting") and silent_s > SILENT_S:
-            detail = Text(f"no report for {duration(silent_s)}; {status.detail}", "bold red")
         since = duration(now - status.since_s)
-        busy, throughput = _throughput(status, trends)
-        table.add_row(status.stage, Text(f"{mark} {status.state}", style), since, detail, busy, throughput)
+        busy, rates = throughput(status, trends)
+        table.add_row(status.stage, Text(f"{mark} {status.state}", style), since, _detail(status, now), busy, rates)
     if not statuses:
-        table.add_row("-", Text("◌ starting", "cyan"), "", "no stage has reported yet", "", "")
+        table.add_row("-", Text("◌ starting", "cyan"), "", _NO_STAGE, "", "")
     return table
 
 
-def _throughput(status: StageStatus, trends: Trends) -> tuple[str, str]:
+def _narrow_stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> RenderableType:
+    table = Table.grid()
+    for status in statuses.values():
+        mark, style = _MARKS[status.state]
+        line = Text.assemble((mark, style), f" {status.stage} ", (f"{status.state} {duration(now - status.since_s)}", style))
+        for shown in throughput(status, trends):
+            line.append(f"  {shown}" if shown else "", "dim")
+        table.add_row(line)
+        if status.detail:
+            table.add_row(Padding(_detail(status, now), (0, 0, 0, 2)))
+    if not statuses:
+        table.add_row(_NO_STAGE)
+    return table
+
+
+_NO_STAGE = "no stage has reported yet"
+
+
+def _detail(status: StageStatus, now: float) -> Text:
+    silent_s = now - status.written_s
+    if status.state in ("working", "waiting") and silent_s > SILENT_S:
+        return Text(f"no report for {duration(silent_s)}; {status.detail}", "bold red")
+    return Text(status.detail, "" if status.state == "working" else _MARKS[status.state][1])
+
+
+def throughput(status: StageStatus, trends: Trends) -> tuple[str, str]:
+    """How much of its time a stage is busy, and what it does in a second; empty where that has no meaning."""
     progress = status.progress
     if isinstance(progress, EngineProgress):
         generated = trends.generated_by.get(status.stage, Rate(30.0))
@@ -287,7 +339,7 @@ def _share(busy_s: float, ready_s: float) -> str:
     return f"{busy_s / ready_s:.0%}" if ready_s > 0 else "-"
 
 
-def _facts(statuses: Mapping[str, StageStatus]) -> RenderableType:
+def _facts(statuses: Mapping[str, StageStatus], now: float) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -296,6 +348,8 @@ def _facts(statuses: Mapping[str, StageStatus]) -> RenderableType:
         actor_total(statuses),
         trainer_progress(statuses) or TrainerProgress(),
     )
+    if statuses:
+        table.add_row("wait", Text(wait_line(statuses, now)))
     if engine is not None:
         last = f", last pause {pause(engine.pauses_s[-1])}" if engine.pauses_s else ""
         published = f"trainer at version {trainer.version}, engine at {engine.version}"

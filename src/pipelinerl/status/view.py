@@ -137,11 +137,15 @@ class PlainView(View):
 def make_view(
     kind: Literal["auto", "live", "plain", "none"], stream: TextIO, *, target: int, title: str = "pipelinerl"
 ) -> View:
-    """The view of kind `metrics.view`. `auto` is live on a terminal that can move its cursor, and plain elsewhere."""
+    """The view of kind `metrics.view`. `auto` is live on a terminal that can move its cursor, and plain elsewhere.
+
+    It is plain where `CI` is set, too: such terminals are logs that are read later.
+    """
     if kind == "none":
         return View(stream)
     if kind == "auto":
-        kind = "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+        log = os.environ.get("TERM") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false")
+        kind = "live" if stream.isatty() and not log else "plain"
     if kind == "live":
         return LiveView(stream, target=target, title=title)
     return PlainView(stream, target=target)

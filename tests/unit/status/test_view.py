@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from pipelinerl.status.screen import Rate, Trends, duration, render, short, sparkline
+from pipelinerl.status.screen import Rate, Trends, duration, render, short, sparkline, wait_line
 from pipelinerl.status.view import LiveView, PlainView, View, make_view
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
@@ -218,3 +219,35 @@ def test_text_of_data_and_models_never_controls_the_terminal(kind: Any) -> None:
     assert "\x1b" not in said
     assert "[red]markup[/red]" in said
     assert not [code for code in ("\x07", "\x9b", "\u202e", "\x1b[2J", "\x1b]") if code in stream.getvalue()]
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_screen_has_room_for_what_a_stage_waits_for(width: int) -> None:
+    text = drawn(statuses(119), 119, 100, elapsed_s=72.0, width=width)
+    words = " ".join(word for line in text.splitlines() for word in line.strip("│").split())
+    assert "◦ actor waiting 12s the trainer (version 37): [64] rollouts are outstanding" in words
+    assert "37% 1:12 elapsed, - left" in words
+
+
+def test_the_current_wait_is_one_line() -> None:
+    found = statuses(100)
+    waits = "the trainer (version 37): [64] rollouts are outstanding"
+    assert wait_line(found, 100) == f"actor waits for {waits}, for 12s"
+    found["trainer"] = replace(found["trainer"], state="waiting", detail="samples: 3 of 64 are here", since_s=97)
+    assert wait_line(found, 100) == "trainer waits for samples: 3 of 64 are here, for 3s (and 1 more)"
+    assert waits in drawn(statuses(100), 100, 100, width=200)
+    assert wait_line({"engine": found["engine"]}, 100) == "no stage waits"
+
+
+def test_logs_of_ci_are_plain_and_no_color_has_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("CI", "true")
+    assert isinstance(make_view("auto", Terminal(), target=1), PlainView)
+    monkeypatch.setenv("CI", "false")
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal()
+    view = make_view("auto", terminal, target=100)
+    assert isinstance(view, LiveView)
+    view.update(statuses(1), 1.0)
+    view.close()
+    assert not re.findall(r"\x1b\[[\d;]*3[0-7][;m]|\x1b\[[\d;]*38;", terminal.getvalue())

@@ -13,7 +13,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 
 import torch
 
@@ -30,7 +31,7 @@ from pipelinerl.launch.stages.streams import group_reader, group_writer
 from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.schedule import stream_capacity
-from pipelinerl.status.board import MemoryBoard, last_statuses
+from pipelinerl.status.board import MemoryBoard, MmapBoard, last_statuses
 from pipelinerl.status.reporter import starting
 from pipelinerl.status.view import View
 from pipelinerl.status.watchdog import Watchdog
@@ -103,20 +104,24 @@ def _run(
         trainer = build_trainer(session, board, policy, reader=prepared, sender=sender, logs=logs)
         with failures_on_board(trainer):
             trainer.start()
-            after_iteration = _AfterIteration(trainer, board, view, session.config.launch.watchdog_s)
+            after_iteration = _AfterIteration(trainer, board, view, session.config.launch.watchdog_s, session.run.scratch)
             asyncio.run(generate(generation, stop=lambda: interrupts.count > 0, between=after_iteration))
             trainer.finish()
         return trainer.goal_reached
 
 
 class _AfterIteration:
-    """Called between two iterations of the actor: runs the trainer and, every `LOOK_EVERY_S`, the view and the watchdog."""
+    """Called between two iterations of the actor: runs the trainer and, every `LOOK_EVERY_S`, the view and the watchdog.
 
-    def __init__(self, trainer: Trainer, board: Board, view: View, watchdog_s: float) -> None:
+    Then it also copies the status board to `folder`, where other processes can read it.
+    """
+
+    def __init__(self, trainer: Trainer, board: Board, view: View, watchdog_s: float, folder: Path) -> None:
         self._trainer = trainer
         self._board = board
         self._view = view
         self._watchdog = Watchdog(watchdog_s)
+        self._files = MmapBoard(folder)
         self._looked_s = 0.0
 
     def __call__(self) -> None:
@@ -127,6 +132,9 @@ class _AfterIteration:
         self._looked_s = now
         statuses = last_statuses(self._board)
         self._view.update(statuses, now)
+        with suppress(OSError):  # on a full disk; only pages of `watch` read it
+            for status in statuses.values():
+                self._files.publish(status)
         stall = self._watchdog.observe(statuses, now)
         if stall is not None:
             raise StalledError(stall.message)

@@ -14,45 +14,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Generator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
-from starlette.types import ASGIApp
 
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.parent_pipe import when_closed
 from pipelinerl.serving.server.app import make_apps
-from pipelinerl.serving.server.options import Address, ServeOptions
+from pipelinerl.serving.server.listening import QuietServer, listen, uvicorn_config, url_of
+from pipelinerl.serving.server.options import ServeOptions
 from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load
-
-
-def uvicorn_config(app: ASGIApp, *, close_s: int, tls: tuple[Path, Path] | None = None) -> uvicorn.Config:
-    """Settings of our HTTP servers. `close_s`: how long requests in progress may take when the server stops.
-
-    `tls`: PEM files of a certificate and its key.
-    """
-    certificate, key = tls or (None, None)
-    return uvicorn.Config(
-        app,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",  # it warns of every invalid request, so strangers could fill the log
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
-        # Longer than clients keep idle connections, so that no connection is closed just when a client uses it.
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=close_s,
-    )
 
 
 CLOSE_S = 5
@@ -78,7 +51,7 @@ def serve(options: ServeOptions) -> int:
     options.check()
     with contextlib.ExitStack() as stack:
         addresses = [options.listen] if options.updates is None else [options.listen, options.updates]
-        sockets = [stack.enter_context(contextlib.closing(_listen(address))) for address in addresses]
+        sockets = [stack.enter_context(contextlib.closing(listen(address))) for address in addresses]
         loading = _load_in_background(options)
         asyncio.run(_Process(options, sockets, loading).run())
     sys.stderr.flush()
@@ -99,7 +72,7 @@ class _Process:
         holder = ServiceHolder()
         apps = make_apps(holder, api_key=self._options.api_key, apart=self._options.updates is not None)
         servers = [
-            _Server(uvicorn_config(app, close_s=CLOSE_S, tls=self._options.tls)) for app in apps[: len(self._sockets)]
+            QuietServer(uvicorn_config(app, close_s=CLOSE_S, tls=self._options.tls)) for app in apps[: len(self._sockets)]
         ]
         self._install_stop_handlers()
         serving = [
@@ -145,7 +118,7 @@ class _Process:
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
         holder.open(service)
-        urls = [_url(listening, self._options.tls is not None) for listening in self._sockets]
+        urls = [url_of(listening, encrypted=self._options.tls is not None) for listening in self._sockets]
         ready = Ready(url=urls[0], pid=os.getpid(), update_url=urls[-1])
         slots = f"{self._options.engine.slots} slots of {service.loaded.max_length} tokens"
         print(f"{service.name} is served at {ready.url}, {slots}", file=sys.stderr, flush=True)
@@ -168,41 +141,6 @@ class _Process:
             await asyncio.sleep(POLL_EVERY_S)
         await asyncio.to_thread(engine.close, CLOSE_S)
         await service.updates.close()
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn server without signal handlers: the process has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
-def listening_for_http(address: tuple[Any, ...], family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
-    """A listening socket whose connections send at once (asyncio sets this only on sockets that name their protocol).
-
-    Otherwise a response's body waits until the client has confirmed its head: 40 ms on Linux. Raises OSError.
-    """
-    listening = socket.create_server(address, family=family, backlog=1024)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
-
-
-def _listen(address: Address) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return listening_for_http(found[4][:2], family=found[0])
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise UserError(f"can't listen on {address.host}:{address.port}: {reason}; choose another port") from error
-
-
-def _url(listening: socket.socket, encrypted: bool) -> str:
-    """The URL for clients on this machine."""
-    host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - any address: the loopback one is among them
-    scheme = "https" if encrypted else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _load_in_background(options: ServeOptions) -> Future[Loaded]:

@@ -20,7 +20,7 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.serving.server.app import Guard
 from pipelinerl.serving.server.http import MAX_BODY_BYTES
-from pipelinerl.serving.server.run import listening_for_http
+from pipelinerl.serving.server.listening import listening_for_http
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine, token_events
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams

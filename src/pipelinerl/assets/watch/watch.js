@@ -1,0 +1,461 @@
+"use strict";
+
+// Runs are followed through server-sent events. Text of runs only ever becomes text nodes.
+
+const COLOURS = 8;
+const AXES = { version: "step", minutes: "minutes", rollouts: "rollouts" };
+const CHARTS = [
+  { title: "Reward", lines: [["reward_mean", "training"]], smooth: 5, heldOut: true },
+  { title: "Lag of trained tokens, in steps", lines: [["lag_mean", "mean"], ["lag_max", "max"]], zero: true },
+  { title: "Rollouts that cross weight versions", lines: [["crossing", "share"]], share: true },
+  { title: "Effective sample size", lines: [["ess", "ESS"]] },
+  { title: "Slots in use", lines: [["in_progress", "in use"], ["queued", "queued"]], load: true, zero: true },
+  { title: "Tokens per second", lines: [["engine/tokens_per_s", "generated"], ["trained_per_s", "trained"]], smooth: 5, zero: true },
+  { title: "Completion length", lines: [["completion_length_mean", "trained on"], ["sampled_length_mean", "sampled"]], zero: true },
+  { title: "Seconds per step", lines: [["train_s", "training"], ["wait_s", "waiting"]], smooth: 5, zero: true },
+  { title: "Entropy", lines: [["entropy_mean", "nats"]] },
+  { title: "Gradient norm", lines: [["grad_norm", "norm"]], zero: true },
+];
+const OWN_CHARTS = new Set(["version", "minutes", "rollouts", "time_s", ...CHARTS.flatMap((one) => one.lines.map(([name]) => name))]);
+const MOST_OTHERS = 60;
+
+const $ = (selector) => document.querySelector(selector);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (i) => css(`--c${i % COLOURS}`);
+
+let chosen = [];       // labels of the runs that are shown
+let focused = null;    // the run whose stages, evaluations and rollouts are shown
+let listed = [];
+let axis = "version";
+let held = false;
+let source = null;
+const runs = new Map();
+
+function el(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") made.className = value;
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== ""));
+  return made;
+}
+
+const replacedBy = new WeakMap();
+
+function fill(parent, data, make) {  // only when `data` has changed, so that what is selected stays selected
+  const now = JSON.stringify(data);
+  if (replacedBy.get(parent) === now) return;
+  replacedBy.set(parent, now);
+  parent.replaceChildren(...make());
+}
+
+// ---- numbers as text
+
+const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
+
+function short(value) {
+  if (!known(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
+  if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
+  if (Number.isInteger(value)) return String(value);
+  return size >= 1e-3 || size === 0 ? String(+value.toPrecision(3)) : value.toExponential(1);
+}
+
+const reward = (value) => (known(value) ? value.toFixed(3) : "–");
+
+function duration(seconds) {
+  if (!known(seconds)) return "–";
+  const whole = Math.max(0, Math.round(seconds));
+  const pad = (number) => String(number).padStart(2, "0");
+  if (whole < 60) return `${whole}s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}:${pad(whole % 60)}`;
+  return `${Math.floor(whole / 3600)}:${pad(Math.floor(whole / 60) % 60)}:${pad(whole % 60)}`;
+}
+
+// ---- the data of a run
+
+function newRun() {
+  return { now: null, steps: { columns: {}, points: 0 }, load: { columns: {}, points: 0 }, evaluations: [], groups: null, settings: {} };
+}
+
+function extend(table, part) {
+  for (const column of Object.values(table.columns)) column.length = Math.min(column.length, part.start);
+  for (const [name, values] of Object.entries(part.columns)) {
+    const column = (table.columns[name] ??= []);
+    while (column.length < part.start) column.push(null);
+    for (const value of values) column.push(value);
+  }
+  table.points = part.points;
+  for (const column of Object.values(table.columns)) while (column.length < part.points) column.push(null);
+}
+
+function take(message) {
+  for (const [label, part] of Object.entries(message)) {
+    if (!runs.has(label)) runs.set(label, newRun());
+    const run = runs.get(label);
+    run.now = part.now;
+    if (part.steps) extend(run.steps, part.steps);
+    if (part.load) extend(run.load, part.load);
+    if (part.evaluations) run.evaluations = part.evaluations;
+    if (part.settings) run.settings = part.settings;
+    if (part.groups) run.groups = part.groups;
+  }
+  draw();
+}
+
+function connect() {
+  if (source) source.close();
+  runs.clear();
+  if (!chosen.length) { say("no run is chosen"); draw(); return; }
+  const query = new URLSearchParams(chosen.map((label) => ["run", label]));
+  source = new EventSource(`events?${query}`);
+  source.onopen = () => { say("live"); };
+  source.onmessage = (event) => { take(JSON.parse(event.data)); };
+  source.addEventListener("end", (event) => { source.close(); say(JSON.parse(event.data)); });
+  source.onerror = () => {
+    say(source.readyState === EventSource.CLOSED ? "the server does not answer; reload the page" : "the connection is lost; trying again");
+  };
+}
+
+function say(text) { if ($("#connection").textContent !== text) $("#connection").textContent = text; }
+
+// ---- which runs
+
+async function listRuns() {
+  const answer = await fetch("runs");
+  if (!answer.ok) throw new Error(await answer.text());
+  const found = await answer.json();
+  const labels = found.map((one) => one.label);
+  if (JSON.stringify(labels) === JSON.stringify(listed)) return;
+  const asked = new URLSearchParams(location.hash.slice(1)).getAll("run").filter((label) => labels.includes(label));
+  const first = !listed.length;
+  listed = labels;
+  if (first) chosen = asked.length ? asked : found.filter((one) => one.first).map((one) => one.label);
+  chosen = chosen.filter((label) => labels.includes(label));
+  if (!chosen.includes(focused)) focused = chosen[0] ?? null;
+  if (first) connect();
+  draw();
+}
+
+function choose(label, on) {
+  chosen = listed.filter((one) => (one === label ? on : chosen.includes(one)));
+  if (!chosen.includes(focused)) focused = chosen[0] ?? null;
+  history.replaceState(null, "", `#${new URLSearchParams(chosen.map((one) => ["run", one]))}`);
+  connect();
+}
+
+function focusOn(label) {
+  if (!chosen.includes(label)) choose(label, true);
+  focused = label;
+  draw();
+}
+
+function swatch(i) {
+  const made = el("span", { class: "swatch", "aria-hidden": "true" });
+  made.style.background = `var(--c${i % COLOURS})`;
+  return made;
+}
+
+function lastReward(run) {
+  const done = run.evaluations.filter((one) => known(one.reward));
+  return done.length ? `${reward(done[0].reward)}${done.length > 1 ? ` → ${reward(done[done.length - 1].reward)}` : ""}` : "–";
+}
+
+function drawRuns() {
+  const body = $("#runs tbody");
+  fill(body, [listed, chosen], () => listed.map((label) => {
+    const box = el("input", { type: "checkbox", "aria-label": `show ${label}`, onchange: (event) => choose(label, event.target.checked) });
+    box.checked = chosen.includes(label);
+    const name = el("button", { type: "button", onclick: () => focusOn(label) }, label);
+    const mark = chosen.includes(label) ? swatch(chosen.indexOf(label)) : null;
+    return el("tr", {}, el("td", {}, el("label", {}, box, mark), " ", name), ...Array.from({ length: 7 }, () => el("td")));
+  }));
+  listed.forEach((label, i) => {
+    const cells = body.children[i].children, run = runs.get(label), now = run?.now;
+    cells[0].querySelector("button").setAttribute("aria-pressed", String(label === focused));
+    const texts = now ? [now.state, `${now.version} / ${now.target ?? "–"}`, reward(now.numbers.reward_mean), lastReward(run),
+      short(now.numbers.lag_mean), duration(now.elapsed * 60), now.schedule ?? "–"] : ["", "", "", "", "", "", ""];
+    texts.forEach((text, j) => { if (cells[j + 1].textContent !== text) cells[j + 1].textContent = text; });
+    cells[1].className = now ? now.state : "";
+  });
+  drawDifferences();
+}
+
+function flat(value, prefix, into) {
+  if (value !== null && typeof value === "object" && !Array.isArray(value)) {
+    for (const [name, item] of Object.entries(value)) flat(item, prefix ? `${prefix}.${name}` : name, into);
+  } else into[prefix] = typeof value === "string" ? value : JSON.stringify(value);
+  return into;
+}
+
+function drawDifferences() {
+  const all = chosen.map((label) => flat(runs.get(label)?.settings ?? {}, "", {}));
+  const names = [...new Set(all.flatMap((one) => Object.keys(one)))].sort();
+  const differ = names.filter((name) => name !== "run_dir" && new Set(all.map((one) => one[name])).size > 1);
+  $("#differences").hidden = chosen.length < 2 || !differ.length;
+  fill($("#differences thead"), chosen, () => [el("tr", {}, ...["setting", ...chosen].map((text) => el("th", { scope: "col" }, text)))]);
+  fill($("#differences tbody"), differ.map((name) => [name, ...all.map((one) => one[name] ?? "–")]),
+    () => differ.map((name) => el("tr", {}, el("td", {}, name), ...all.map((one) => el("td", {}, one[name] ?? "–")))));
+}
+
+// ---- one run
+
+function drawRun(run) {
+  const now = run?.now;
+  $("#run").hidden = !now;
+  if (!now) return;
+  $("#run-title").textContent = focused;
+  document.title = `${now.state === "running" ? `${now.version}/${now.target ?? "?"}` : now.state} · ${focused}`;
+  $("#state").textContent = now.state;
+  $("#state").className = `pill ${now.state}`;
+  $("#facts").textContent = [now.task, now.schedule, known(now.seed) ? `seed ${now.seed}` : null].filter(Boolean).join(" · ");
+  const share = now.target ? now.version / now.target : 0;
+  $("#progress").value = share;
+  const left = known(now.left) ? `, ${duration(now.left * 60)} left` : "";
+  $("#times").textContent = `step ${now.version} of ${now.target ?? "–"} · ${(100 * share).toFixed(0)}% · ${duration(now.elapsed * 60)}${left}`;
+  $("#wait").textContent = now.wait;
+  $("#wait").hidden = !now.wait;
+  const damaged = now.damaged ? `${now.damaged} lines of the records are damaged and left out` : "";
+  $("#message").textContent = [now.message, damaged].filter(Boolean).join("\n");
+  $("#message").hidden = !$("#message").textContent;
+}
+
+const MARKS = { starting: "◌", working: "●", waiting: "◦", done: "✓", failed: "✗" };
+
+function drawStages(run) {
+  const stages = run?.now?.stages ?? [];
+  $("#stages").hidden = !stages.length;
+  fill($("#stages ol"), stages, () => stages.map((one) => {
+    const silent = known(one.silent_s) ? el("span", { class: "bad" }, `no report for ${duration(one.silent_s)}; `) : null;
+    const waits = one.waits_on.length ? ` (waits for ${one.waits_on.join(", ")})` : "";
+    const place = one.machine ? ` on ${one.machine}` : "";
+    const since = known(one.for_s) ? ` ${duration(one.for_s)}` : "";
+    return el("li", {}, el("strong", {}, one.stage + place),
+      el("span", { class: one.state }, `${MARKS[one.state] ?? ""} ${one.state}${since}`),
+      el("span", { class: "detail" }, silent, one.detail, el("span", { class: "dim" }, waits)),
+      el("span", { class: "rates" }, [one.busy && `${one.busy} busy`, one.rate].filter(Boolean).join(" · ")));
+  }));
+}
+
+function drawSlots(run) {
+  const now = run?.now, engine = now?.engine, counts = now?.rollouts;
+  $("#slots").hidden = !engine || !engine.slots || now.state !== "running";
+  if ($("#slots").hidden) return;
+  const total = Math.max(engine.slots, engine.in_progress);
+  const begun = engine.begun, first = begun.reduce((sum, [, count]) => sum + count, 0);
+  const parts = first ? begun.map(([version, count]) => [version, count]) : [[null, engine.in_progress]];
+  const across = begun.reduce((sum, [version, count]) => sum + (version < engine.version ? count : 0), 0);
+  const use = `${engine.in_progress} of ${engine.slots} slots in use, ${engine.queued} requests queued`;
+  fill($("#slots .bar"), [parts, total], () => parts.map(([version, count]) => {
+    const part = el("span", { class: version === null ? "v0" : `v${version % COLOURS}`, title: version === null ? "" : `${count} began with version ${version}` },
+      version !== null && count / total > 0.06 ? `v${version}` : "");
+    part.style.width = `${(100 * count) / total}%`;
+    return part;
+  }));
+  $("#slots .bar").setAttribute("aria-label", use);
+  const began = begun.map(([version, count]) => `v${version}: ${count}`).join(", ");
+  $("#slots .legend").textContent = first
+    ? `${use}. ${across} of ${first} sequences cross weight versions: they began before the engine took version ${engine.version} (began at ${began}).`
+    : `${use}. `;
+  const pause = known(engine.pause_s) ? `, the last pause ${engine.pause_s < 1 ? `${short(engine.pause_s * 1e3)} ms` : `${short(engine.pause_s)} s`}` : "";
+  $("#slots .weights").textContent = `Weights: version ${engine.published} is published, the engine has ${engine.version}; ${engine.updates} updates${pause}.`;
+  const dropped = counts ? Object.entries(counts.dropped) : [];
+  const lost = dropped.length ? `, dropped ${dropped.map(([reason, count]) => `${reason} ${count}`).join(", ")}` : ", none dropped";
+  $("#slots .counts").textContent = counts
+    ? `Rollouts: ${counts.started} started, ${counts.trained} trained on, ${counts.queued} queued, ${counts.in_progress} in progress${lost}.` : "";
+}
+
+function drawEvaluations(run) {
+  const found = run?.evaluations ?? [];
+  $("#evaluations").hidden = !found.length;
+  fill($("#evaluations tbody"), found, () => [...found].reverse().map((one) => {
+    const weights = known(one.version_max) && one.version_max !== one.version_min ? `v${one.version_min}–v${one.version_max}` : `v${one.version}`;
+    const failed = Object.entries(one.failed).map(([reason, count]) => `${reason} ${count}`).join(", ");
+    const cells = [one.when === "online" ? "during training" : `${one.when} training`, weights,
+      `${reward(one.reward)}${known(one.error) ? ` ± ${one.error.toFixed(3)}` : ""}`, String(one.problems), short(one.length), failed || "–"];
+    return el("tr", {}, ...cells.map((text) => el("td", {}, text)));
+  }));
+}
+
+function drawRollouts(run) {
+  const found = run?.groups;
+  $("#rollouts").hidden = !found?.groups.length;
+  if (held || !found) return;
+  $("#missing").textContent = found.missing ? `Token ids only: ${found.missing}` : "";
+  $("#missing").hidden = !found.missing;
+  fill($("#rollouts .groups"), found.groups, () => found.groups.map((group) => {
+    const dropped = Object.entries(group.dropped).map(([reason, count]) => `${reason} ${count}`).join(", ");
+    const more = group.hidden ? el("p", { class: "dim" }, `and ${group.hidden} more attempts`) : null;
+    return el("article", { class: "group" }, el("h3", {}, `Group ${group.index}`), el("pre", {}, group.problem),
+      dropped ? el("p", { class: "dim" }, `dropped: ${dropped}`) : null,
+      el("div", { class: "attempts" }, ...group.attempts.map(attempt)), more);
+  }));
+}
+
+function attempt(one) {
+  const tokens = one.turns.reduce((sum, turn) => sum + turn.tokens, 0);
+  const versions = one.turns.flatMap((turn) => turn.spans.map((span) => span.version));
+  const low = Math.min(...versions), high = Math.max(...versions);
+  const range = !versions.length ? "" : low === high ? ` · v${low}` : ` · v${low}–v${high}`;
+  const end = one.turns.length ? ` · ${one.turns[one.turns.length - 1].finish}` : "";
+  return el("div", { class: "attempt" },
+    el("p", {}, el("b", {}, `reward ${short(one.reward)}`), ` · ${one.id} · ${tokens} tokens${range}${end}`),
+    ...one.turns.map((turn) => el("pre", { tabindex: "0", role: "group", "aria-label": `${one.id}, prompt and completion` }, el("span", { class: "prompt" }, turn.prompt),
+      ...turn.spans.flatMap((span) => [el("sup", { title: `version ${span.version}, ${span.tokens} tokens` }, String(span.version)),
+        el("span", { class: `v${Math.max(0, span.version) % COLOURS}` }, span.text)]),
+      turn.hidden ? el("span", { class: "prompt" }, ` … ${turn.hidden} more tokens`) : null)));
+}
+
+// ---- curves
+
+function smoothed(values, window) {
+  return values.map((_, i) => {
+    const some = values.slice(Math.max(0, i + 1 - window), i + 1).filter(known);
+    return some.length ? some.reduce((a, b) => a + b, 0) / some.length : null;
+  });
+}
+
+function linesOf(spec) {
+  // Several runs: the first line of each, in the run's colour. One run: all its lines.
+  const several = chosen.length > 1, found = [];
+  chosen.forEach((label, i) => {
+    const run = runs.get(label);
+    if (!run) return;
+    const table = spec.load ? run.load : run.steps, x = table.columns[spec.load ? "minutes" : axis];
+    (several ? spec.lines.slice(0, 1) : spec.lines).forEach(([name, text], j) => {
+      const y = table.columns[name];
+      if (!x || !y || !y.some(known)) return;
+      const c = several ? i : j;
+      const wide = spec.smooth && y.length >= 4 * spec.smooth;
+      if (wide && !several && j === 0) found.push({ label: "", c, x, y, faint: true });
+      found.push({ label: several ? label : text, c, x, y: wide ? smoothed(y, spec.smooth) : y });
+    });
+    const points = spec.heldOut ? run.evaluations.filter((one) => known(one.reward)) : [];
+    const at = new Map(points.map((one) => [one[axis], one.reward]));  // several at one place: the last
+    if (at.size) {
+      const sorted = [...at].sort((a, b) => a[0] - b[0]);
+      found.push({ label: several ? "" : "held out", c: several ? i : 1, x: sorted.map((one) => one[0]), y: sorted.map((one) => one[1]), points: true });
+    }
+  });
+  return found;
+}
+
+class Chart {
+  constructor(spec) {
+    this.spec = spec;
+    this.keys = el("div", { class: "keys" });
+    this.place = el("div");
+    this.figure = el("figure", {}, el("figcaption", {}, el("h3", {}, spec.title), this.keys), this.place);
+    this.plot = null;
+    this.shape = "";
+    this.size = new ResizeObserver(() => { if (this.plot && this.place.clientWidth) this.plot.setSize({ width: this.place.clientWidth, height: 190 }); });
+    this.size.observe(this.place);
+  }
+
+  draw() {
+    const lines = linesOf(this.spec);
+    this.figure.hidden = !lines.length;
+    if (!lines.length || !this.place.clientWidth) return;
+    const data = uPlot.join(lines.map((line) => [line.x, line.y]));
+    this.lines = lines;
+    const shape = JSON.stringify([lines.map((line) => [line.label, line.c, line.points, line.faint]), axis]);
+    if (this.plot && shape === this.shape) { this.plot.setData(data); this.showKeys(); return; }
+    this.shape = shape;
+    if (this.plot) this.plot.destroy();
+    const text = { stroke: () => css("--dim"), grid: { stroke: () => css("--rule"), width: 1 }, ticks: { stroke: () => css("--rule"), width: 1, size: 4 },
+      font: "11px system-ui, sans-serif" };
+    const low = this.spec.zero || this.spec.share ? 0 : null;
+    const range = this.spec.share ? () => [0, 1] : (_, min, max) => {
+      const [a, b] = uPlot.rangeNum(low ?? min, max === min ? max + (Math.abs(max) || 1) * 0.1 : max, 0.1, true);
+      return [low ?? a, b];
+    };
+    const xLabel = this.spec.load ? "minutes" : AXES[axis];
+    this.plot = new uPlot({
+      width: this.place.clientWidth, height: 190, padding: [8, 8, 0, 0], legend: { show: false },
+      cursor: { sync: { key: xLabel }, y: false, points: { size: 6 } },
+      scales: { x: { time: false }, y: { range } },
+      axes: [{ ...text, size: 30, values: (_, all) => all.map(short) }, { ...text, size: 46, values: (_, all) => all.map(short) }],
+      series: [{}, ...lines.map((line) => ({
+        stroke: () => colour(line.c), width: line.faint ? 1 : 1.75, alpha: line.faint ? 0.3 : 1, spanGaps: true,
+        ...(line.points ? { paths: () => null, points: { show: true, size: 7, width: 2, fill: () => css("--paper") } } : { points: { show: line.x.length < 40, size: 4 } }),
+      }))],
+      hooks: { setCursor: [() => this.showKeys()] },
+    }, data, this.place);
+    this.showKeys();
+  }
+
+  showKeys() {  // the values under the cursor, or the latest ones
+    if (!this.plot || !this.lines) return;
+    const data = this.plot.data, at = this.plot.cursor.idx ?? data[0].length - 1;
+    const shown = this.lines.map((line, i) => ({ line, i })).filter(({ line }) => line.label);
+    const values = shown.map(({ line, i }) => {
+      let place = at;
+      while (place >= 0 && !known(data[i + 1][place])) place -= 1;
+      return [line.label, line.c, place < 0 ? "–" : short(data[i + 1][place])];
+    });
+    const where = this.plot.cursor.idx === null || this.plot.cursor.idx === undefined ? "" : `${this.spec.load ? "minutes" : AXES[axis]} ${short(data[0][at])}`;
+    fill(this.keys, [values, where], () => [...values.map(([label, c, value]) => el("span", {}, swatch(c), label, el("b", {}, value))), where ? el("span", {}, where) : ""]);
+  }
+
+  forget() { this.shape = ""; }
+
+  remove() {
+    this.size.disconnect();
+    if (this.plot) this.plot.destroy();
+    this.figure.remove();
+  }
+}
+
+const charts = CHARTS.map((spec) => new Chart(spec));
+const others = new Map();
+
+function drawCurves() {
+  $("#curves").hidden = ![...runs.values()].some((run) => run.steps.points || run.load.points);
+  for (const chart of charts) chart.draw();
+  const open = $("#more").open;
+  const names = new Set([...runs.values()].flatMap((run) => Object.keys(run.steps.columns)));
+  const wanted = [...names].filter((name) => !OWN_CHARTS.has(name)).sort().slice(0, MOST_OTHERS);
+  $("#more").hidden = !wanted.length;
+  if (!open) return;
+  for (const [name, chart] of others) if (!wanted.includes(name)) { chart.remove(); others.delete(name); }
+  for (const name of wanted) {
+    if (!others.has(name)) {
+      others.set(name, new Chart({ title: name, lines: [[name, "value"]] }));
+      $("#more .grid").append(others.get(name).figure);
+    }
+    others.get(name).draw();
+  }
+}
+
+function draw() {
+  const run = runs.get(focused);
+  drawRuns();
+  drawRun(run);
+  drawStages(run);
+  drawSlots(run);
+  drawCurves();
+  drawEvaluations(run);
+  drawRollouts(run);
+}
+
+// ---- beginning
+
+$("#curves .grid").append(...charts.map((chart) => chart.figure));
+$("#more").addEventListener("toggle", drawCurves);
+for (const button of document.querySelectorAll("input[name=axis]")) {
+  button.addEventListener("change", () => { axis = button.value; drawCurves(); });
+}
+$("#hold").addEventListener("click", () => {
+  held = !held;
+  $("#hold").setAttribute("aria-pressed", String(held));
+  draw();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const chart of [...charts, ...others.values()]) chart.forget();
+  draw();
+});
+listRuns().catch((error) => { say(error.message); });
+setInterval(() => { listRuns().catch(() => { /* `connection` says it */ }); }, 10000);

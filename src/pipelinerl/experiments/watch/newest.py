@@ -1,0 +1,109 @@
+"""The newest groups of a run for the page: prompts, and completions as text in spans of weight versions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.checkpoint_folders import latest_checkpoint
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import ModelLoadError
+from pipelinerl.experiments.browse.records import one_line
+from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
+from pipelinerl.models.folder import resolve_path
+from pipelinerl.status.view import printable
+from pipelinerl.types import Group, Rollout, Turn, versions_from_spans
+
+GROUPS = 3
+ATTEMPTS = 4
+MOST_TOKENS = 1200
+"""Sampled tokens of an attempt that are shown; the rest is counted."""
+MOST_CHARACTERS = 2000
+
+
+class Texts:
+    """The tokenizer of a run, loaded in a thread of its own at the first use."""
+
+    def __init__(self, run_dir: Path, config: RunConfig) -> None:
+        self._run_dir, self._config = run_dir, config
+        self._found: TokenText | None = None
+        self._thread: threading.Thread | None = None
+
+    def get(self) -> TokenText | None:
+        """None until it is loaded."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._load, name="tokenizer", daemon=True)
+            self._thread.start()
+        return self._found
+
+    def _load(self) -> None:
+        try:
+            self._found = _from_file(self._run_dir, self._config) or load_token_text(self._config.model)
+        except Exception as error:  # noqa: BLE001 - a tokenizer is other people's code; the page shows ids and the reason
+            self._found = TokenText(None, one_line(str(error)))
+
+
+def _from_file(run_dir: Path, config: RunConfig) -> TokenText | None:
+    """The tokenizer in a `tokenizer.json`, which takes a moment; transformers takes seconds and some 300 MB to import."""
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only for runs with rollouts
+
+    folders = [latest_checkpoint(run_dir)]
+    try:
+        folders.append(Path(resolve_path(config.model.path)))
+    except ModelLoadError:  # the model was moved; a checkpoint has the same tokenizer
+        pass
+    for folder in folders:
+        if folder is not None and (folder / "tokenizer.json").is_file():
+            return TokenText(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    return None
+
+
+def shown_groups(groups: Sequence[Group], texts: TokenText) -> list[dict[str, Any]]:
+    """The newest of `groups`, which are in the order of the file, as JSON-like data; the newest first."""
+    return [_group(group, texts) for group in reversed(groups[-GROUPS:])]
+
+
+def _group(group: Group, texts: TokenText) -> dict[str, Any]:
+    payload = one_line(msgspec.json.encode(group.problem.payload).decode())
+    return {
+        "index": group.index,
+        "problem": f"{one_line(group.problem.id)} {payload}"[:MOST_CHARACTERS],
+        "attempts": [_attempt(rollout, texts) for rollout in group.rollouts[:ATTEMPTS]],
+        "hidden": max(0, len(group.rollouts) - ATTEMPTS),
+        "dropped": {one_line(reason): count for reason, count in group.dropped.items()},
+    }
+
+
+def _attempt(rollout: Rollout, texts: TokenText) -> dict[str, Any]:
+    left, turns = MOST_TOKENS, []
+    for turn in rollout.turns:
+        turns.append(_turn(turn, texts, left))
+        left = max(0, left - len(turn.completion.token_ids))
+    return {"id": one_line(rollout.id), "reward": rollout.reward, "turns": turns}
+
+
+def _turn(turn: Turn, texts: TokenText, most: int) -> dict[str, Any]:
+    completion = turn.completion
+    count = len(completion.token_ids)
+    try:
+        versions = versions_from_spans(completion.weight_versions, count)[:most]
+    except ValueError:
+        versions = [-1] * min(count, most)  # damaged
+    pieces = zip(versions, texts.pieces(completion.token_ids[:most]), strict=True)
+    spans = [(version, list(of_version)) for version, of_version in groupby(pieces, key=lambda piece: piece[0])]
+    prompt = printable(texts.text(turn.prompt_ids[-most:] if most else ()))
+    return {
+        "prompt": prompt[-MOST_CHARACTERS:],
+        "spans": [
+            {"version": version, "tokens": len(of_version), "text": printable("".join(text for _, text in of_version))}
+            for version, of_version in spans
+        ],
+        "tokens": count,
+        "hidden": max(0, count - most),
+        "finish": completion.finish_reason,
+    }

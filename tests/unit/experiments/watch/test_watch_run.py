@@ -1,0 +1,167 @@
+"""What a page learns about a run: its curves, state, stages and newest rollouts, while it runs, restarts or disappears."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.experiments.watch.run import GROUPS_EVERY_S, LOOK_EVERY_S, PageState, WatchedRun
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.status.board import MmapBoard
+from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
+from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, load, make_run, step, trained
+
+
+class Watcher:
+    """A page on one run, with a clock that moves on by a second with each look."""
+
+    def __init__(self, root: Path) -> None:
+        self._now_s = time.monotonic()
+        self.run = WatchedRun(root, lambda: self._now_s)
+        self.page = PageState()
+
+    def look(self, passed_s: float = LOOK_EVERY_S + 0.1) -> dict[str, Any]:
+        self._now_s += passed_s
+        self.run.look()
+        news: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.run.news(self.page)))
+        return news
+
+
+def publish(root: Path, **stages: StageStatus) -> None:
+    with closing(MmapBoard(root / "control")) as board:
+        for status in stages.values():
+            board.publish(status)
+
+
+def status(stage: str, state: Any, detail: str, progress: Any = None, waits_for: tuple[str, ...] = ()) -> StageStatus:
+    now = time.monotonic()
+    return StageStatus(
+        stage=stage, pid=1, state=state, detail=detail, since_s=now - 3, written_s=now, progress=progress, waits_for=waits_for
+    )
+
+
+def test_a_finished_run_is_shown_whole_and_then_nothing_is_sent_again(tmp_path: Path) -> None:
+    watcher = Watcher(make_run(tmp_path / "run"))
+    watcher.look()
+    watcher.page = PageState()  # the last step waits for its line in trained.jsonl for one look
+    news = watcher.look()
+    columns = news["steps"]["columns"]
+    assert columns["version"] == [1, 2, 3, 4]
+    assert columns["reward_mean"] == [0.1, 0.2, 0.3, 0.4]
+    assert columns["crossing"] == [0.5, 0, 0.5, 0]
+    assert columns["rollouts"] == [8, 16, 24, 32]
+    assert columns["minutes"] == [round(n / 60, 7) for n in (1, 2, 3, 4)]  # since the trainer began to wait, at 3 s
+    assert columns["samples_per_s"] == [8, 8, 8, 8]
+    assert news["load"]["columns"]["in_progress"] == list(range(8))
+    assert [(one["when"], one["reward"], one["minutes"]) for one in news["evaluations"]] == [("before", 0.25, 0)]
+    assert (news["now"]["state"], news["now"]["version"], news["now"]["target"]) == ("finished", 4, 10)
+    assert news["settings"] == {"seed": 0, "trainer": {"steps": 10}}
+    assert set(watcher.look()) <= {"now", "groups"}
+
+
+def test_a_running_run_is_followed_also_over_a_resume(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", steps=4, status=None)
+    watcher = Watcher(root)
+    with closing(RunLock(RunDirectory(root))):
+        watcher.look()
+        assert watcher.look()["now"]["state"] == "running"
+        append(root / "metrics.jsonl", step(5, 8.0))
+        append(root / "rollouts" / "trained.jsonl", trained(5, (0, 3)))
+        append(root / "evaluations.jsonl", evaluation("online", 5, 0.5, version_min=3, version_max=5))
+        news = watcher.look()
+        assert (news["steps"]["start"], news["steps"]["columns"]["version"]) == (4, [5])
+        assert news["steps"]["columns"]["crossing"] == [1]
+        assert news["now"]["left"] == 5 / 60  # five more steps of a second each
+        assert [(one["version"], one["rollouts"]) for one in news["evaluations"]] == [(0, 0), (5, 40)]
+        append(root / "metrics.jsonl", step(3, 11.0), step(4, 12.0))  # from the checkpoint of step 2
+        append(root / "rollouts" / "trained.jsonl", trained(3, (0, 0)), trained(4, (0, 1)))
+        append(root / "timeline-0.jsonl", load(0, 3.0, 7))
+        news = watcher.look()
+        assert news["steps"]["columns"]["version"] == [1, 2, 3, 4]
+        assert news["load"]["columns"]["minutes"][-2:] == [0.0458333, 0.05]  # 2.75 s, and the 3 s of the resumed run
+    assert (watcher.look()["now"]["state"], watcher.look()["now"]["message"]) == (
+        "ended",
+        "its last session ended without a summary: it was killed",
+    )
+
+
+def test_stages_slots_and_sequences_that_cross_versions_come_from_the_board(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", status=None)
+    engine = EngineProgress(version=7, slots=8, in_progress=6, queued=2, begun={5: 1, 6: 3, 7: 2}, busy_s=9.0, ready_s=10.0)
+    trainer = status("trainer", "waiting", f"samples {HOSTILE}", TrainerProgress(version=4, published_version=7), ("actor",))
+    publish(root, engine=status("engine", "working", "6 sequences", engine), trainer=trainer)
+    publish(root, actor=status("actor", "working", "6 rollouts running"))
+    watcher = Watcher(root)
+    with closing(RunLock(RunDirectory(root))):
+        now = watcher.look()["now"]
+        assert now["wait"].startswith("trainer waits for samples <script>")
+        assert "\x1b" not in now["wait"]
+        assert {one["stage"]: (one["state"], one["waits_on"], one["busy"]) for one in now["stages"]} == {
+            "actor": ("working", [], ""),
+            "engine": ("working", [], "90%"),
+            "trainer": ("waiting", ["actor"], "-"),
+        }
+        assert (now["engine"]["slots"], now["engine"]["begun"]) == (8, [[5, 1], [6, 3], [7, 2]])
+        for path in (root / "control").glob("*.board"):
+            path.unlink()  # as a new session does
+        publish(root, engine=status("engine", "starting", "loads the model"))
+        (root / "control" / "broken.board").write_bytes(b"short")
+        assert [one["state"] for one in watcher.look()["now"]["stages"]] == ["starting"]
+
+
+def test_failed_runs_say_why_and_runs_may_disappear_and_come_back(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", status="failed: the trainer died")
+    watcher = Watcher(root)
+    now = watcher.look()["now"]
+    assert (now["state"], now["message"]) == ("failed", "the trainer died")
+    os.utime(root / "control" / "plan.json")  # a session began after the summary was written
+    os.utime(root / "summary.json", (2000, 2000))
+    assert watcher.look()["now"]["state"] == "ended"
+    shutil.rmtree(root)
+    now = watcher.look()["now"]
+    assert (now["state"], now["message"]) == ("gone", f"there is no run in {root} any more")
+    make_run(root, steps=2, status="interrupted")
+    watcher.look()
+    watcher.page = PageState()
+    news = watcher.look()
+    assert (news["now"]["state"], news["steps"]["columns"]["version"]) == ("interrupted", [1, 2])
+    (root / "config.yaml").write_text("trainer: [")
+    assert "config.yaml" in watcher.look()["now"]["message"]
+
+
+def test_the_newest_rollouts_come_in_spans_of_versions_every_few_seconds(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    watcher = Watcher(root)
+    for _ in range(100):  # the tokenizer is loaded in a thread
+        if (found := watcher.look(GROUPS_EVERY_S + 1).get("groups")) is not None:
+            break
+        time.sleep(0.05)
+    newest, first = found["groups"]
+    assert (newest["index"], first["index"]) == (1, 0)
+    assert "<script>" in newest["problem"]
+    assert "\x1b" not in newest["problem"]
+    (turn,) = newest["attempts"][0]["turns"]
+    assert [(span["version"], span["tokens"]) for span in turn["spans"]] == [(3, 4), (4, 5)]
+    assert turn["finish"] == "stop"
+    assert "groups" not in watcher.look(GROUPS_EVERY_S + 1)
+
+
+def test_nothing_is_written(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    publish(root, engine=status("engine", "done", ""))
+
+    def state() -> dict[str, tuple[int, int]]:
+        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in root.rglob("*")}
+
+    before = state()
+    watcher = Watcher(root)
+    for _ in range(3):
+        watcher.look(GROUPS_EVERY_S + 1)
+    assert state() == before

@@ -1,0 +1,67 @@
+"""Run directories to watch, without a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import load_config
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.types import Group
+from tests.unit.experiments.browse.browse_parts import group, lines, rollout, turn
+
+HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">\x1b[31m\u202e"
+
+
+def step(version: int, time_s: float, reward: float = 0.5, **changed: Any) -> StepRecord:
+    values = {"samples": 8, "tokens_trained": 80, "train_s": 0.5, "wait_s": 0.5, "lag_mean": 1.0, "lag_max": 2} | changed
+    return StepRecord(version=version, time_s=time_s, reward_mean=reward, **values)
+
+
+def trained(version: int, *lags: tuple[int, int]) -> dict[str, Any]:
+    samples = [{"id": f"g{version}.a{i}", "lag_min": low, "lag_max": high} for i, (low, high) in enumerate(lags)]
+    return {"version": version, "samples": samples}
+
+
+def load(worker: int, time_s: float, in_progress: int) -> dict[str, Any]:
+    return {"worker": worker, "time_s": time_s, "in_progress": in_progress, "queued": 1, "tokens_generated": 9, "version": 0}
+
+
+def evaluation(when: str, version: int, reward: float, **fields: Any) -> dict[str, Any]:
+    times = {"time_s": 2.0 + version, "problems": 16, "reward_mean": reward, "reward_standard_error": 0.1}
+    return {"when": when, "version": version, **times, **fields}
+
+
+def some_groups() -> list[Group]:
+    crossing = rollout(1, 0, 1.0, turn("84,36:", "48,36;12", (3, 4), (4, 0)))
+    return [group(0, rollout(0, 0, 0.0, turn("9,6:", "no"))), group(1, crossing, question=HOSTILE)]
+
+
+def append(path: Path, *records: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(lines(records))
+
+
+def make_run(root: Path, steps: int = 4, *, status: str | None = "finished", groups: Sequence[Group] = ()) -> Path:
+    """A run of `steps` optimizer steps, one a second from time 3. `status`: that of its summary; None: it has none."""
+    config = load_config(None, {"run_dir": str(root), "trainer.steps": 10, "environment.kind": "gcd"})
+    (root / "control").mkdir(parents=True)
+    (root / "config.yaml").write_text(config_to_yaml(config))
+    (root / "control" / "plan.json").write_bytes(b"{}")
+    os.utime(root / "control" / "plan.json", (1000, 1000))
+    (root / ".lock").touch()
+    append(root / "sessions.jsonl", {"config": {"seed": 0, "trainer": {"steps": 10}}})
+    append(root / "evaluations.jsonl", evaluation("before", 0, 0.25))
+    append(root / "metrics.jsonl", *(step(n, 3.0 + n, n / 10) for n in range(1, steps + 1)))
+    append(root / "rollouts" / "trained.jsonl", *(trained(n, (0, 0), (0, n % 2)) for n in range(1, steps + 1)))
+    append(root / "rollouts" / "rollouts.jsonl", *(groups or some_groups()))
+    append(root / "timeline-0.jsonl", *(load(0, 2 + n / 4, n) for n in range(8)))
+    if status is not None:
+        (root / "summary.json").write_bytes(msgspec.json.encode({"status": status}))
+    return root
