@@ -62,7 +62,10 @@ def page(browser: Any) -> Iterator[Any]:
     page, wrong = context.new_page(), []
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda request: None if "127.0.0.1" in request.url or request.url.startswith("data:") else wrong.append(request.url))
+    page.on(
+        "request",
+        lambda request: None if "127.0.0.1" in request.url or request.url.startswith("data:") else wrong.append(request.url),
+    )
     yield page
     context.close()
     assert [text for text in wrong if "ERR_INCOMPLETE_CHUNKED" not in text and "ERR_CONNECTION_REFUSED" not in text] == []

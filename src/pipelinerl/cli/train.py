@@ -52,7 +52,7 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def _page(options: argparse.Namespace) -> Beside:
     """Raises UserError, before anything of the run exists, if it can have no page."""
-    from pipelinerl.cli.watch import PORT, checked_port, checked_installation  # noqa: PLC0415 - few runs have a page
+    from pipelinerl.cli.watch import PORT, checked_installation, checked_port  # noqa: PLC0415 - few runs have a page
 
     checked_installation("pipelinerl train --watch")
     from pipelinerl.experiments.watch.beside import Beside  # noqa: PLC0415 - needs the extra `serve`

@@ -56,7 +56,7 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     losses: Losses | None = None
     while True:
         try:
-            ended = _train_session(config, resume, memory, started_s, losses, began)
+            ended = _train_session(config, resume, memory, started_s, losses, began=began)
         except PipelineRLError as error:
             if losses is None or losses.error is None:
                 raise
@@ -68,7 +68,7 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
 
 
 def _train_session(
-    config: RunConfig, resume: Path | None, memory: Judgement, started_s: float, losses: Losses | None, began: Began
+    config: RunConfig, resume: Path | None, memory: Judgement, started_s: float, losses: Losses | None, *, began: Began
 ) -> dict[str, Any] | Losses:
     """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow."""
     with ExitStack() as stack:

@@ -130,7 +130,8 @@ def read_statuses(directory: Path) -> dict[str, StageStatus]:
     """
     found = {}
     for path in sorted(directory.glob("*" + _SUFFIX)):
-        with suppress(OSError, ValueError, *INVALID_DATA), path.open("rb") as file:  # it was deleted meanwhile, or is not complete
+        # It may be deleted meanwhile, or not be complete yet.
+        with suppress(OSError, ValueError, *INVALID_DATA), path.open("rb") as file:
             with mmap.mmap(file.fileno(), 2 * STATUS_BYTES, access=mmap.ACCESS_READ) as memory:
                 newest = SharedRecord(memory, 0, 2 * STATUS_BYTES).read()
             if newest is not None:

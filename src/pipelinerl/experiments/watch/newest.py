@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,8 @@ def _from_file(run_dir: Path, config: RunConfig) -> TokenText | None:
     from tokenizers import Tokenizer  # noqa: PLC0415 - only for runs with rollouts
 
     folders = [latest_checkpoint(run_dir)]
-    try:
+    with suppress(ModelLoadError):  # the model was moved; a checkpoint has the same tokenizer
         folders.append(Path(resolve_path(config.model.path)))
-    except ModelLoadError:  # the model was moved; a checkpoint has the same tokenizer
-        pass
     for folder in folders:
         if folder is not None and (folder / "tokenizer.json").is_file():
             return TokenText(Tokenizer.from_file(str(folder / "tokenizer.json")))

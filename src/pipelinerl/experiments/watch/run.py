@@ -69,8 +69,8 @@ class _Settings(msgspec.Struct):
 class PageState:
     """What a page has of a run."""
 
-    steps: Seen = Seen()
-    load: Seen = Seen()
+    steps: Seen = field(default_factory=Seen)
+    load: Seen = field(default_factory=Seen)
     editions: dict[str, int] = field(default_factory=dict)
 
 
@@ -399,5 +399,3 @@ def _changed_s(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-

@@ -53,11 +53,11 @@ class Runs:
         self._watched: dict[Path, WatchedRun] = {}
         for path in paths:
             if not _runs_in(path):
-                missing = "it has no config.yaml, and no folder in it has one" if path.is_dir() else "there is no such folder"
+                missing = "neither it nor a folder in it has a config.yaml" if path.is_dir() else "there is no such folder"
                 raise RunDirectoryError(f"{path} is neither a run directory nor a folder of them: {missing}")
 
     def folders(self) -> dict[str, Path]:
-        """The run directories by label, those of a folder newest first. A run that has gone keeps its label if it was named."""
+        """The run directories by label, those of a folder newest first. A named run that has gone keeps its label."""
         found = [run for path in self._paths for run in _runs_in(path) or [path]]
         unique = list({run.resolve(): run for run in found}.values())
         return dict(zip(labels_of(unique), unique, strict=True))
@@ -103,9 +103,9 @@ def make_app(runs: Runs, *, key: str | None, stopping: asyncio.Event, end_note: 
         return StreamingResponse(_events(chosen, stopping, end_note), media_type="text/event-stream")
 
     routes = [Route("/runs", list_runs), Route("/events", events)]
-    for file in importlib.resources.files("pipelinerl").joinpath("assets", "watch").iterdir():
-        if (kind := _TYPES.get(Path(file.name).suffix)) is not None:
-            routes.append(_file("/" if file.name == "index.html" else f"/{file.name}", file.read_bytes(), kind))
+    assets = importlib.resources.files("pipelinerl").joinpath("assets", "watch").iterdir()
+    sent = [(file, kind) for file in assets if (kind := _TYPES.get(Path(file.name).suffix)) is not None]
+    routes += [_file("/" if file.name == "index.html" else f"/{file.name}", file.read_bytes(), kind) for file, kind in sent]
     return Guard(Starlette(routes=routes), key)
 
 
@@ -137,8 +137,8 @@ class Guard:
     """Answers only readers who may read.
 
     With a key, a reader must send it: as `?key=` of the page's address, which sets a cookie, or as a bearer token. Without
-    one, only requests to a name of this machine itself are answered. Otherwise a web page could read the runs through a name of
-    its own that resolves to this machine (DNS rebinding).
+    one, only requests to a name of this machine itself are answered. Otherwise a web page could read the runs through a
+    name of its own that resolves to this machine (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:

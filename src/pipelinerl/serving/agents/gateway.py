@@ -24,9 +24,9 @@ from pipelinerl.environments.chat.conversation import Answer
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.serving.agents.session import ModelRequest, Session, rollout_ended
 from pipelinerl.serving.server.http import answer, application, body_of, unless_gone
+from pipelinerl.serving.server.listening import listening_for_http, uvicorn_config
 from pipelinerl.serving.server.openai.answers import DONE, AnswerWriter, Json, choice_of, usage_of
 from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, read_body
-from pipelinerl.serving.server.listening import listening_for_http, uvicorn_config
 
 HOST = "127.0.0.1"
 CLOSE_S = 5.0

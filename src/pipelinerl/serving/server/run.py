@@ -23,10 +23,9 @@ from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.parent_pipe import when_closed
 from pipelinerl.serving.server.app import make_apps
-from pipelinerl.serving.server.listening import QuietServer, listen, uvicorn_config, url_of
+from pipelinerl.serving.server.listening import QuietServer, listen, url_of, uvicorn_config
 from pipelinerl.serving.server.options import ServeOptions
 from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load
-
 
 CLOSE_S = 5
 """Time for connections to close after their requests have ended."""

@@ -43,7 +43,14 @@ def publish(root: Path, **stages: StageStatus) -> None:
 def status(stage: str, state: Any, detail: str, progress: Any = None, waits_for: tuple[str, ...] = ()) -> StageStatus:
     now = time.monotonic()
     return StageStatus(
-        stage=stage, pid=1, state=state, detail=detail, since_s=now - 3, written_s=now, progress=progress, waits_for=waits_for
+        stage=stage,
+        pid=1,
+        state=state,
+        detail=detail,
+        since_s=now - 3,
+        written_s=now,
+        progress=progress,
+        waits_for=waits_for,
     )
 
 

@@ -26,7 +26,9 @@ from tests.unit.experiments.watch.watch_parts import make_run
 ASSETS = Path(str(importlib.resources.files("pipelinerl"))) / "assets" / "watch"
 
 
-async def get(root: Path, path: str, *, key: str | None = None, host: str = "127.0.0.1:7117", **headers: str) -> httpx2.Response:
+async def get(
+    root: Path, path: str, *, key: str | None = None, host: str = "127.0.0.1:7117", **headers: str
+) -> httpx2.Response:
     """One answer of a server that has been told to stop, so that its events end."""
     stopping = asyncio.Event()
     stopping.set()
@@ -96,7 +98,9 @@ def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_data() -> 
     for name in ("index.html", "watch.js", "watch.css"):
         text = (ASSETS / name).read_text()
         assert not re.findall(r"https?:|//cdn|@import|url\(", text), name
-        assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function| style=| on\w+=", text), name
+        assert not re.findall(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function| style=| on\w+=", text
+        ), name
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
@@ -106,7 +110,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_a_server_that_others_can_reach_makes_itself_a_key(run: Path) -> None:
-    with started("watch", str(run), "--host", "0.0.0.0", "--port", "0") as process:
+    with started("watch", str(run), "--host", "0.0.0.0", "--port", "0") as process:  # noqa: S104 - what is tested
         assert process.stderr is not None
         said = process.stderr.readline()
         found = re.search(r"(http://127\.0\.0\.1:\d+)/\?key=([\w-]{32})", said)
