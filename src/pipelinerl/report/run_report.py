@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import edge_of
 from pipelinerl.report import figures, html, number
-from pipelinerl.report.series import WINDOW, RunRecords, measure, pooled, read_run
+from pipelinerl.report.series import WINDOW, RunRecords, labels_of, measure, name_of, pooled, read_run
 from pipelinerl.report.terminal import summary_sections
 
 LEARNING = (
@@ -60,16 +59,6 @@ def report_page(run_dirs: Sequence[Path]) -> str:
     return html.page("pipelinerl: " + ", ".join(runs), body)
 
 
-def labels_of(run_dirs: Sequence[Path]) -> list[str]:
-    """The shortest distinct ends of the paths. Raises RunDirectoryError if a folder is named twice."""
-    parts = [run_dir.resolve().parts for run_dir in run_dirs]
-    if len(set(parts)) < len(parts):
-        twice = next(run_dir for run_dir, part in zip(run_dirs, parts, strict=True) if parts.count(part) > 1)
-        raise RunDirectoryError(f"{twice} is named twice; name each run once")
-    ends = (["/".join(part[-length:]) for part in parts] for length in range(1, max(map(len, parts)) + 1))
-    return next(labels for labels in ends if len(set(labels)) == len(labels))
-
-
 def _summary_table(runs: Mapping[str, RunRecords]) -> str:
     """One column per run, from its records and, if there is one, its summary."""
     columns = [_column(records) for records in runs.values()]
@@ -96,12 +85,6 @@ def _column(records: RunRecords) -> dict[str, str]:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise RunDirectoryError(f"{records.root / 'summary.json'} is damaged ({error!r}); delete it") from error
     return column
-
-
-def name_of(config: RunConfig) -> str:
-    """The schedule as `compare` names it: `pipeline`, `conventional:4`."""
-    schedule = config.schedule
-    return schedule.kind if schedule.kind == "pipeline" else f"{schedule.kind}:{schedule.steps_per_round}"
 
 
 def _metrics_table(runs: Mapping[str, RunRecords]) -> list[str]:

@@ -330,6 +330,22 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         raise RunDirectoryError(f"{path} is damaged: {error}; delete it") from error
 
 
+def labels_of(run_dirs: Sequence[Path]) -> list[str]:
+    """The shortest distinct ends of the paths. Raises RunDirectoryError if a folder is named twice."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+    if len(set(parts)) < len(parts):
+        twice = next(run_dir for run_dir, part in zip(run_dirs, parts, strict=True) if parts.count(part) > 1)
+        raise RunDirectoryError(f"{twice} is named twice; name each run once")
+    ends = (["/".join(part[-length:]) for part in parts] for length in range(1, max(map(len, parts)) + 1))
+    return next(labels for labels in ends if len(set(labels)) == len(labels))
+
+
+def name_of(config: RunConfig) -> str:
+    """The schedule as `compare` names it: `pipeline`, `conventional:4`."""
+    schedule = config.schedule
+    return schedule.kind if schedule.kind == "pipeline" else f"{schedule.kind}:{schedule.steps_per_round}"
+
+
 # The fields of rollouts.jsonl and trained.jsonl that are needed; most of a line is token ids and log-probs.
 class RecordedCompletion(msgspec.Struct, frozen=True):
     """`weight_versions` cover the sampled tokens exactly, so their end is the number of tokens."""

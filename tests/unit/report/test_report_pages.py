@@ -29,8 +29,8 @@ from pipelinerl.report.figures import (
     on_policyness,
     throughput,
 )
-from pipelinerl.report.run_report import labels_of, metric_rows, name_of, report_page
-from pipelinerl.report.series import read_run
+from pipelinerl.report.run_report import metric_rows, report_page
+from pipelinerl.report.series import labels_of, name_of, read_run
 from pipelinerl.trainer.records import TrainedRecord, TrainedSample
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
 

@@ -348,7 +348,8 @@ class Chart {
     this.spec = spec;
     this.keys = el("div", { class: "keys" });
     this.place = el("div");
-    this.figure = el("figure", {}, el("figcaption", {}, el("h3", {}, spec.title), this.keys), this.place);
+    this.title = el("h3", {}, spec.title);
+    this.figure = el("figure", {}, el("figcaption", {}, this.title, this.keys), this.place);
     this.plot = null;
     this.shape = "";
     this.size = new ResizeObserver(() => { if (this.plot && this.place.clientWidth) this.plot.setSize({ width: this.place.clientWidth, height: 190 }); });
@@ -361,6 +362,7 @@ class Chart {
     if (!lines.length || !this.place.clientWidth) return;
     const data = uPlot.join(lines.map((line) => [line.x, line.y]));
     this.lines = lines;
+    this.title.textContent = chosen.length > 1 && this.spec.lines.length > 1 ? `${this.spec.title}: ${this.spec.lines[0][1]}` : this.spec.title;
     const shape = JSON.stringify([lines.map((line) => [line.label, line.c, line.points, line.faint]), axis]);
     if (this.plot && shape === this.shape) { this.plot.setData(data); this.showKeys(); return; }
     this.shape = shape;
@@ -374,7 +376,7 @@ class Chart {
     };
     const xLabel = this.spec.load ? "minutes" : AXES[axis];
     this.plot = new uPlot({
-      width: this.place.clientWidth, height: 190, padding: [8, 8, 0, 0], legend: { show: false },
+      width: this.place.clientWidth, height: 190, padding: [8, 16, 0, 0], legend: { show: false },
       cursor: { sync: { key: xLabel }, y: false, points: { size: 6 } },
       scales: { x: { time: false }, y: { range } },
       axes: [{ ...text, size: 30, values: (_, all) => all.map(short) }, { ...text, size: 46, values: (_, all) => all.map(short) }],

@@ -72,10 +72,18 @@ def _group(group: Group, texts: TokenText) -> dict[str, Any]:
     return {
         "index": group.index,
         "problem": f"{one_line(group.problem.id)} {payload}"[:MOST_CHARACTERS],
-        "attempts": [_attempt(rollout, texts) for rollout in group.rollouts[:ATTEMPTS]],
+        "attempts": [_attempt(rollout, texts) for rollout in _chosen(group.rollouts)],
         "hidden": max(0, len(group.rollouts) - ATTEMPTS),
         "dropped": {one_line(reason): count for reason, count in group.dropped.items()},
     }
+
+
+def _chosen(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """At most `ATTEMPTS`, in order: those of the lowest and of the highest rewards."""
+    places = sorted(range(len(rollouts)), key=lambda place: rollouts[place].reward)
+    low = ATTEMPTS // 2
+    kept = places if len(places) <= ATTEMPTS else [*places[:low], *places[low - ATTEMPTS :]]
+    return [rollouts[place] for place in sorted(kept)]
 
 
 def _attempt(rollout: Rollout, texts: TokenText) -> dict[str, Any]:

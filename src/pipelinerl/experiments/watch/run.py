@@ -24,8 +24,7 @@ from pipelinerl.metrics.reading import superseded
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
-from pipelinerl.report.run_report import name_of
-from pipelinerl.report.series import begin_s, read_config, read_summary
+from pipelinerl.report.series import begin_s, name_of, read_config, read_summary
 from pipelinerl.status.board import read_statuses
 from pipelinerl.status.screen import SILENT_S, Trends, dropped_by_reason, throughput, wait_line
 from pipelinerl.status.view import printable
@@ -135,7 +134,7 @@ class WatchedRun:
     @property
     def behind(self) -> bool:
         """Whether there is more to read already."""
-        tails = (self._tail, self._trained_tail, self._evaluation_tail, *self._timelines.values())
+        tails: tuple[Tail[Any], ...] = (self._tail, self._trained_tail, self._evaluation_tail, *self._timelines.values())
         return self._state != "gone" and any(tail.more for tail in tails)
 
     def _look_at_config(self) -> bool:

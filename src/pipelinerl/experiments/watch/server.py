@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.watch.run import LOOK_EVERY_S, PageState, WatchedRun
 from pipelinerl.parent_pipe import when_closed
-from pipelinerl.report.run_report import labels_of
+from pipelinerl.report.series import labels_of
 from pipelinerl.serving.server.http import server_sent_event
 from pipelinerl.serving.server.listening import QuietServer, uvicorn_config
 
@@ -207,7 +207,12 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
         if lifeline_fd is not None:
-            when_closed(lifeline_fd, lambda: loop.call_soon_threadsafe(stop), CLOSE_S + 1)
+
+            def stop_from_thread() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended already
+                    loop.call_soon_threadsafe(stop)
+
+            when_closed(lifeline_fd, stop_from_thread, CLOSE_S + 1)
         await server.serve([listening])
 
     asyncio.run(run())

@@ -16,6 +16,7 @@ from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
+from tests.unit.experiments.browse.browse_parts import group, rollout, turn
 from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, load, make_run, step, trained
 
 
@@ -154,10 +155,16 @@ def test_the_newest_rollouts_come_in_spans_of_versions_every_few_seconds(tmp_pat
     assert (newest["index"], first["index"]) == (1, 0)
     assert "<script>" in newest["problem"]
     assert "\x1b" not in newest["problem"]
-    (turn,) = newest["attempts"][0]["turns"]
-    assert [(span["version"], span["tokens"]) for span in turn["spans"]] == [(3, 4), (4, 5)]
-    assert turn["finish"] == "stop"
+    (shown,) = newest["attempts"][0]["turns"]
+    assert [(span["version"], span["tokens"]) for span in shown["spans"]] == [(3, 4), (4, 5)]
+    assert shown["finish"] == "stop"
     assert "groups" not in watcher.look(GROUPS_EVERY_S + 1)
+    append(root / "rollouts" / "rollouts.jsonl", group(2, *(rollout(2, i, i % 4, turn("1,1:", "1")) for i in range(8))))
+    newest = watcher.look(GROUPS_EVERY_S + 1)["groups"]["groups"][0]
+    assert [(one["id"], one["reward"]) for one in newest["attempts"]] == [
+        ("g2.a0", 0), ("g2.a3", 3), ("g2.a4", 0), ("g2.a7", 3)
+    ]  # fmt: skip
+    assert newest["hidden"] == 4
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:
