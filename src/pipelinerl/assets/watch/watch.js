@@ -112,7 +112,7 @@ function connect() {
   if (!chosen.length) { say("no run is chosen"); draw(); return; }
   const query = new URLSearchParams(chosen.map((label) => ["run", label]));
   source = new EventSource(`events?${query}`);
-  source.onopen = () => { say("live"); };
+  source.onopen = () => { say("connected"); };
   source.onmessage = (event) => { take(JSON.parse(event.data)); };
   source.addEventListener("end", (event) => { source.close(); say(JSON.parse(event.data)); });
   source.onerror = () => {
