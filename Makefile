@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install install-ray demo chaos test test-all test-models test-fast test-wild test-ray test-vllm check format clean
+.PHONY: install install-ray install-locked lock demo chaos test test-all test-models test-fast test-wild test-ray test-vllm check format clean
 
 install: $(STAMP)
 
@@ -20,6 +20,21 @@ $(STAMP): pyproject.toml constraints.txt
 # Without it the tests of runs over several machines are skipped.
 install-ray: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+
+# The same versions, if all files have the hashes of requirements.lock: those of PyPI, so on Linux with CUDA (some GB).
+install-locked:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+
+# After a change of constraints.txt. Asks PyPI only.
+lock: install
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --no-config --default-index https://pypi.org/simple --universal --generate-hashes \
+		--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --python-version 3.11 \
+		--constraint constraints.txt --extra dev --extra tensorboard --extra gguf --extra ray pyproject.toml \
+		--output-file requirements.lock
 
 # Most tests compute on one core; each worker takes about 1 GB.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal

@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import logging
 
-from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of, remove_unfinished
+from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of
 from pipelinerl.errors import INVALID_DATA, CheckpointError
 
 FORMAT = 1
@@ -167,8 +167,8 @@ def write_checkpoint(
     )
     target, hidden = _folders_of(directory, version)
     others: Mapping[str, FileRecord] = {}
-    with _removed_on_failure(hidden, target):
-        _make_folder(hidden)
+    with _removed_on_failure(hidden, target, folders):
+        folders.make(hidden)
         _write_model(hidden, model, tokenizer)
         if callable(optimizer):
             others = optimizer(hidden)
@@ -176,7 +176,7 @@ def write_checkpoint(
             save_optimizer(hidden, optimizer)
 
     def finish() -> Path:
-        with _removed_on_failure(hidden, target):
+        with _removed_on_failure(hidden, target, folders):
             _write_state(hidden, state, others)
             folders.install(hidden, target, durable=True)
         folders.keep_latest(directory, None, keep)
@@ -210,8 +210,8 @@ def save_weights(
     `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError if it can't be written.
     """
     target, hidden = _folders_of(directory, version)
-    with _removed_on_failure(hidden, target):
-        _make_folder(hidden)
+    with _removed_on_failure(hidden, target, folders):
+        folders.make(hidden)
         _write_model(hidden, model, tokenizer)
         _write_state(hidden, CheckpointState(version=version))
         folders.install(hidden, target, durable=False)
@@ -224,19 +224,14 @@ def _folders_of(directory: Path, version: int) -> tuple[Path, Path]:
     return target, directory / f"{HIDDEN}{target.name}-{secrets.token_hex(4)}"
 
 
-def _make_folder(hidden: Path) -> None:
-    hidden.parent.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(hidden.parent)
-    hidden.mkdir()
-
-
 @contextmanager
-def _removed_on_failure(hidden: Path, target: Path) -> Iterator[None]:
+def _removed_on_failure(hidden: Path, target: Path, folders: Folders) -> Iterator[None]:
     """Delete the hidden folder if what is inside fails. Raises CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError, ValueError) as error:  # ValueError: a config that save_pretrained refuses
         shutil.rmtree(hidden, ignore_errors=True)
+        folders.check()  # a later session has removed the folder, perhaps
         raise CheckpointError(f"can't write checkpoint {target}: {_first_line(error)}") from error
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -68,10 +68,15 @@ def keep_latest(directory: Path, version: int | None, count: int, *, spared_ever
 
     Raises CheckpointError if that fails.
     """
+    delete(superfluous(directory, version, count, spared_every=spared_every))
+
+
+def superfluous(directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> list[Path]:
+    """The folders that `keep_latest` deletes."""
     found = by_version(directory)
     kept = {number for number in found if spared_every and number % spared_every == 0}
     kept.update([number for number in found if version is None or number <= version][-count:])
-    delete([path for number, path in found.items() if number not in kept])
+    return [path for number, path in found.items() if number not in kept]
 
 
 class Folders:
@@ -87,6 +92,15 @@ class Folders:
         self._directory = directory
         self.on_sent: Callable[[int], None] = lambda _: None
         """Called with the bytes that were sent, while folders are sent to another machine."""
+
+    def check(self) -> None:
+        """Raises PipelineRLError if this process may not write any more."""
+
+    def make(self, hidden: Path) -> None:
+        """Make a hidden folder, and remove those that are unfinished."""
+        hidden.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(hidden.parent)
+        hidden.mkdir()
 
     def install(self, hidden: Path, target: Path, *, durable: bool) -> None:
         """Give the folder its name. If `durable`, it is on the disk before. Raises OSError and CheckpointError."""
@@ -113,12 +127,17 @@ class Folders:
 
 def install(hidden: Path, target: Path) -> None:
     """Give a folder its name; it may replace one of the same version."""
+    replaced = target.with_name(target.name + ".old")
     if target.exists():
-        replaced = target.with_name(target.name + ".old")
         if replaced.exists():
             _remove(replaced)
         os.rename(target, replaced)
-    os.rename(hidden, target)
+    try:
+        os.rename(hidden, target)
+    except OSError:  # the hidden folder is gone
+        if replaced.exists():
+            os.rename(replaced, target)
+        raise
     sync_directory(target.parent)
     remove_unfinished(target.parent)
 

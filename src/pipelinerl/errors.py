@@ -44,6 +44,10 @@ class RunDirectoryError(UserError):
     """The run directory is in use, is not a run, or its contents are inconsistent."""
 
 
+class ReplacedError(RunDirectoryError):
+    """This process was stopped or cut off, and a later session of its run has begun: it must not write any more."""
+
+
 class CheckpointError(PipelineRLError):
     """A checkpoint can't be written or read."""
 

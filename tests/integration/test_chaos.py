@@ -191,7 +191,7 @@ def test_weights_that_a_resume_abandoned_are_found(copied: Path) -> None:
     assert "which was handed over later" in check(copied)[0]
 
 
-def test_a_proxy_passes_on_cuts_and_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_passes_on_cuts_silences_and_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     server = socket.create_server(("127.0.0.1", 0))
 
     def echo() -> None:
@@ -217,6 +217,14 @@ def test_a_proxy_passes_on_cuts_and_delays(monkeypatch: pytest.MonkeyPatch) -> N
                 assert client.recv(100) == b"two"
             assert slept == [0.05 + 0.5 * 0.2] * 2, "there and back"
             heal()
+            heal = proxy.disturb(Fault(kind="silence", place="redis", steps=1, after_s=0, lasts_s=1))
+            client.sendall(b"late")
+            client.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                client.recv(100)
+            heal()
+            client.settimeout(10)
+            assert client.recv(100) == b"late"
             heal = proxy.disturb(Fault(kind="cut", place="redis", steps=1, after_s=0, lasts_s=1))
             assert client.recv(100) == b""
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:

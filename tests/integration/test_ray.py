@@ -458,6 +458,120 @@ def test_a_frozen_launcher_is_given_up_by_its_agents(machines: Machines, tmp_pat
     resume_to_the_end(run.run_dir)
 
 
+# ---- an earlier session that goes on after a later one has begun
+
+
+class Frozen:
+    """All processes of a machine are stopped: its part of Ray, its agent and its workers."""
+
+    def __init__(self, machines: Machines, name: str) -> None:
+        marker = os.fsencode(f"TMPDIR={machines.folder / name}")
+        self._machines, self._name = machines, name
+        self._pids = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if marker in path.read_bytes().split(b"\0"):
+                    self._pids.append(int(path.parent.name))
+        for pid in self._pids:
+            os.kill(pid, signal.SIGSTOP)
+
+    def goes_on(self) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._machines.remove(self._name)
+        until(lambda: not any(map(alive, self._pids)))
+
+
+def next_session(run: Running, process: subprocess.Popen[str], earlier: str) -> None:
+    """Wait until it has trained, and written and deleted checkpoints."""
+    until(lambda: run.plan.id != earlier and version_of(run.run_dir) > run.plan.version + 6, process)
+
+
+def log_of(run: Running, name: str) -> str:
+    return (run.run_dir / "logs" / f"{name}.log").read_text()
+
+
+def ends_whole(run: Running, process: subprocess.Popen[str]) -> None:
+    """The later session goes on undisturbed, and so does the one after it."""
+    version = version_of(run.run_dir)
+    until(lambda: version_of(run.run_dir) > version + 4, process)
+    process.send_signal(signal.SIGINT)
+    assert wait(process).status == 130
+    assert_conserved(summary(run.run_dir))
+    resume_to_the_end(run.run_dir)
+
+
+LATER = "a later session of"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moment", ["a checkpoint", "a step"])
+def test_a_trainer_on_a_machine_that_was_frozen_writes_no_more(moment: str, machines: Machines, tmp_path: Path) -> None:
+    place = {"generation": "machine-0"}  # so the trainer has another machine
+    settings = SPREAD | {"launch__restarts": 2, "launch__place": json.dumps(place), "trainer__checkpoint_every": 1}
+    run = Running(tmp_path / "r", **settings)
+    trainer, earlier = run.pids["training"], run.plan.id
+
+    def stopped() -> bool:
+        os.kill(trainer, signal.SIGSTOP)
+        if moment == "a step" or unfinished(run.run_dir):
+            return True
+        os.kill(trainer, signal.SIGCONT)
+        return False
+
+    until(stopped, run.process)
+    frozen = Frozen(machines, run.machines["trainer"])
+    next_session(run, run.process, earlier)
+    os.kill(trainer, signal.SIGTERM)  # as its agent, or the end of it, would: it shall write a last checkpoint
+    os.kill(trainer, signal.SIGCONT)
+    until(lambda: not alive(trainer), run.process)
+    if moment == "a checkpoint":
+        assert f"{LATER} {run.run_dir} has begun, while this process was stopped" in log_of(run, "training")
+    frozen.goes_on()
+    ends_whole(run, run.process)
+
+
+@pytest.mark.exhaustive
+def test_actors_on_a_machine_that_was_frozen_write_no_more(machines: Machines, tmp_path: Path) -> None:
+    """Their Redis is still there, with the streams of the run. The agent ends as well."""
+    with start_server(tmp_path / "redis", durable=True, address=machines.address.partition(":")[0]) as server:
+        run = Running(tmp_path / "r", **TWO_ACTORS, launch__restarts=2, stream__url=server.url)
+        machine, earlier = run.machines["actor-1"], run.plan.id
+        actor, agent = run.pids["actor-1"], run.agents[run.machines["actor-1"]]
+        frozen = Frozen(machines, machine)
+        next_session(run, run.process, earlier)
+        os.kill(actor, signal.SIGCONT)
+        until(lambda: not alive(actor), run.process)
+        assert LATER in log_of(run, "generation-1")
+        os.kill(agent, signal.SIGCONT)
+        until(lambda: not alive(agent), run.process)
+        assert f"the agent ends: {LATER} {run.run_dir} has begun" in log_of(run, f"agent-{machine}")
+        frozen.goes_on()
+        ends_whole(run, run.process)
+
+
+@pytest.mark.exhaustive
+def test_a_launcher_that_was_frozen_writes_no_more(machines: Machines, tmp_path: Path) -> None:
+    """Another one, which does not see its lock, has followed. The Redis of the first is still there, too."""
+    run = Running(tmp_path / "r", **TWO_ACTORS, launch__lost_s=20, launch__restarts=2)
+    earlier = run.plan.id
+    run.process.send_signal(signal.SIGSTOP)
+    until(lambda: not any(map(alive, [*run.pids.values(), *run.agents.values()])))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))  # as on another machine
+        later = start("train", "--resume", str(run.run_dir))
+    next_session(run, later, earlier)
+    run.process.send_signal(signal.SIGCONT)
+    ended = wait(run.process)
+    assert ended.status == 2
+    assert (
+        ended.error
+        == f"error: {LATER} {run.run_dir} has begun, while this process was stopped or cut off: it writes no more\n"
+    )
+    ends_whole(run, later)
+
+
 @pytest.mark.exhaustive
 def test_a_killed_redis_of_the_run_ends_it(machines: Machines, tmp_path: Path) -> None:
     run = Running(tmp_path / "r", **APART)

@@ -13,6 +13,7 @@ import pytest
 from tests.integration.runs import (
     alive,
     assert_gone_on,
+    command,
     process_ids,
     start_processes,
     summary,
@@ -142,3 +143,26 @@ def test_an_error_that_a_process_reports_is_not_tried_again(tmp_path: Path) -> N
     assert ended.status == 1
     assert not (tmp_path / "r" / "before-1").exists()
     assert summary(tmp_path / "r")["restarts"] == {}
+
+
+@exhaustive
+@pytest.mark.parametrize(("victim", "settings"), [("training", {}), ("redis-server", {"stream__kind": "redis"})])
+def test_a_stopped_process_of_a_killed_launcher_keeps_the_next_session_out(
+    victim: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """It may write until it has ended. When it goes on, it ends by itself."""
+    run_dir = tmp_path / "r"
+    process = going(run_dir, 6, **settings)
+    pids = process_ids(run_dir)
+    stopped = kill(run_dir, victim, signal.SIGSTOP)
+    process.kill()
+    wait(process)
+    until(lambda: not any(alive(pid) for pid in pids.values() if pid != stopped))
+    refused = command("train", "--resume", str(run_dir))
+    assert refused.status == 2
+    assert f"{run_dir} is in use, and of its processes these are stopped: {stopped}; continue them" in refused.error
+    assert refused.error.count("\n") == 1
+    os.kill(stopped, signal.SIGCONT)
+    ended = command("train", "--resume", str(run_dir))
+    assert (ended.status, ended.error) == (0, "")
+    assert_gone_on(run_dir, GOAL)

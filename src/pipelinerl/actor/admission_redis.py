@@ -207,8 +207,9 @@ class RedisAdmission(Admission):
 
     def _lost(self) -> StreamError:
         return StreamError(
-            f"{self._connection.url}: the record of started rollouts is not in Redis as this process left it: Redis was "
-            "restarted without its data or with older data, or a key was deleted. Resume the run from its checkpoint"
+            f"{self._connection.url}: the record of started rollouts is not in Redis as this process left it: a later "
+            "session of the run has begun, Redis was restarted without its data or with older data, or a key was deleted. "
+            "Resume the run from its checkpoint"
         )
 
 

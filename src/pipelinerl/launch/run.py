@@ -24,7 +24,7 @@ from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import RunLock, create_run_directory, open_run_directory
+from pipelinerl.launch.run_lock import RunLock, create_run_directory, errors_explained, open_run_directory
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
@@ -77,20 +77,22 @@ def _train_session(
             closing(create_run_directory(config) if resume is None else open_run_directory(resume, config))
         )
         run = lock.run
+        session_id = StartPlan().id
         if cluster is not None:
-            _wait_until_unused(run)
+            _take_over(run, session_id)
             if resume is not None:  # before its files are used or moved
-                with _running_broker(config, run, cluster.address) as broker:
-                    _take_what_is_left(config, run, broker.url if broker is not None else None)
+                with _running_broker(config, lock, cluster.address) as broker:
+                    _take_what_is_left(config, run, broker.url if broker is not None else None, session_id)
         restart_notice = None if resume is None else _prepare_resume(config, run)
-        with _running_broker(config, run, cluster.address if cluster is not None else None) as broker:
+        with _running_broker(config, lock, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None
             begins = resume is None or restart_notice is not None
             plan = StartPlan() if begins else _plan_resume(config, run, redis_url)
             if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
                 print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
                 return finished
-            plan = msgspec.structs.replace(plan, redis_url=redis_url, predicted_memory_bytes=memory.predicted_bytes)
+            predicted = memory.predicted_bytes
+            plan = msgspec.structs.replace(plan, id=session_id, redis_url=redis_url, predicted_memory_bytes=predicted)
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
             session = Session(config, run, plan, make_schedule(config), records_from_s)
             _write_start(session)
@@ -102,12 +104,8 @@ def _train_session(
                 if follows := losses is not None and losses.allow(session, outcome):
                     view.say(losses.message)
             if cluster is not None:
-                try:
-                    if broker is None or broker.failure() is None:
-                        _take_what_is_left(config, run, redis_url)
-                except PipelineRLError as error:
-                    outcome = replace(outcome, error=outcome.error or error)
-                _join_rollouts(run)
+                error = _gather(session, redis=broker is None or broker.failure() is None)
+                outcome = replace(outcome, error=outcome.error or error)
             if losses is None:
                 return _conclude(session, outcome)
             return losses if follows else _conclude(session, losses.counted(session, outcome))
@@ -125,10 +123,10 @@ def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
     return prepare_resume(config, run)
 
 
-def _join_rollouts(run: RunDirectory) -> None:
-    from pipelinerl.launch.resume import join_rollouts  # noqa: PLC0415 - only several machines write several files
+def _gather(session: Session, *, redis: bool) -> PipelineRLError | None:
+    from pipelinerl.launch.hosts.head import gather  # noqa: PLC0415 - only for several machines
 
-    join_rollouts(run.rollouts)
+    return gather(session, redis=redis)
 
 
 def _plan_resume(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StartPlan:
@@ -153,7 +151,7 @@ def _write_start(session: Session) -> None:
         else:
             make_record(run.admission, handed_over, session.plan.settled)
     except OSError as error:
-        advice = "; make room on that disk" if error.errno == errno.ENOSPC else ""
+        advice = "; make room on that disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}{advice}") from error
 
 
@@ -173,9 +171,10 @@ def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
 
 
 @contextmanager
-def _running_broker(config: RunConfig, run: RunDirectory, address: str | None = None) -> Iterator[RedisServer | None]:
+def _running_broker(config: RunConfig, lock: RunLock, address: str | None = None) -> Iterator[RedisServer | None]:
     """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
 
+    Like every process of the run, it holds the lock until it has ended: a second server would write to the same files.
     `address`: where other machines reach this one, if processes there need the server.
 
     Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
@@ -185,7 +184,7 @@ def _running_broker(config: RunConfig, run: RunDirectory, address: str | None = 
         return
     from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - needs the extra `redis`
 
-    with start_server(run.streams / "redis", durable=True, address=address) as server:
+    with start_server(lock.run.streams / "redis", durable=True, address=address, fds=[lock.fd]) as server:
         yield server
 
 
@@ -197,18 +196,20 @@ def _cluster(config: RunConfig) -> AbstractContextManager[Cluster | None]:
     return connected(config.launch)
 
 
-def _wait_until_unused(run: RunDirectory) -> None:
-    """Before anything of the run is changed: a launcher on another machine may be running it."""
+def _take_over(run: RunDirectory, session_id: str) -> None:
+    """Before anything of the run is changed: a launcher on another machine may be running it, or have left processes."""
+    from pipelinerl.launch.fence import take_over  # noqa: PLC0415 - as above
     from pipelinerl.launch.hosts.ray import wait_until_unused  # noqa: PLC0415 - as above
 
     wait_until_unused(run.root)
+    with errors_explained():
+        take_over(run, session_id)
 
 
-def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None) -> None:
-    """Between sessions: what machines without the run directory have sent."""
+def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None, session_id: str) -> None:
     from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
 
-    take_what_is_left(config, run, redis_url)
+    take_what_is_left(config, run, redis_url, session_id)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:

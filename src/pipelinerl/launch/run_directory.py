@@ -17,6 +17,7 @@ class RunDirectory:
     plan               the `StartPlan` of the current or latest session; only this package writes it
     scratch            the folder for what processes of one machine share by maps and locks; in `control`, unless the run
                        directory is shared by several machines
+    current            the id of the session that may write here, if several machines share the directory (see `fence`)
     admission          the record that the generation processes of the session share (see `actor/admission.py`)
     """
 
@@ -36,6 +37,7 @@ class RunDirectory:
         self.control = root / "control"
         self.plan = self.control / "plan.json"
         self.settings = self.control / "config.json"
+        self.current = root / ".session"
         self.scratch = scratch or self.control
         self.admission = self.scratch / "admission"
 
@@ -43,7 +45,7 @@ class RunDirectory:
         """Where generation process number `generation` writes its groups.
 
         Several processes of one machine append to the same file. If the directory is `shared` by several machines, each has
-        a file of its own until `run_lock.join_rollouts`, as a network file system may lose lines of others.
+        a file of its own until `resume.join_rollouts`, as a network file system may lose lines of others.
         """
         return self.rollouts / (f"rollouts-{generation}.jsonl" if shared and generation else "rollouts.jsonl")
 
@@ -64,4 +66,4 @@ class RunDirectory:
 
     def report(self, role: str) -> Path:
         """Where a process of the current session writes at its end how it ended."""
-        return self.control / f"{role}.report.json"
+        return self.scratch / f"{role}.report.json"

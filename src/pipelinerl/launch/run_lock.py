@@ -34,7 +34,16 @@ class RunLock:
         begin_s = time.monotonic()
         while not self._try_lock():
             if time.monotonic() > begin_s + (DYING_PATIENCE_S if self._holder_alive() else ORPHAN_PATIENCE_S + 5.0):
+                from pipelinerl.launch.fence import stopped_holders  # noqa: PLC0415 - only for this message
+
+                stopped = stopped_holders(self.fd)
                 os.close(self.fd)
+                if stopped:
+                    pids = " ".join(map(str, stopped))
+                    raise RunDirectoryError(
+                        f"{run.root} is in use, and of its processes these are stopped: {pids}; continue them (kill -CONT "
+                        f"{pids}) and wait, or end them (kill -KILL {pids})"
+                    )
                 raise RunDirectoryError(f"{run.root} is in use by another run; wait for it or choose another --run_dir")
             time.sleep(0.05)
         os.ftruncate(self.fd, 0)

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import ReplacedError
 from pipelinerl.files import JsonLines, Lines, write_atomically
 from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.run_directory import RunDirectory
@@ -48,6 +49,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     weights_key               what the members of a weight broadcast prove to have; a new one for each session
     servers_key               the same for clients of the run's engine servers on other machines
     ranks_key                 the same for the ranks of a sharded trainer
+    id                        of the session
     """
 
     checkpoint: str | None = None
@@ -64,6 +66,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     weights_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     servers_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     ranks_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
+    id: str = msgspec.field(default_factory=partial(secrets.token_hex, 8))
 
     def rollouts_left(self, groups: Mapping[int, int]) -> int:
         """Rollouts not yet trained on or dropped in `groups` (index -> number of rollouts), all of which are in streams."""
@@ -81,6 +84,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     ranks_at          the same for rank 0 of a sharded trainer
     scratch           see `RunDirectory`
     away              this machine has a folder of its own instead of the run directory (see `launch.away`)
+    session           `StartPlan.id` of its session
     """
 
     threads: int = 1
@@ -91,6 +95,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     ranks_at: tuple[str, int] | None = None
     scratch: str | None = None
     away: bool = False
+    session: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,15 +123,21 @@ class Session:
             from pipelinerl.launch.away import AwayLines  # noqa: PLC0415 - only a machine without the directory needs it
 
             return AwayLines(self, path, empty=empty)
+        if self.config.launch.kind == "ray":
+            from pipelinerl.launch.fence import Fence, FencedLines  # noqa: PLC0415 - only several machines need it
+
+            return FencedLines(path, Fence.of(self), empty=empty)
         if empty:
             path.unlink(missing_ok=True)
         return JsonLines(path)
 
 
 def read_session(run: RunDirectory, records_from_s: float, here: Here) -> Session:
-    """The session that the launcher wrote to the run directory for its workers."""
+    """The session that the launcher wrote for its workers. Raises ReplacedError if it is a later one than `here` says."""
     config = RunConfig.model_validate_json(run.settings.read_bytes())
     plan = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
+    if here.session not in ("", plan.id):
+        raise ReplacedError(f"a later session of {run.root} has begun before this process did: it does not start")
     return Session(config, run, plan, make_schedule(config), records_from_s, here)
 
 

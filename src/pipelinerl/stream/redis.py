@@ -39,8 +39,8 @@ Entries = Sequence[tuple[int, bytes]]
 _OLDEST_VERSION = 7
 _GROUP = b"reader"
 _LOST = (
-    "it is not in Redis any more as this process left it: Redis was restarted without its data or with older data, a key "
-    "was deleted, evicted or written to by others, or the stream was rewound. Resume the run from its checkpoint"
+    "it is not in Redis any more as this process left it: a later session of the run has begun, Redis was restarted without "
+    "its data or with older data, or a key was deleted, evicted or written to by others. Resume the run from its checkpoint"
 )
 
 

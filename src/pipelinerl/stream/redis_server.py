@@ -7,7 +7,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -30,10 +30,10 @@ _COMMAND = 'exec 3<&0; (read -r _ <&3; kill -TERM $$) & exec "$1" "$2" </dev/nul
 class RedisServer(ChildProcess):
     """A running server. `url` is for `RedisStreamWriter` and `RedisStreamReader`."""
 
-    def __init__(self, program: str, configuration: Path, url: str, log: Path) -> None:
+    def __init__(self, program: str, configuration: Path, url: str, log: Path, fds: Sequence[int] = ()) -> None:
         self.url = url
         command = ["/bin/sh", "-c", _COMMAND, "sh", program, str(configuration)]
-        super().__init__(command, log=log, watches_parent=True, patience_s=STOP_TIMEOUT_S)
+        super().__init__(command, log=log, fds=fds, watches_parent=True, patience_s=STOP_TIMEOUT_S)
 
     def failure(self) -> str | None:
         """Why the server has ended, in one line; None while it runs."""
@@ -45,14 +45,19 @@ class RedisServer(ChildProcess):
 
 @contextmanager
 def start_server(
-    directory: Path, *, durable: bool = False, address: str | None = None, program: str = "redis-server"
+    directory: Path,
+    *,
+    durable: bool = False,
+    address: str | None = None,
+    fds: Sequence[int] = (),
+    program: str = "redis-server",
 ) -> Iterator[RedisServer]:
     """A server that runs within the `with`, or until this process has ended.
 
     It listens on a socket file that only this user can open. With `address`, it listens for other machines, on a port of
-    that address of this one, and asks for a random password, which is in the URL. Configuration, log and data are in
-    `directory`. Nothing is kept on disk unless `durable`: then the next server in `directory` has everything that this one
-    confirmed, even if it was killed. (If the machine loses power, the last second may be missing.)
+    that address of this one, and asks for a random password, which is in the URL. It inherits `fds`. Configuration, log and
+    data are in `directory`. Nothing is kept on disk unless `durable`: then the next server there has everything that
+    this one confirmed, even if it was killed. If the machine loses power, the last second may be missing.
 
     Raises MissingDependencyError if there is no such program, StreamError if it does not start.
     """
@@ -79,7 +84,7 @@ def start_server(
         lines += [f"dir {_quoted(directory)}", "maxmemory-policy noeviction", 'save ""']
         lines += [f"appendonly {'yes' if durable else 'no'}", "appendfsync everysec"]
         write_atomically(configuration, ("\n".join(lines) + "\n").encode(), mode=0o600)
-        server = stack.enter_context(RedisServer(path, configuration, url, log))
+        server = stack.enter_context(RedisServer(path, configuration, url, log, fds))
         deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
         while not is_ready(server.url):
             if failure := server.failure():

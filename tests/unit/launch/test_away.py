@@ -16,9 +16,10 @@ import pytest
 
 from pipelinerl.checkpoint_folders import record_of
 from pipelinerl.config.load import load_config
-from pipelinerl.errors import CheckpointError, RunDirectoryError, StreamError
+from pipelinerl.errors import CheckpointError, ReplacedError, RunDirectoryError, StreamError
 from pipelinerl.launch import away
 from pipelinerl.launch.away import Append, Install, KeepLatest, Outbox, Sending
+from pipelinerl.launch.fence import Fence
 from pipelinerl.launch.hosts import head
 from pipelinerl.launch.hosts.head import Head
 from pipelinerl.launch.run_directory import RunDirectory
@@ -49,9 +50,17 @@ def outbox(connection: RedisConnection) -> Outbox:
     return Outbox(connection, "run")
 
 
+def fence(root: Path) -> Fence:
+    """Of the session that has begun there."""
+    root.mkdir(exist_ok=True)
+    run = RunDirectory(root)
+    run.current.write_text("this")
+    return Fence(run, "this")
+
+
 def take(url: str, root: Path) -> None:
     """As a launcher that has just started."""
-    with closing(Head(RedisConnection(url, "head"), "run", root)) as taking:
+    with closing(Head(RedisConnection(url, "head"), "run", fence(root))) as taking:
         taking.take_all()
 
 
@@ -180,7 +189,7 @@ def test_senders_wait_while_too_much_is_in_the_outbox(
         pushing.join(0.01)
     take(url, tmp_path)
     assert (tmp_path / "a.jsonl").read_bytes() == bytes(20 * 50)
-    with closing(Head(RedisConnection(url, "head"), "run", tmp_path)) as taking:
+    with closing(Head(RedisConnection(url, "head"), "run", fence(tmp_path))) as taking:
         taking.refuse("the disk is full")
     with pytest.raises(StreamError, match="the disk is full"):
         push()
@@ -203,7 +212,7 @@ def test_an_agent_sends_what_is_new_in_its_logs(url: str, connection: RedisConne
 
 
 def test_who_waits_for_a_launcher_that_takes_no_more_is_told(url: str, outbox: Outbox, tmp_path: Path) -> None:
-    with closing(Head(RedisConnection(url, "head"), "run", tmp_path)) as taking:
+    with closing(Head(RedisConnection(url, "head"), "run", fence(tmp_path))) as taking:
         taking.refuse("the disk is full")
     with pytest.raises(CheckpointError, match="the disk is full"):
         outbox.ask(KeepLatest(id="1", directory="weights", version=1, count=1, spared_every=0), lambda _: None)
@@ -215,6 +224,18 @@ def test_a_path_outside_of_the_run_directory_is_refused(url: str, outbox: Outbox
     with pytest.raises(RunDirectoryError, match="not in the run directory"):
         take(url, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_launcher_whose_session_was_replaced_takes_nothing(url: str, outbox: Outbox, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(0))
+    outbox.push(Append("a.jsonl", lines(1)))
+    with closing(Head(RedisConnection(url, "head"), "run", fence(tmp_path))) as taking:
+        RunDirectory(tmp_path).current.write_text("later")
+        with pytest.raises(ReplacedError, match=f"a later session of {tmp_path} has begun"):
+            taking.take_all()
+    assert (tmp_path / "a.jsonl").read_bytes() == lines(0)
+    take(url, tmp_path)
+    assert (tmp_path / "a.jsonl").read_bytes() == lines(0, 1)
 
 
 # ------------------------------------------------------------------------------------------------------- folders
@@ -254,7 +275,7 @@ def machine(tmp_path: Path) -> Machine:
 def carry_out(url: str, outbox: Outbox, root: Path, request: Install | KeepLatest, fetch: Any) -> list[int]:
     """As a launcher does. Raises CheckpointError. Returns how much was sent, as the sender learns it."""
     sent: list[int] = []
-    with closing(Head(RedisConnection(url, "head"), "run", root, fetch)) as taking:
+    with closing(Head(RedisConnection(url, "head"), "run", fence(root), fetch)) as taking:
         outbox.push(request)
         taking.take_all()
         outbox._number -= 1  # it is there already: `ask` only waits for the answer

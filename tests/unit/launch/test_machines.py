@@ -27,6 +27,7 @@ def setup(run_dir: Path, **changes: Any) -> bytes:
         version=__version__,
         run_dir=str(run_dir),
         nonce=("nonce", "1234"),
+        session="",
         machine="m1",
         stages=(),
         ahead_s=0.0,

@@ -79,7 +79,7 @@ def inject(fault: Fault, target: Target) -> Undo:
     """Inject it. Returns what ends or repairs it. Raises NotInjectedError."""
     try:
         match fault.kind:
-            case "cut" | "delay":
+            case "cut" | "silence" | "delay":
                 return target.links[fault.place].disturb(fault)
             case "record":
                 return _damage_record(target)
@@ -228,7 +228,7 @@ def _damage_record(target: Target) -> Undo:
 
 
 class Proxy:
-    """Passes TCP connections on to `address`, unless it is told to cut or delay them. Close it at the end."""
+    """Passes TCP connections on to `address`, unless it is told to cut, silence or delay them. Close it at the end."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
@@ -238,21 +238,27 @@ class Proxy:
         self._lock = threading.Lock()
         self._cut = False
         self._delay_s = 0.0
+        self._passes = threading.Event()
+        self._passes.set()
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
     def disturb(self, fault: Fault) -> Undo:
         if fault.kind == "cut":
             self._cut = True
             self._close_all()
+        elif fault.kind == "silence":
+            self._passes.clear()
         else:
             self._delay_s = 0.05 + 0.5 * fault.amount
         return self.heal
 
     def heal(self) -> None:
         self._cut, self._delay_s = False, 0.0
+        self._passes.set()
 
     def close(self) -> None:
         self._listener.close()
+        self._passes.set()
         self._close_all()
 
     def _close_all(self) -> None:
@@ -285,6 +291,7 @@ class Proxy:
             while data := source.recv(1 << 16):
                 if self._delay_s:
                     time.sleep(self._delay_s)
+                self._passes.wait()
                 sink.sendall(data)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)

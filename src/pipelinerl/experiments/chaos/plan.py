@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.launch.roles import generation_roles, server_roles, worker_roles
 
-Kind = Literal["kill", "stop", "slow", "disk", "memory", "cut", "delay", "weights", "record", "environment"]
+Kind = Literal["kill", "stop", "slow", "disk", "memory", "cut", "silence", "delay", "weights", "record", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DESCRIPTIONS: dict[Kind, str] = {
     "kill": "SIGKILL",
@@ -24,6 +24,7 @@ DESCRIPTIONS: dict[Kind, str] = {
     "disk": "files can't grow beyond a size (RLIMIT_FSIZE): a full disk, for every process of the run",
     "memory": "no more memory can be allocated (RLIMIT_AS)",
     "cut": "connections are closed, and new ones refused",
+    "silence": "nothing that is sent arrives, and connections stay open",
     "delay": "everything that is sent arrives late",
     "weights": "a flipped byte in the weights that wait for an engine",
     "record": "a group that waits in the stream is overwritten",
@@ -49,7 +50,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "links": ("--launch.kind=processes", "--engine.kind=http", "--engine.servers=1", "--stream.kind=redis"),
 }
 """Where the parts of a run are: settings on top of the run file's. `ray`: a cluster of this machine only. `links`: Redis and
-the engine servers are not the run's own, and it reaches them through proxies, which can cut and delay."""
+the engine servers are not the run's own, and it reaches them through proxies, which can cut, silence and delay."""
 
 SMALL = (
     *("--actor.group_size=4", "--actor.rollout_timeout_s=2", "--actor.code_timeout_s=0.3", "--actor.max_failure_fraction=1"),
@@ -101,6 +102,7 @@ def places(config: RunConfig, links: Sequence[str] = ()) -> dict[Kind, list[str]
         "memory": workers or [LAUNCHER],
         "disk": [EVERYWHERE],
         "cut": list(links),
+        "silence": list(links),
         "delay": list(links),
         "weights": generation_roles(config) if shared_weights else [],
         "record": [STREAM] if config.stream.kind == "files" and not embedded else [],

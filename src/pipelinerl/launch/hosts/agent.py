@@ -30,9 +30,10 @@ import msgspec
 from pipelinerl import __version__
 from pipelinerl.channel import listen
 from pipelinerl.child import KILL_TIMEOUT_S
-from pipelinerl.errors import PipelineRLError, StreamError
+from pipelinerl.errors import PipelineRLError, RunDirectoryError, StreamError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.away import Sending
+from pipelinerl.launch.fence import Fence
 from pipelinerl.launch.hosts.host import Channels, LocalWorker, remove_weights_of
 from pipelinerl.launch.memory import this_machine
 from pipelinerl.launch.run_directory import RunDirectory
@@ -67,6 +68,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     version         of this package, on the launcher's machine
     nonce           name and contents of the file in the run directory
+    session         `StartPlan.id`
     machine         its own name
     stages          the stages that run on its machine
     ahead_s         its clock minus the launcher's (`time.monotonic`)
@@ -79,6 +81,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     run_dir: str
     nonce: tuple[str, str]
+    session: str
     machine: str
     stages: tuple[str, ...]
     ahead_s: float
@@ -244,19 +247,23 @@ class Agent:
 
     def _read_session(self, root: Path, scratch: Path) -> Session:
         records_from_s = self._setup.records_from_s + self._setup.ahead_s
-        return read_session(RunDirectory(root, scratch), records_from_s, Here(machine=self._setup.machine))
+        here = Here(machine=self._setup.machine, session=self._setup.session)
+        return read_session(RunDirectory(root, scratch), records_from_s, here)
 
     def _keep(self) -> None:
         """Copy statuses and send heartbeats until the end. The thread of this."""
-        beaten_s = 0.0
+        beaten_s, fence = 0.0, Fence.of(self._session)
         with closing(self._redis):
             while not self._closing.wait(MIRROR_EVERY_S):
                 try:
+                    due = time.monotonic() - beaten_s > BEAT_EVERY_S
+                    if due and not self._away:
+                        fence.check()
                     self._copy()
-                    if time.monotonic() - beaten_s > BEAT_EVERY_S:
+                    if due:
                         beaten_s = time.monotonic()
                         self._heartbeats.beat()
-                except (OSError, ValueError, StreamError) as error:
+                except (OSError, ValueError, StreamError, RunDirectoryError) as error:
                     self._end(str(error))
                 if (silent_s := self._heartbeats.silent_s(LAUNCHER)) > self._setup.lost_s:
                     self._end(f"the launcher has not been heard for {silent_s:.0f} s (launch.lost_s)")

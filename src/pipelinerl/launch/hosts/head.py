@@ -23,11 +23,12 @@ import msgspec
 import xxhash
 
 from pipelinerl.actor.admission_redis import make_redis_record
-from pipelinerl.checkpoint_folders import FileRecord, files_in, install, keep_latest, remove_unfinished, sync_tree
+from pipelinerl.checkpoint_folders import FileRecord, files_in
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import INVALID_DATA, CheckpointError, PipelineRLError, RunDirectoryError, StreamError
+from pipelinerl.errors import INVALID_DATA, CheckpointError, PipelineRLError, ReplacedError, RunDirectoryError, StreamError
 from pipelinerl.files import JsonLines
 from pipelinerl.launch.away import TO_ALL, Answer, Append, Entry, Envelope, Install, KeepLatest, Keys, ReadyFiles, Request
+from pipelinerl.launch.fence import Fence, FencedFolders, take_over_keys
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import redis_of
@@ -57,8 +58,9 @@ return 1
 class Head:
     """`fetch` is None between sessions: requests whose senders have ended are forgotten."""
 
-    def __init__(self, connection: RedisConnection, prefix: str, root: Path, fetch: Fetch | None = None) -> None:
-        self._connection, self._root, self._fetch = connection, root, fetch
+    def __init__(self, connection: RedisConnection, prefix: str, fence: Fence, fetch: Fetch | None = None) -> None:
+        self._connection, self._fence, self._fetch = connection, fence, fetch
+        self._root, self._folders = fence.root, FencedFolders(fence)
         self._keys = Keys.of(prefix)
         self._decoder = msgspec.msgpack.Decoder(Entry)
         self._remove = connection.client.register_script(_REMOVE)
@@ -128,6 +130,7 @@ class Head:
             try:
                 start = 0 if name in emptied else self._known_size(name, path)
                 data = b"".join(parts)
+                self._fence.check()
                 _write_at(path, start, data)
             except OSError as error:
                 raise RunDirectoryError(
@@ -159,7 +162,7 @@ class Head:
         try:
             if isinstance(request, KeepLatest):
                 directory = self._inside(request.directory)
-                keep_latest(directory, request.version, request.count, spared_every=request.spared_every)
+                self._folders.keep_latest(directory, request.version, request.count, spared_every=request.spared_every)
             else:
                 self._install(request, fetch)
         except Exception as failure:  # noqa: BLE001 - the sender waits for an answer
@@ -174,9 +177,7 @@ class Head:
         folder = self._inside(request.folder)
         with self._making:
             if not folder.exists():
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                remove_unfinished(folder.parent)
-                folder.mkdir()
+                self._folders.make(folder)
         sent = said_s = 0.0
         for name, record in request.files.items():
             path = self._inside(f"{request.folder}/{name}")
@@ -194,9 +195,7 @@ class Head:
                 raise CheckpointError(f"{name} has changed on its way from {request.machine}")
         if request.target is not None:
             _check_whole(folder)
-            if request.durable:
-                sync_tree(folder)
-            install(folder, self._inside(request.target))
+            self._folders.install(folder, self._inside(request.target), durable=request.durable)
 
     def refuse(self, why: str) -> None:
         """Answer all who wait, now or later."""
@@ -246,10 +245,38 @@ def write_start(session: Session, handed_over: int) -> None:
         RedisBoard(connection, prefix).clear()
 
 
-def take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None) -> None:
-    """Between sessions: take what the processes of the last one have sent, and forget them. Raises RunDirectoryError."""
+def take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None, session: str) -> None:
+    """Before a session, whose id is `session`: take over what the processes of the last one have sent, and forget them.
+
+    Raises RunDirectoryError and StreamError.
+    """
+    take_over_keys(config, run, redis_url)
+    _take_what_is_left(config, run, redis_url, Fence(run, session))
+
+
+def gather(session: Session, *, redis: bool) -> PipelineRLError | None:
+    """At the end of a session: take what its processes have sent, if `redis` is there, and join their files.
+
+    Returns what went wrong. Raises ReplacedError if a later session has begun.
+    """
+    from pipelinerl.launch.resume import join_rollouts  # noqa: PLC0415 - with torch
+
+    fence, problem = Fence.of(session), None
+    fence.check()
+    try:
+        if redis:
+            _take_what_is_left(session.config, session.run, session.plan.redis_url, fence)
+    except ReplacedError:
+        raise
+    except PipelineRLError as error:
+        problem = error
+    join_rollouts(session.run.rollouts)
+    return problem
+
+
+def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None, fence: Fence) -> None:
     url, prefix, _ = redis_of(config, run, redis_url)
-    with closing(Head(RedisConnection(url, "head"), prefix, run.root)) as head:
+    with closing(Head(RedisConnection(url, "head"), prefix, fence)) as head:
         head.take_all()
         head.begin()
 

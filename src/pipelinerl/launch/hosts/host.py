@@ -150,7 +150,7 @@ class LocalWorker(ChildProcess):
         self.machine = here.machine
         self._report_file = run.report(role)
         self._report_file.unlink(missing_ok=True)
-        said = msgspec.json.encode(here).decode()
+        said = msgspec.json.encode(msgspec.structs.replace(here, session=session.plan.id)).decode()
         arguments = [role, str(run.root), *map(str, channels), str(session.records_from_s), said]
         super().__init__(
             [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],

@@ -39,6 +39,7 @@ from pipelinerl.errors import (
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.away import ReadyFiles
+from pipelinerl.launch.fence import Fence
 from pipelinerl.launch.hosts.agent import AWAY, BEAT_EVERY_S, LAUNCHER, LONGEST_PIECE, Agent, Ended, Look, Order, Setup, has
 from pipelinerl.launch.hosts.head import Head, RunningHead
 from pipelinerl.launch.hosts.placement import Machine, Place, place, roles_of, shares_on
@@ -47,7 +48,7 @@ from pipelinerl.launch.roles import TRAINING, rank_roles, stages_of
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
 from pipelinerl.launch.session import Here, Session
 from pipelinerl.launch.share import Share
-from pipelinerl.launch.stages.streams import redis_of
+from pipelinerl.launch.stages.streams import name_in_redis, redis_of
 from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.status.mirror import Heartbeats, RedisBoard
 
@@ -417,6 +418,7 @@ class RayHost:
                     version=__version__,
                     run_dir=str(run.root),
                     nonce=nonce,
+                    session=session.plan.id,
                     machine=name,
                     stages=tuple(stage for role in seat.roles for stage in stages_of(session.config, role)),
                     ahead_s=self._clock_ahead_s(seat, max(1.0, bound_s - (time.monotonic() - begin_s))),
@@ -442,7 +444,7 @@ class RayHost:
 
     def _for_away(self, setup: Setup) -> Setup:
         run, model = self._session.run, Path(self._session.config.model.path).expanduser()
-        read = (run.settings, run.plan, run.streams / "name_in_redis")
+        read = (run.settings, run.plan, name_in_redis(run))
         files = {str(path.relative_to(run.root)): path.read_bytes() for path in read}
         return msgspec.structs.replace(setup, files=files, model_folder=model.is_dir())
 
@@ -452,7 +454,7 @@ class RayHost:
         url, prefix, patience_s = redis_of(session.config, run, session.plan.redis_url)
         connection = RedisConnection(url, "head", patience_s)
         ready = ReadyFiles(run.control, connection, prefix)
-        self._head = RunningHead(Head(connection, prefix, run.root, self._fetch), ready)
+        self._head = RunningHead(Head(connection, prefix, Fence.of(session), self._fetch), ready)
         training = {TRAINING, *rank_roles(session.config)}
         for seat in away:
             trains = not training.isdisjoint(seat.roles)

@@ -27,6 +27,9 @@ from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
 from pipelinerl.parent_pipe import take_stdin, when_closed
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""A disk, a quota or a limit on the size of files is full, or the file system can only be read."""
+
 
 def main(arguments: list[str]) -> int:
     role, run_dir, weights_fd, ranks_fd, records_from_s, said = arguments
@@ -47,10 +50,10 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the launcher reports whatever ends this process
         kind = StageDiedError.__name__
         message = f"the {role} process (pid {os.getpid()}) failed: {type(error).__name__}: {error} (log: {run.log(role)})"
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
             kind = RunDirectoryError.__name__
-            place = error.filename or run.root
-            message = f"the {role} process can't write to {place}: {error.strerror}; make room on that disk"
+            advice = "make it writable" if error.errno == errno.EROFS else "make room on that disk"
+            message = f"the {role} process can't write to {error.filename or run.root}: {error.strerror}; {advice}"
         write_error(run.report(role), kind, message)
         return 1
     write_report(run.report(role))

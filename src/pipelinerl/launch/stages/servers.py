@@ -181,7 +181,7 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
     left_s = max(1.0, deadline_s - time.monotonic())
     alone_s = config.launch.startup_timeout_s if _are_started_again(config) else 0.0
     bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
-    servers = server_clients(config.engine.kind, urls, facts, key)
+    servers = server_clients(config.engine.kind, urls, facts, key, session.plan.id)
     async with RemoteEngine.connect(servers, name=name, weight_dirs=directories, bounds=bounds) as engine:
         _refuse_newer(engine.newest_version, session.plan.version)
         if config.weights.kind == "collective" and weights_fd is not None:
@@ -206,13 +206,18 @@ def _refuse_newer(held: int, first: int) -> None:
         )
 
 
-def server_clients(kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None) -> list[EngineServer]:
-    """A client for each address. `kind` is `http` or `vllm`; `facts` describe the model that the servers serve."""
+def server_clients(
+    kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None, session: str = ""
+) -> list[EngineServer]:
+    """A client for each address. `kind` is `http` or `vllm`; `facts` describe the model that the servers serve.
+
+    `session`: its id, if it updates the weights. vLLM does not know sessions.
+    """
     from pipelinerl.serving.client.server_client import PipelineServer  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
 
     if kind == "http":
-        return [PipelineServer(url, api_key=api_key) for url in urls]
+        return [PipelineServer(url, api_key=api_key, session=session) for url in urls]
     return [VllmServer(url, facts=facts, api_key=api_key) for url in urls]
 
 

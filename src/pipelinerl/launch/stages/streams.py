@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipelinerl.config.schema import RunConfig
@@ -53,15 +54,24 @@ class RedisPlace(NamedTuple):
 
 
 def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> RedisPlace:
-    """Where the run's keys are. Their prefix is random, generated once, and kept in the run directory."""
+    """Where the run's keys are. Their prefix is random, and kept in the run directory."""
     url = config.stream.url or redis_url
     if url is None:
         raise RunDirectoryError(f"{run.root}: the run's Redis server was not started")
-    path = run.streams / "name_in_redis"
+    path = name_in_redis(run)
     if not path.exists():
-        write_atomically(path, f"pipelinerl-{secrets.token_hex(8)}-".encode())
+        write_atomically(path, new_name().encode())
     patience_s = OWN_REDIS_PATIENCE_S if config.stream.url is None else REDIS_PATIENCE_S
-    return RedisPlace(url, path.read_text(), patience_s)
+    return RedisPlace(url, path.read_text().partition("\n")[0], patience_s)
+
+
+def name_in_redis(run: RunDirectory) -> Path:
+    """The file with the prefix of the run's keys. Later lines are earlier ones (see `fence.take_over_keys`)."""
+    return run.streams / "name_in_redis"
+
+
+def new_name() -> str:
+    return f"pipelinerl-{secrets.token_hex(8)}-"
 
 
 def group_writer(store: StreamStore, config: RunConfig, on_drop: Callable[[Group], None]) -> StreamWriter[Group]:

@@ -276,11 +276,15 @@ def build_trainer(
 
 
 def _folders(session: Session) -> Folders:
-    if not session.here.away:
-        return Folders(session.run.checkpoints)
-    from pipelinerl.launch.away import AwayFolders  # noqa: PLC0415 - only a machine without the run directory needs it
+    if session.here.away:
+        from pipelinerl.launch.away import AwayFolders  # noqa: PLC0415 - only a machine without the run directory needs it
 
-    return AwayFolders(session)
+        return AwayFolders(session)
+    if session.config.launch.kind == "ray":
+        from pipelinerl.launch.fence import Fence, FencedFolders  # noqa: PLC0415 - only several machines need it
+
+        return FencedFolders(Fence.of(session), session.run.checkpoints)
+    return Folders(session.run.checkpoints)
 
 
 @contextmanager

@@ -139,14 +139,17 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         self._last: UpdateReceipt | None = None
         self._group: CollectiveWeightReceiver | None = None
+        self._session = ""
+        self._replaced: set[str] = set()
         self.paused_s = 0.0
 
     async def join(self, request: ProcessGroupRequest) -> None:
         """Join the trainer's broadcast as a receiver; leaves a group that was joined before.
 
-        Raises WeightUpdateError if the group is not formed in time.
+        Raises WeightUpdateError if the group is not formed in time, RefusedError for a session that was replaced.
         """
         async with self._lock:
+            self._let_in(request.session)
             await self._leave()
             group = CollectiveWeightReceiver(
                 request.host,
@@ -179,9 +182,11 @@ class WeightUpdates:
         """Read or receive the update and apply it; returns the engine's receipt.
 
         If the engine already holds these weights, returns their receipt again: a client may repeat a request whose answer
-        was lost. Raises RefusedError (path, version, no group, no engine, timeout) and WeightUpdateError (invalid weights).
+        was lost. Raises RefusedError (session, path, version, no group, no engine, timeout) and WeightUpdateError (invalid
+        weights).
         """
         async with self._lock:
+            self._let_in(request.session)
             holding = self._engine.holding
             if (request.version, request.checksum) == holding:
                 receipt = self._receipt_of(holding)
@@ -243,6 +248,16 @@ class WeightUpdates:
             pause_s=0.0,
             sequences_in_flight=progress.in_progress,
         )
+
+    def _let_in(self, session: str) -> None:
+        """A session that is new here replaces the one before for good: a late request of that one is refused."""
+        if session in self._replaced:
+            raise RefusedError(
+                "stale_session", "a later session updates the weights of this server: nothing was changed", param="session"
+            )
+        if session and session != self._session:
+            self._replaced |= {self._session} - {""}
+            self._session = session
 
     def _check_version(self, version: int, newest: int) -> None:
         """Raises RefusedError unless the version increases. Only the first update may repeat the loaded model's version."""

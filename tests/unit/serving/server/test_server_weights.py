@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import httpx2
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, first_names, named_weights
 from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.weights import allowed_file, read_update
-from pipelinerl.serving.wire import WeightUpdateRequest
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.parity.models import make_model
@@ -143,6 +144,27 @@ async def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_pa
         assert isinstance(await refused(WeightUpdateRequest(version=6, checksum="", path=second.path)), WeightUpdateError)
         assert checksum(service.loaded.weights) == second.checksum
         assert service.engine.progress().weight_updates == 2
+
+
+@in_event_loop
+async def test_a_session_that_was_replaced_updates_nothing_any_more(tmp_path: Path) -> None:
+    weights = [{n: t.clone() for n, t in named_weights(byte_model(seed)).items()} for seed in range(4)]
+    async with running(tmp_path) as (service, _):
+
+        async def take(version: int, session: str) -> UpdateReceipt:
+            request = saved(tmp_path / f"{version}", weights[version], version=version)
+            return await service.updates.take(msgspec.structs.replace(request, session=session))
+
+        await take(1, "first")
+        held = await take(1, "second")  # the same weights, as after a resume that lost no step
+        group = ProcessGroupRequest(host="127.0.0.1", port=9, key="", index=0, receivers=1, session="first")
+        for stale in (take(2, "first"), take(1, "first"), service.updates.join(group)):
+            with pytest.raises(RefusedError, match="a later session updates the weights") as caught:
+                await stale
+            assert caught.value.code == "stale_session"
+        assert service.engine.holding == (1, held.checksum)
+        await take(2, "second")
+        assert (await take(3, "")).version == 3, "a client without a session"
 
 
 @in_event_loop
