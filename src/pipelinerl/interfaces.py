@@ -6,7 +6,7 @@ Torch is imported for annotations only, never at run time.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from pipelinerl.types import (
     Completion,
@@ -83,6 +83,15 @@ class Environment(Protocol):
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         """One attempt: calls the client as often as needed and returns the turns in order with a finite reward."""
+        ...
+
+
+@runtime_checkable
+class ScoresGroups(Protocol):
+    """An environment may also score the rollouts of a training group together, when all of its attempts have ended."""
+
+    async def score_group(self, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """The same rollouts in the same order, with final rewards and metrics. Evaluations don't call this."""
         ...
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
 from pipelinerl.actor.client import RolloutClient, derive_seed, rollout_of
-from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, attempt, problem_for
+from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, attempt, problem_for, score
 from pipelinerl.config.schema import ActorConfig
+from pipelinerl.interfaces import ScoresGroups
 from pipelinerl.types import ActorProgress, Group, Problem, Rollout
 
 RECENT_ATTEMPTS = 1024
@@ -71,7 +74,8 @@ class OpenGroup:
 class GroupRunner:
     """Runs the attempts of groups as tasks of the event loop.
 
-    `finished` holds complete groups in order of completion. `running` counts attempts that have not ended.
+    `finished` holds complete groups in order of completion. `running` counts attempts that have not ended, and groups
+    whose rollouts are being scored together.
     """
 
     def __init__(self, context: RolloutContext, config: ActorConfig) -> None:
@@ -135,9 +139,7 @@ class GroupRunner:
                 self._ended(group, number, made, 0)
                 continue
             client = self.context.rollout_client(group.rollout_name(number), derive_seed(self.context.seed, index, number))
-            task = asyncio.create_task(self._attempt(group, number, made[0], client))
-            self._tasks.add(task)
-            task.add_done_callback(self._on_task_done)
+            self._run(self._attempt(group, number, made[0], client))
 
     def check(self) -> None:
         """Raises TooManyFailuresError when too many attempts failed, and errors that are not the environment's."""
@@ -176,14 +178,42 @@ class GroupRunner:
             self._failures.failure(outcome, group.rollout_name(number), length)
         else:
             self._failures.success()
-        if group.complete:
-            del self._open[group.index]
-            self.finished.append(group.record())
-            self._waiting_lengths[group.index] = group.lengths
-            oldest = min(self._open, default=None)
-            for index in sorted(self._waiting_lengths):
-                if oldest is None or index < oldest:
-                    self._started_lengths.extend(self._waiting_lengths.pop(index))
+        if not group.complete:
+            return
+        if isinstance(self.context.environment, ScoresGroups) and group.failed < group.size:
+            self.running += 1
+            self._run(self._score(group, self.context.environment))
+        else:
+            self._close(group)
+
+    async def _score(self, group: OpenGroup, environment: ScoresGroups) -> None:
+        """Give the rollouts of a group their final rewards. If that fails, they count as failed attempts."""
+        ended = {number: one for number, one in sorted(group.outcomes.items()) if isinstance(one, Rollout)}
+        scored = await score(environment, group.problem, list(ended.values()), self.context.limits)
+        self.running -= 1
+        for place, (number, rollout) in enumerate(ended.items()):
+            if isinstance(scored, Failure):
+                group.failed += 1
+                group.outcomes[number] = scored
+                length = sum(len(turn.completion.token_ids) for turn in rollout.turns)
+                self._failures.failure(scored, group.rollout_name(number), length)
+            else:
+                group.outcomes[number] = scored[place]
+        self._close(group)
+
+    def _close(self, group: OpenGroup) -> None:
+        del self._open[group.index]
+        self.finished.append(group.record())
+        self._waiting_lengths[group.index] = group.lengths
+        oldest = min(self._open, default=None)
+        for index in sorted(self._waiting_lengths):
+            if oldest is None or index < oldest:
+                self._started_lengths.extend(self._waiting_lengths.pop(index))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

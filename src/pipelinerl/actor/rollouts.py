@@ -15,11 +15,11 @@ import math
 import numbers
 import traceback
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 
@@ -27,11 +27,12 @@ from pipelinerl.actor.client import Awake, Produced, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, CodeGivenUpError
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import PromptTooLongError, RolloutError, TooManyFailuresError
-from pipelinerl.interfaces import AsyncEngine, Environment, Tokenizer
+from pipelinerl.interfaces import AsyncEngine, Environment, ScoresGroups, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 
 FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
 
+T = TypeVar("T")
 _HERE = Path(__file__).parent
 
 
@@ -103,6 +104,38 @@ async def attempt(
     environment: Environment, problem: Problem, client: RolloutClient, limits: TimeLimits
 ) -> Rollout | Failure:
     """Run one rollout until it ends, fails or times out. Cancelling this cancels the rollout and raises CancelledError."""
+
+    async def play() -> Rollout:
+        return check_rollout(await environment.rollout(problem, client), client.produced())
+
+    try:
+        return await _guarded(play, limits, "the rollout")
+    finally:
+        client.close()
+
+
+async def score(
+    environment: ScoresGroups, problem: Problem, rollouts: Sequence[Rollout], limits: TimeLimits
+) -> list[Rollout] | Failure:
+    """The rollouts of a group with the rewards and metrics that the environment gives them when all have ended."""
+
+    async def compare() -> list[Rollout]:
+        scored = await environment.score_group(problem, rollouts)
+        if not isinstance(scored, Sequence) or len(scored) != len(rollouts):
+            raise RolloutError(f"score_group returned {_type_name(scored)}, not a list of {len(rollouts)} rollouts")
+        return [_rescored(before, after) for before, after in zip(rollouts, scored, strict=True)]
+
+    return await _guarded(compare, limits, "score_group")
+
+
+def _rescored(before: Rollout, after: object) -> Rollout:
+    if not isinstance(after, Rollout) or after.turns != before.turns:
+        raise RolloutError("score_group may change only rewards and metrics, and not the order of the rollouts")
+    return msgspec.structs.replace(before, reward=_finite(after.reward, "the reward"), metrics=_metrics(after.metrics))
+
+
+async def _guarded(code: Callable[[], Coroutine[Any, Any, T]], limits: TimeLimits, what: str) -> T | Failure:
+    """The result of user code, which is stopped at its time limits. Cancelling this raises CancelledError."""
     deadline = CodeDeadline(limits.alarm)
     task = asyncio.current_task()
     expired = False
@@ -114,20 +147,19 @@ async def attempt(
 
     timer = asyncio.get_running_loop().call_later(limits.rollout_s, expire)
     try:
-        outcome = await _run_rollout(environment, problem, client, deadline)
+        outcome = await _caught(code, deadline)
     except asyncio.CancelledError as error:
         if not expired:
             raise
         outcome = Failure("timeout", "cancelled", _format(error))
     finally:
         timer.cancel()
-        client.close()
     while task is not None and task.cancelling():  # cancelled by `expire` or by the environment: handled
         task.uncancel()
     if expired:
         where = outcome.traceback if isinstance(outcome, Failure) else ""
-        return Failure("timeout", f"the rollout took longer than {limits.rollout_s:g} s", where)
-    limits.alarm.worked |= isinstance(outcome, Rollout)
+        return Failure("timeout", f"{what} took longer than {limits.rollout_s:g} s", where)
+    limits.alarm.worked |= not isinstance(outcome, Failure)
     return outcome
 
 
@@ -146,15 +178,12 @@ def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tup
         return Failure("raised", f"problem({index}): {_one_line(error)}", _format(error))
 
 
-async def _run_rollout(
-    environment: Environment, problem: Problem, client: RolloutClient, deadline: CodeDeadline
-) -> Rollout | Failure:
-    async def play() -> Rollout:  # puts a `rollout` that is not `async def` under the deadline, too
-        return await environment.rollout(problem, client)
+async def _caught(code: Callable[[], Coroutine[Any, Any, T]], deadline: CodeDeadline) -> T | Failure:
+    async def run() -> T:  # puts user code that is not `async def` under the deadline, too
+        return await code()
 
     try:
-        returned = await deadline.run(play())
-        return check_rollout(returned, client.produced())
+        return await deadline.run(run())
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except asyncio.CancelledError as error:
@@ -205,10 +234,14 @@ def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout
         if checked.completion.request_id in turns:
             raise RolloutError(f"turn {number} repeats request {checked.completion.request_id}")
         turns[checked.completion.request_id] = checked
-    if not isinstance(returned.metrics, (dict, Mapping)):
-        raise RolloutError(f"metrics are {_type_name(returned.metrics)}, not a dict of numbers")
-    metrics = {str(name): _finite(value, f"metric {name!r}") for name, value in returned.metrics.items()}
-    return Rollout(turns=tuple(turns.values()), reward=_finite(returned.reward, "the reward"), metrics=metrics)
+    reward, metrics = _finite(returned.reward, "the reward"), _metrics(returned.metrics)
+    return Rollout(turns=tuple(turns.values()), reward=reward, metrics=metrics)
+
+
+def _metrics(metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, (dict, Mapping)):
+        raise RolloutError(f"metrics are {_type_name(metrics)}, not a dict of numbers")
+    return {str(name): _finite(value, f"metric {name!r}") for name, value in metrics.items()}
 
 
 def _check_turn(turn: object, number: int, produced: Mapping[str, Produced]) -> Turn:

@@ -19,7 +19,7 @@ from pipelinerl.environments.data import ProblemSet, Split, read_rows
 from pipelinerl.environments.options import Files, Inner, Options, listed
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
+from pipelinerl.interfaces import Environment, GenerationClient, ScoresGroups, Tokenizer
 from pipelinerl.types import Problem, Rollout
 
 # ---- several environments in one run, each with a fixed share of the problems
@@ -91,11 +91,17 @@ class Mixture:
         return chosen[:count]
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        name = str(problem.payload["environment"])
-        inner = Problem(id=problem.id.removeprefix(f"{name}/"), payload=problem.payload["problem"])
+        name, inner = _unprefixed(problem)
         rollout = await self._environments[name].rollout(inner, client)
-        metrics = {f"{name}/{key}": value for key, value in {"reward": rollout.reward, **rollout.metrics}.items()}
-        return msgspec.structs.replace(rollout, metrics=metrics)
+        return _with_prefixed_metrics(name, rollout)
+
+    async def score_group(self, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        name, inner = _unprefixed(problem)
+        environment = self._environments[name]
+        if not isinstance(environment, ScoresGroups):
+            return rollouts
+        own = [_with_own_metrics(name, rollout) for rollout in rollouts]
+        return [_with_prefixed_metrics(name, rollout) for rollout in await environment.score_group(inner, own)]
 
     def _shuffled(self, cycle: int) -> list[Place]:
         places = spread(self._counts)
@@ -135,6 +141,23 @@ def _ranked(order: Sequence[int]) -> list[Place]:
 
 def _prefixed(name: str, problem: Problem) -> Problem:
     return Problem(id=f"{name}/{problem.id}", payload={"environment": name, "problem": problem.payload})
+
+
+def _unprefixed(problem: Problem) -> tuple[str, Problem]:
+    """The name of the environment, and its own problem."""
+    name = str(problem.payload["environment"])
+    return name, Problem(id=problem.id.removeprefix(f"{name}/"), payload=problem.payload["problem"])
+
+
+def _with_prefixed_metrics(name: str, rollout: Rollout) -> Rollout:
+    metrics = {f"{name}/{key}": value for key, value in {"reward": rollout.reward, **rollout.metrics}.items()}
+    return msgspec.structs.replace(rollout, metrics=metrics)
+
+
+def _with_own_metrics(name: str, rollout: Rollout) -> Rollout:
+    own = {key.removeprefix(f"{name}/"): value for key, value in rollout.metrics.items()}
+    own.pop("reward", None)
+    return msgspec.structs.replace(rollout, metrics=own)
 
 
 # ---- only the problems whose measured pass rate is within bounds
@@ -209,6 +232,9 @@ class DifficultyFilter(ProblemSet):
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         return await self._inner.rollout(problem, client)
+
+    async def score_group(self, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        return await self._inner.score_group(problem, rollouts) if isinstance(self._inner, ScoresGroups) else rollouts
 
     def _find(self, wanted: set[str], where: str) -> list[Problem]:
         missing = set(wanted)

@@ -67,7 +67,7 @@ def _check_options(options: Options) -> None:
 def _named(options: Options, kind: Any) -> list[str]:
     """The texts in the arguments of type `kind`."""
     values = [getattr(options, argument) for argument in options.fields_of(kind)]
-    texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
+    texts = [text for value in values for text in (value if isinstance(value, list | dict) else [value])]
     return [text for text in texts if isinstance(text, str)]
 
 

@@ -866,6 +866,45 @@ def test_a_group_without_any_rollout_is_still_reported():
     assert harness.admission.read().rollouts == 4
 
 
+class Ranked(Task):
+    """The rollouts of a group get their rank as a reward. Groups 1 and 2 can't be scored, and group 3 takes its time."""
+
+    def __init__(self):
+        super().__init__(some_fail(lambda name: name == "g0.a1").rollout)
+        self.free = asyncio.Event()
+
+    async def score_group(self, problem, rollouts):
+        if problem.id == "p1":
+            raise ValueError("no verdict")
+        if problem.id == "p2":
+            return rollouts[:1]
+        if problem.id == "p3":
+            await self.free.wait()
+        return [
+            msgspec.structs.replace(rollout, reward=float(rank), metrics={"rank": float(rank)}, id="x")
+            for rank, rollout in enumerate(rollouts)
+        ]
+
+
+async def test_an_environment_may_score_the_rollouts_of_a_group_together():
+    environment = Ranked()
+    harness = Harness(environment, k=3, slots=16, groups=5, max_failure_fraction=1.0)
+    await harness.iterate(40)
+    by_index = {group.index: group for group in harness.read()}
+    assert sorted(by_index) == [0, 1, 2, 4]  # only the group that waits for its verdict is held up
+    assert [(rollout.id, rollout.reward, rollout.metrics) for rollout in by_index[0].rollouts] == [
+        ("g0.a0", 0.0, {"rank": 0.0}),
+        ("g0.a2", 1.0, {"rank": 1.0}),
+    ]
+    assert [by_index[index].dropped for index in (0, 1, 2)] == [{"raised": 1}, {"raised": 3}, {"bad_rollout": 3}]
+    assert harness.groups.progress().rollouts_in_progress == 3
+    environment.free.set()
+    await harness.iterate(10)
+    assert [(group.index, len(group.rollouts)) for group in harness.read()][-1] == (3, 3)
+    assert harness.groups.progress().rollouts_dropped == {"raised": 4, "bad_rollout": 3}
+    assert harness.groups.progress().dropped_tokens == {"raised": 4 * 6, "bad_rollout": 3 * 6}
+
+
 def bad_problem(index):
     if index == 1:
         raise LookupError("no such problem")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from itertools import pairwise
 
@@ -85,6 +86,39 @@ def test_metrics_have_the_name_of_their_environment():
     assert found.metrics == {"guess/reward": 0.5, "guess/guesses": 2}
     answer = problems["gcd"].payload["problem"]["answer"]
     assert rollout(environment, problems["gcd"], f">{answer:02d}").metrics == {"gcd/reward": 1.0}
+
+
+GROUPS = """
+def compare(completions, example):
+    return [float(len(text)) for text in completions]
+
+def reward(completion, example):
+    return 1.0
+"""
+
+
+def test_each_environment_scores_its_own_groups(tmp_path):
+    (tmp_path / "rewards.py").write_text(GROUPS)
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{n}+{n}="}}\n' for n in range(10, 30)))
+    args = {
+        "data": str(tmp_path / "data.jsonl"),
+        "reward": f"{tmp_path}/rewards.py:reward",
+        "group_reward": f"{tmp_path}/rewards.py:compare",
+        "isolate": False,
+    }
+    environment = mixture({"gcd": {"kind": "gcd"}, "own": {"kind": "function", "args": args}})
+    for index in range(2):
+        problem = environment.problem(index)
+        rollouts = [rollout(environment, problem, answer) for answer in ("1", "333")]
+        scored = asyncio.run(environment.score_group(problem, rollouts))
+        if problem.payload["environment"] == "gcd":
+            assert scored == rollouts
+        else:
+            assert [one.reward for one in scored] == [2.0, 4.0]
+            assert [one.metrics for one in scored] == [
+                {"own/reward": 2.0, "own/group_reward": 1.0},
+                {"own/reward": 4.0, "own/group_reward": 3.0},
+            ]
 
 
 def test_a_mixture_of_mixtures():

@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, score
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.user.code import finite_number, names_a_function
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
@@ -20,6 +20,7 @@ from tests.unit.environments.test_environments import ChatTokenizer
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TOKENIZER = CharTokenizer()
+LIMITS = TimeLimits(30.0, CodeAlarm(20.0))
 
 REWARDS = """
 import os, time
@@ -65,7 +66,6 @@ def task(tmp_path):
 def play(environment, problem, answers, tokenizer=TOKENIZER):
     """The outcome of an attempt for each answer, as the actor has it, and the last prompt."""
     engine = ScriptedEngine(lambda r: [*TOKENIZER.encode(answers[len(engine.requests) - 1]), STOP], max_length=10_000)
-    limits = TimeLimits(30.0, CodeAlarm(20.0))
 
     async def main():
         client = EngineClient(engine)
@@ -73,7 +73,7 @@ def play(environment, problem, answers, tokenizer=TOKENIZER):
         for number in range(len(answers)):
             sampling = SamplingParams(max_tokens=500, stop_token_ids=(STOP,))
             view = RolloutClient(client, tokenizer, sampling, name=f"g0.a{number}", seed=0)
-            attempted = asyncio.create_task(attempt(environment, problem, view, limits))
+            attempted = asyncio.create_task(attempt(environment, problem, view, LIMITS))
             while not attempted.done():
                 await client.advance()
                 await asyncio.sleep(0)
@@ -267,3 +267,105 @@ def test_numbers_of_other_libraries_are_rewards():
 def test_what_names_a_function():
     assert all(map(names_a_function, ("rewards.py:ask", "a/b c/rewards.py:ask", "package.module:ask")))
     assert not any(map(names_a_function, ("question", "rewards.py", "rewards.py:", ":ask", "the question: text")))
+
+
+SEVERAL = """
+import asyncio
+
+running = most = 0
+
+def right(completion, example):
+    return {"reward": completion == example["answer"], "digits": len(completion)}
+
+def brief(completion, example):
+    return -len(completion)
+
+async def judge(completion, example):
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(60 if completion == "never" else 0.01)
+    running -= 1
+    if completion == "raise":
+        raise ValueError("no verdict")
+    return most
+
+async def needs_three(completion, example, other):
+    return 0.0
+
+def no_reward(completion, example):
+    return {"words": 1}
+
+def best(completions, example):
+    return [float(text == max(completions)) for text in completions]
+
+def too_few(completions, example):
+    return [0.0] * (len(completions) - 1) if len(completions) > 1 else [0.0]
+"""
+
+
+def weights(tmp_path, **named):
+    return {f"{tmp_path}/rewards.py:{name}": weight for name, weight in named.items()}
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_several_functions_are_added_with_their_weights_and_each_is_a_metric(task, tmp_path, isolate):
+    environment = task(rewards=SEVERAL, reward=weights(tmp_path, right=2.0, brief=0.25, judge=0.5), isolate=isolate)
+    problem = environment.problem(0)
+    answer = problem.payload["answer"]
+    (right, wrong), _ = play(environment, problem, [answer, "nonsense"])
+    assert right.metrics == {"right": 1.0, "brief": -len(answer), "judge": 1.0, "digits": len(answer)}
+    assert right.reward == pytest.approx(2.0 - 0.25 * len(answer) + 0.5)
+    assert wrong.reward == pytest.approx(-0.25 * 8 + 0.5)
+
+
+def test_calls_of_async_functions_wait_together_up_to_a_limit(task, tmp_path):
+    environment = task(rewards=SEVERAL, reward=f"{tmp_path}/rewards.py:judge", concurrency=3)
+
+    async def main():
+        calls = [environment._functions.call("reward", "text", {}) for _ in range(8)]
+        return await asyncio.gather(*calls)
+
+    assert max(asyncio.run(main())) == 3
+
+
+def test_an_async_function_has_a_time_limit_and_its_errors_name_the_line(task, tmp_path):
+    environment = task(rewards=SEVERAL, reward=f"{tmp_path}/rewards.py:judge", timeout_s=0.3, isolate=True)
+    (late, raised), _ = play(environment, environment.problem(0), ["never", "raise"])
+    assert (late.reason, late.message) == ("timeout", "reward: it took longer than 0.3 s")
+    assert raised.message == "RuntimeError: reward: rewards.py, line 19: ValueError: no verdict"
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"right": 1.0, "no_reward": 1.0}, "no_reward returned a dict without 'reward'; it has words"),
+        ({"needs_three": 1.0}, "can't be called with 2 arguments: missing a required argument: 'other'"),
+        ({}, "environment.args.reward"),
+        ({"missing": 1.0}, "has no function 'missing'"),
+    ],
+)
+def test_unusable_functions_are_refused_at_the_start(task, tmp_path, reward, message):
+    with one_line(EnvironmentSetupError, message):
+        task(rewards=SEVERAL, reward=weights(tmp_path, **reward))
+
+
+def test_two_functions_of_one_name_are_refused(task, tmp_path):
+    with pytest.raises(EnvironmentSetupError, match="two functions have the same name"):
+        task(rewards=SEVERAL, reward={f"{tmp_path}/rewards.py:right": 1.0, f"{tmp_path}/./rewards.py:right": 1.0})
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_function_adds_to_the_rewards_of_a_group(task, tmp_path, isolate):
+    files = {"rewards": SEVERAL, "reward": f"{tmp_path}/rewards.py:brief", "isolate": isolate}
+    environment = task(**files, group_reward="rewards.py:best")
+    problem = environment.problem(0)
+    rollouts, _ = play(environment, problem, ["2", "9", "10"])
+    scored = asyncio.run(score(environment, problem, rollouts, LIMITS))
+    assert [rollout.reward for rollout in scored] == [-1.0, 0.0, -2.0]
+    assert [rollout.metrics["group_reward"] for rollout in scored] == [0.0, 1.0, 0.0]
+    assert [rollout.turns for rollout in scored] == [rollout.turns for rollout in rollouts]
+
+    environment = task(**files, group_reward="rewards.py:too_few")
+    failed = asyncio.run(score(environment, problem, rollouts, LIMITS))
+    assert (failed.reason, failed.message) == ("bad_rollout", "group_reward returned [0.0, 0.0], not a list of 3 numbers")

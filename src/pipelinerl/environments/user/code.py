@@ -174,7 +174,11 @@ def describe(error: BaseException, spec: str) -> str:
 
 
 def plain(value: object) -> object:
-    """Scalars of NumPy, torch and similar libraries as floats; other values unchanged."""
+    """Scalars of NumPy, torch and similar libraries as floats, also within a dict or list; other values unchanged."""
+    if type(value) is dict:
+        return {key: plain(entry) for key, entry in value.items()}
+    if type(value) is list:
+        return [plain(entry) for entry in value]
     if isinstance(value, bool | int | str) or not hasattr(type(value), "__float__"):
         return value
     return float(value)  # type: ignore[arg-type]  # it has `__float__`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -15,42 +15,29 @@ from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
 from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
 from pipelinerl.environments.questions import chat_messages, check_chat
-from pipelinerl.environments.user.code import (
-    describe,
-    find_function,
-    finite_number,
-    names_a_function,
-    summarize_error,
-    try_out,
-)
+from pipelinerl.environments.user.code import find_function, names_a_function, summarize_error, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
+from pipelinerl.environments.user.rewards import Functions, Score, group_values, named_rewards, weighted_sum
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
 CACHED_PROMPTS = 64
+PROMPT = "prompt"
+GROUP_REWARD = "group_reward"
+"""Names of functions, in errors; the second is also that of a metric."""
 
 Prompt = str | list[Message]
-
-
-def in_process(specs: dict[str, str]) -> Callable[..., Awaitable[Any]]:
-    """As `FunctionPool.call`, but in this process: no overhead, but no limits and no protection from crashes either."""
-    functions = {name: find_function(spec) for name, spec in specs.items()}
-
-    async def call(name: str, *arguments: Any) -> Any:
-        try:
-            return functions[name](*arguments)
-        except Exception as error:
-            raise RuntimeError(f"{name}: {describe(error, specs[name])}") from error
-
-    return call
 
 
 class FunctionOptions(Options, kw_only=True):
     data: Files
     """Files of examples, JSON objects, which are passed to the functions as dicts."""
-    reward: FunctionName
-    """(completion, example) -> a finite number. The completion is text without special tokens, and may be empty."""
+    reward: FunctionName | Annotated[dict[FunctionName, float], Meta(min_length=1)]
+    """(completion, example) -> a finite number, or a dict of `reward` and metrics. The completion is text without special
+    tokens, and may be empty. Several functions with their weights: `{rewards.py:right: 1.0, rewards.py:brief: 0.2}`."""
+    group_reward: FunctionName = ""
+    """(completions, example) -> a list of numbers, which are added to the rewards of a group's rollouts in training."""
     prompt: FunctionName = "prompt"
     """The field with the prompt, or a function: (example) -> a text or chat messages."""
     held_out: Share | Files = 0.1
@@ -63,6 +50,8 @@ class FunctionOptions(Options, kw_only=True):
     """Call the functions in processes with limits. false: in this process, while the engine waits."""
     workers: AtLeastOne = 2
     """How many processes there may be."""
+    concurrency: AtLeastOne = 64
+    """How many calls of `async def` functions, which run in the generation process, may wait at the same time."""
     timeout_s: Seconds = 10.0
     """How long a call may take."""
     memory_mb: AtLeastOne = 1024
@@ -93,11 +82,20 @@ class Function(ProblemSet):
         self._field = None if names_a_function(options.prompt) else options.prompt
         parts = read_split(options.data, options.held_out, self._check, self._key)
         super().__init__(parts, f"function/{seed}")
-        functions = {"reward": options.reward} | ({} if self._field else {"prompt": options.prompt})
-        self._call = (
-            FunctionPool(functions, workers=options.workers, limits=options.limits).call
-            if options.isolate
-            else in_process(functions)
+        rewards = named_rewards(options.reward)
+        self._weights = {name: weight for name, (_, weight) in rewards.items()}
+        self._group_reward = options.group_reward
+        others = {} if self._field else {PROMPT: options.prompt}
+        if self._group_reward:
+            others[GROUP_REWARD] = self._group_reward
+        if taken := others.keys() & rewards.keys():
+            raise EnvironmentSetupError(f"environment.args.reward: a function can't be called {min(taken)}; rename it")
+        self._functions = Functions(
+            {name: spec for name, (spec, _) in rewards.items()} | others,
+            isolate=options.isolate,
+            workers=options.workers,
+            concurrency=options.concurrency,
+            limits=options.limits,
         )
         try_out(self._trial(parts.training[0]), 2 * options.limits.start_timeout_s, "an empty answer to the first example")
 
@@ -110,22 +108,28 @@ class Function(ProblemSet):
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
         return Rollout(turns=(turn,), reward=reward, metrics=metrics)
 
-    async def _score(self, text: str, example: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        """The reward, and whether the call was ended as a metric (only with `ended_reward`)."""
-        ended = 0.0
-        try:
-            reward = await self._reward(text, example)
-        except CALL_ENDED:
-            if self._ended_reward is None:
-                raise
-            reward, ended = self._ended_reward, 1.0
-        return reward, {} if self._ended_reward is None else {"reward_ended": ended}
+    async def score_group(self, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        if not self._group_reward:
+            return rollouts
+        texts = [rollout.turns[-1].text for rollout in rollouts]
+        added = group_values(await self._functions.call(GROUP_REWARD, texts, problem.payload), GROUP_REWARD, len(texts))
+        return [
+            msgspec.structs.replace(rollout, reward=rollout.reward + value, metrics={**rollout.metrics, GROUP_REWARD: value})
+            for rollout, value in zip(rollouts, added, strict=True)
+        ]
 
-    async def _reward(self, text: str, example: dict[str, Any]) -> float:
-        return finite_number(await self._call("reward", text, example), "reward")
+    async def _score(self, text: str, example: dict[str, Any]) -> Score:
+        """The reward, and whether a call was ended as a metric (only with `ended_reward`)."""
+        if self._ended_reward is None:
+            return await weighted_sum(self._functions, self._weights, text, example)
+        try:
+            score = await weighted_sum(self._functions, self._weights, text, example)
+        except CALL_ENDED:
+            return Score(self._ended_reward, {"reward_ended": 1.0})
+        return Score(score.reward, {**score.metrics, "reward_ended": 0.0})
 
     async def _prompt(self, example: dict[str, Any]) -> Prompt:
-        value = example[self._field] if self._field else await self._call("prompt", example)
+        value = example[self._field] if self._field else await self._functions.call(PROMPT, example)
         if wrong := _wrong_prompt(value):
             raise RolloutError(f"prompt returned {wrong}")
         if not self._chat or not isinstance(value, str):
@@ -143,7 +147,15 @@ class Function(ProblemSet):
     async def _trial(self, problem: Problem) -> None:
         """Call each function once, so that errors appear before the first rollout."""
         encode_prompt(self._tokenizer, await self._prompt(problem.payload))
-        await self._reward("", problem.payload)
+        tried = {
+            name: weight
+            for name, weight in self._weights.items()
+            if not self._functions.check_signature(name, "", problem.payload)
+        }
+        if tried:
+            await weighted_sum(self._functions, tried, "", problem.payload)
+        if self._group_reward and not self._functions.check_signature(GROUP_REWARD, [""], problem.payload):
+            group_values(await self._functions.call(GROUP_REWARD, [""], problem.payload), GROUP_REWARD, 1)
 
     def _check(self, example: dict[str, Any]) -> str | None:
         if self._field is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def _parsed(path: Path) -> ast.Module:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError) as error:
         raise EnvironmentSetupError(f"{path} can't be imported: {summarize_error(error, path)}") from error
+
+
+def is_async(spec: str) -> bool:
+    """Whether `file.py:function` or `package.module:function` is `async def`, by its source. False if that is not known."""
+    module, _, name = spec.rpartition(":")
+    try:
+        if module.endswith(".py") or "/" in module:
+            path = Path(module)
+        else:
+            found = find_spec(module)
+            path = Path(found.origin if found and found.origin else "")
+        tree = _parsed(path)
+    except (EnvironmentSetupError, ImportError, ValueError):  # whoever calls the function says what is wrong
+        return False
+    return any(isinstance(node, ast.AsyncFunctionDef) and node.name == name for node in tree.body)
 
 
 def _check_class(kind: str, found: ast.ClassDef, args: Mapping[str, Any], held_out: int) -> None:

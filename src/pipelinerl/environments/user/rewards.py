@@ -1,0 +1,134 @@
+"""The reward of an answer: what one user function returns, or the weighted sum of several.
+
+A function is called in a process of the pool. An `async def` function, such as a judge behind an API, runs in the event loop
+of the generation process instead, where many of its calls can wait at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from pipelinerl.environments.user.code import describe, find_function, finite_number
+from pipelinerl.environments.user.parsed import is_async
+from pipelinerl.environments.user.pool import FunctionPool, Limits
+from pipelinerl.errors import EnvironmentSetupError, RolloutError
+
+TOTAL = "reward"
+"""The entry of a returned dict that is the reward. The others are metrics."""
+
+
+class Score(NamedTuple):
+    """The reward of an answer, and its metrics by name."""
+
+    reward: float
+    metrics: dict[str, float]
+
+
+class Functions:
+    """Calls user functions by name: in processes with limits, or in this one if they are `async def` or not `isolate`d."""
+
+    def __init__(self, specs: Mapping[str, str], *, isolate: bool, workers: int, concurrency: int, limits: Limits) -> None:
+        """Raises EnvironmentSetupError if a function that is called in this process can't be imported."""
+        self._specs, self._concurrency, self._timeout_s = dict(specs), concurrency, limits.timeout_s
+        own = [name for name, spec in specs.items() if not isolate or is_async(spec)]
+        self._own = {name: find_function(specs[name], allow_async=True) for name in own}
+        self._pool = FunctionPool(
+            {name: spec for name, spec in specs.items() if name not in own}, workers=workers, limits=limits
+        )
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    def check_signature(self, name: str, *arguments: Any) -> bool:
+        """Check that an `async def` function takes these arguments. Returns False for another function.
+
+        Such a function isn't tried: a call may cost money, and what it opens belongs to the event loop that it runs in.
+        Raises EnvironmentSetupError.
+        """
+        function = self._own.get(name)
+        if not inspect.iscoroutinefunction(function):
+            return False
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise EnvironmentSetupError(
+                f"{self._specs[name]} can't be called with {len(arguments)} arguments: {error}"
+            ) from None
+        return True
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """What the function returns. Raises as `FunctionPool.call`."""
+        if name not in self._own:
+            return await self._pool.call(name, *arguments)
+        if inspect.iscoroutinefunction(self._own[name]):
+            return await self._wait_for(name, *arguments)
+        try:
+            return self._own[name](*arguments)
+        except Exception as error:
+            raise self._raised(name, error) from error
+
+    async def _wait_for(self, name: str, *arguments: Any) -> Any:
+        limit = asyncio.timeout(self._timeout_s)
+        async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency)):
+            try:
+                async with limit:
+                    return await self._own[name](*arguments)
+            except Exception as error:
+                if limit.expired():
+                    raise TimeoutError(f"{name}: it took longer than {self._timeout_s:g} s") from None
+                raise self._raised(name, error) from error
+
+    def _raised(self, name: str, error: Exception) -> RuntimeError:
+        return RuntimeError(f"{name}: {describe(error, self._specs[name])}")
+
+
+def named_rewards(reward: str | Mapping[str, float]) -> dict[str, tuple[str, float]]:
+    """(function, weight) by the name that errors and metrics use: of several functions, each one's own.
+
+    Raises EnvironmentSetupError if two functions have the same name.
+    """
+    if isinstance(reward, str):
+        return {TOTAL: (reward, 1.0)}
+    named = {spec.rpartition(":")[2]: (spec, weight) for spec, weight in reward.items()}
+    if len(named) < len(reward):
+        raise EnvironmentSetupError("environment.args.reward: two functions have the same name; rename one of them")
+    return named
+
+
+async def weighted_sum(functions: Functions, weights: Mapping[str, float], *arguments: Any) -> Score:
+    """The sum of what the functions return, times their weights. Of several functions, each value is also a metric.
+
+    Raises RolloutError if one returns neither a finite number nor a dict with one.
+    """
+    calls = [asyncio.ensure_future(functions.call(name, *arguments)) for name in weights]
+    try:
+        values = await asyncio.gather(*calls)
+    finally:
+        for call in calls:
+            call.cancel()
+    scores = [_score(value, name) for name, value in zip(weights, values, strict=True)]
+    metrics = {name: score.reward for name, score in zip(weights, scores, strict=True)} if len(weights) > 1 else {}
+    for name, score in zip(weights, scores, strict=True):
+        if known := metrics.keys() & score.metrics.keys():
+            raise RolloutError(f"{name} returned the metric {min(known)!r}, which another function has too")
+        metrics |= score.metrics
+    return Score(sum(weights[name] * score.reward for name, score in zip(weights, scores, strict=True)), metrics)
+
+
+def _score(value: object, name: str) -> Score:
+    """The value that the function `name` returned: a number, or a dict of a reward and metrics."""
+    if not isinstance(value, dict):
+        return Score(finite_number(value, name), {})
+    if TOTAL not in value:
+        raise RolloutError(f"{name} returned a dict without {TOTAL!r}; it has {', '.join(map(str, value)) or 'nothing'}")
+    metrics = {str(key): finite_number(entry, f"{name}[{key!r}]") for key, entry in value.items()}
+    return Score(metrics.pop(TOTAL), metrics)
+
+
+def group_values(value: object, name: str, count: int) -> list[float]:
+    """What a function returned for the `count` answers of a group. Raises RolloutError for anything but finite numbers."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
+        raise RolloutError(f"{name} returned {value!r:.60}, not a list of {count} numbers")
+    return [finite_number(entry, f"{name}[{number}]") for number, entry in enumerate(value)]
