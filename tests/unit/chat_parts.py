@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.types import Completion, SamplingParams, spans_from_versions
+from pipelinerl.types import Completion, SamplingParams, TokenEvent, spans_from_versions
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 CORPUS = [
@@ -120,5 +121,18 @@ class SamplingClient:
         self.completions.append(completion)
         return completion
 
-    def stream(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Any:
-        raise NotImplementedError
+    async def stream(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> AsyncIterator[TokenEvent]:
+        whole = await self.generate(prompt_ids, max_tokens=max_tokens)
+        seen = 0
+        try:
+            for seen, token_id in enumerate(whole.token_ids, start=1):
+                yield TokenEvent(whole.request_id, seen - 1, token_id, -0.5, 0)
+        finally:
+            if seen < len(whole.token_ids):
+                self.completions[self.completions.index(whole)] = msgspec.structs.replace(
+                    whole,
+                    token_ids=whole.token_ids[:seen],
+                    logprobs=whole.logprobs[:seen],
+                    weight_versions=spans_from_versions([0] * seen),
+                    finish_reason="cancelled",
+                )

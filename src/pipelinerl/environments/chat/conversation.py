@@ -66,8 +66,8 @@ class Prompt:
 class Answer:
     """An answer of the model. `text` has no special tokens; `message` is parsed from it, for the caller to send back.
 
-    `sampled` is the text with special tokens but without the stop token, which is `ended_by` ("" if it was cut off). `next`
-    holds the answers that continue this one.
+    `sampled` is the text with special tokens but without the stop token, which is `ended_by` ("" if it was cut off).
+    `stopped`: a stop string of the caller ended it, which `text` excludes. `next` holds the answers that continue this one.
     """
 
     prompt: Prompt
@@ -78,12 +78,13 @@ class Answer:
     malformed_calls: int
     sampled: str
     ended_by: str
+    stopped: bool = False
     next: list[Answer] = field(default_factory=list, repr=False)
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
         """As in OpenAI's API."""
-        if self.completion.finish_reason == "stop":
+        if self.stopped or self.completion.finish_reason == "stop":
             return "tool_calls" if self.calls else "stop"
         return "length"
 
@@ -122,15 +123,18 @@ class Conversation:
 
     async def continue_text(self, text: str, *, max_tokens: int | None = None) -> Answer:
         """One call that continues a plain text. Each such call is a separate chat."""
-        try:
-            ids = encode_prompt(self._tokenizer, text)
-        except Exception as error:  # as in `_encode`
-            raise RequestError(f"the model's tokenizer can't encode the prompt: {error}") from error
-        return await self._generate(Prompt(ids, text), max_tokens)
+        return await self._generate(self.text_prompt(text), max_tokens)
 
     async def continue_ids(self, ids: Sequence[int], *, max_tokens: int | None = None) -> Answer:
         """One call that continues token ids, for callers that keep track of the ids themselves."""
         return await self._generate(Prompt(tuple(ids), ""), max_tokens)
+
+    def text_prompt(self, text: str) -> Prompt:
+        """The ids of a plain text to continue. Raises RequestError."""
+        try:
+            return Prompt(encode_prompt(self._tokenizer, text), text)
+        except Exception as error:  # as in `_encode`
+            raise RequestError(f"the model's tokenizer can't encode the prompt: {error}") from error
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Prompt:
         """The exact ids for these messages, continuing an earlier turn where possible.
@@ -149,11 +153,15 @@ class Conversation:
         text = self._render(given, tools)
         return Prompt(self._encode(text), text, given, given, bool(tools), rewritten=before is not None)
 
-    def record(self, prompt: Prompt, completion: Completion) -> Answer:
-        """Record the completion of a prompt. `ask` calls this."""
+    def record(self, prompt: Prompt, completion: Completion, *, text: str | None = None) -> Answer:
+        """Record the completion of a prompt. `ask` calls this.
+
+        `text` is what the caller gets to see, if a stop string ended the completion: the text before it.
+        """
         ids = list(completion.token_ids)
         stop = ids[-1:] if completion.finish_reason == "stop" else []
-        text = self._decode(ids, skip_special_tokens=True)
+        stopped = text is not None
+        text = self._decode(ids, skip_special_tokens=True) if text is None else text
         parsed = self._parser(text) if prompt.with_tools else ParsedText(text)
         answer = Answer(
             prompt=prompt,
@@ -164,6 +172,7 @@ class Conversation:
             malformed_calls=parsed.malformed,
             sampled=self._decode(ids[: len(ids) - len(stop)]),
             ended_by=self._decode(stop),
+            stopped=stopped,
         )
         self._answers.append(answer)
         (self._first if prompt.before is None else prompt.before.next).append(answer)

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -40,6 +40,9 @@ class AgentOptions(Options, kw_only=True):
     """Instead of `data`: another environment, `{kind: ..., args: {...}}`, whose problems are passed to `run`."""
     threads: AtLeastOne = 256
     """Largest number of concurrent attempts."""
+    sampling: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of an agent's own `temperature`, `top_p`, `top_k`, `min_p`, `seed` and penalties: the run's sampling
+    applies in any case. With `ignore`, the metric `sampling_ignored` counts the requests that asked for another one."""
     template_options: dict[str, Any] | None = None
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
 
@@ -58,6 +61,7 @@ class Agent:
         options = AgentOptions.read(args)
         self._agent = AgentThreads(find_function(options.run, allow_async=True), options.run, options.threads)
         self._template_options = options.template_options
+        self._ignore_sampling = options.sampling == "ignore"
         self._source: Environment | ProblemSet
         if options.problems is not None:
             self._source = make_inner("environment.args.problems", options.problems, tokenizer, seed)
@@ -74,14 +78,15 @@ class Agent:
         return self._source.held_out(count)
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        session = Session(client, self._template_options)
+        session = Session(client, self._template_options, ignore_sampling=self._ignore_sampling)
         with self._gateway.serving(session) as base_url:
             returned = await self._agent.call(dict(problem.payload), base_url, API_KEY)
         reward, metrics = _read(returned)
         conversation = session.conversation
         if not conversation.turns:
             raise RolloutError("the agent sent no request to the model at `base_url`")
-        return Rollout(turns=conversation.turns, reward=reward, metrics={**conversation.metrics, **metrics})
+        ignored = {"sampling_ignored": float(session.ignored)} if self._ignore_sampling else {}
+        return Rollout(turns=conversation.turns, reward=reward, metrics={**conversation.metrics, **ignored, **metrics})
 
 
 def _gateway() -> Gateway:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, cast
 
 import msgspec
 
-from pipelinerl.environments.chat.conversation import Answer, Conversation
+from pipelinerl.environments.chat.conversation import Answer, Conversation, Prompt
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.serving.server.http import RefusedError
-from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, ResponseFormat
-from pipelinerl.types import SamplingParams
+from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, ResponseFormat, check_stops
+from pipelinerl.serving.server.text import StopStrings, TextStream
+from pipelinerl.types import Completion, SamplingParams, TokenEvent
 
 # ---- requests of agents; the run file sets the sampling parameters, so requests that would change them are refused
 
@@ -32,33 +34,58 @@ _SUPPORTED = frozenset(
         "temperature",
         "top_p",
         "top_k",
+        "stop",
         "stream",
         "stream_options",
     }
 )
 
+_SAMPLING = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    }
+)
+"""Parameters that change the distribution of tokens, or what is drawn from it, and that an agent can do without."""
+
 _NEUTRAL = {"n": 1, "repetition_penalty": 1, "response_format": ResponseFormat(type="text")}
 
 
-def check(request: ModelRequest, sampling: SamplingParams) -> None:
-    """Raises RequestError for parameters that differ from this rollout's sampling."""
-    for name, requested, of_run in (
-        ("temperature", request.temperature, sampling.temperature),
-        ("top_p", request.top_p, sampling.top_p),
-        ("top_k", None if request.top_k == -1 else request.top_k, sampling.top_k),
-    ):
-        if requested is not None and requested != of_run:
-            raise RequestError(
-                f"{name} {requested:g}: this rollout is sampled with {of_run:g}, as set in the run file; leave it out"
-            )
+def check(request: ModelRequest, sampling: SamplingParams, *, ignore: bool = False) -> list[str]:
+    """The parameters of a request that differ from this rollout's sampling and are ignored.
+
+    Raises RequestError for those that can't be ignored, and for all of them unless `ignore`.
+    """
+    given = {name: getattr(request, name) for name in sorted(_SAMPLING) if hasattr(request, name)}
+    of_run = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    neutral = of_run | {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+    if given.get("top_k") == -1:
+        given["top_k"] = None
+    differing = [name for name, value in given.items() if value is not None and value != neutral.get(name)]
+    if differing and not ignore:
+        name = differing[0]
+        why = (
+            f"this rollout is sampled with {of_run[name]:g}, as set in the run file"
+            if name in of_run
+            else "an agent in training can't set it"
+        )
+        raise RequestError(f"{name} {given[name]:g}: {why}; leave it out, or set environment.args.sampling: ignore")
     if request.grammar is not None:
         raise RequestError(f"{request.grammar.key}: an agent in training can't set it; leave it out")
     for field in msgspec.structs.fields(request):
-        neutral: tuple[object, ...] = (None, field.default, _NEUTRAL.get(field.name), False, [], (), {})
-        if field.name not in _SUPPORTED and getattr(request, field.name) not in neutral:
+        unset: tuple[object, ...] = (None, field.default, _NEUTRAL.get(field.name), False, [], (), {})
+        if field.name not in _SUPPORTED | _SAMPLING and getattr(request, field.name) not in unset:
             raise RequestError(f"{field.name}: an agent in training can't set it; leave it out")
     if request.most_tokens is not None and request.most_tokens < 1:
         raise RequestError(f"max_tokens {request.most_tokens}: ask for at least 1")
+    check_stops(request.stops)
+    return differing
 
 
 class Session:
@@ -67,10 +94,16 @@ class Session:
     It is made, called and closed in the event loop of the rollout; the gateway's thread submits calls to that loop.
     """
 
-    def __init__(self, client: GenerationClient, template_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, client: GenerationClient, template_options: Mapping[str, Any] | None = None, *, ignore_sampling: bool = False
+    ) -> None:
+        """`ignore_sampling`: answer requests with other sampling parameters than the run's, with the run's."""
         self.loop = asyncio.get_running_loop()
         self.conversation = Conversation(client, template_options=template_options)
-        self._sampling = client.sampling
+        self.ignored = 0
+        """The requests of which a sampling parameter was ignored."""
+        self._client = client
+        self._ignore_sampling = ignore_sampling
         self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -84,8 +117,10 @@ class Session:
             raise rollout_ended()
         self._calls.add(task)
         try:
-            check(request, self._sampling)
-            return await self._ask(request)
+            ignored = check(request, self._client.sampling, ignore=self._ignore_sampling)
+            answered = await self._ask(request)
+            self.ignored += bool(ignored)
+            return answered
         except RolloutError as error:  # the rollout's client is closed
             raise rollout_ended() from error
         except asyncio.CancelledError:
@@ -102,13 +137,35 @@ class Session:
             task.cancel()
 
     async def _ask(self, request: ModelRequest) -> Answer:
-        most = request.most_tokens
+        prompt, most = self._prompt(request), request.most_tokens
+        if not request.stops:
+            return self.conversation.record(prompt, await self._client.generate(prompt.ids, max_tokens=most))
+        completion, text = await self._generate_until(request.stops, prompt.ids, most)
+        return self.conversation.record(prompt, completion, text=text)
+
+    def _prompt(self, request: ModelRequest) -> Prompt:
         if isinstance(request, ChatBody):
-            return await self.conversation.ask(request.messages, request.offered_tools, max_tokens=most)
-        prompt = request.one_prompt
-        if isinstance(prompt, str):
-            return await self.conversation.continue_text(prompt, max_tokens=most)
-        return await self.conversation.continue_ids(prompt, max_tokens=most)
+            return self.conversation.prompt(request.messages, request.offered_tools)
+        if isinstance(prompt := request.one_prompt, str):
+            return self.conversation.text_prompt(prompt)
+        return Prompt(tuple(prompt), "")
+
+    async def _generate_until(
+        self, stops: Sequence[str], prompt_ids: Sequence[int], max_tokens: int | None
+    ) -> tuple[Completion, str | None]:
+        """A completion that ends with the token that completes a stop string, and the text before that string.
+
+        Without one, the text is None. All tokens are trained on: they were sampled.
+        """
+        text, stop, shown = TextStream(self._client.tokenizer), StopStrings(stops), ""
+        events = self._client.stream(prompt_ids, max_tokens=max_tokens)
+        async with aclosing(cast("AsyncGenerator[TokenEvent]", events)):
+            async for event in events:
+                shown += stop.feed(text.feed([event.token_id]))
+                if stop.found is not None:
+                    break
+        (completion,) = (one for one in self._client.completions if one.request_id == event.request_id)
+        return completion, None if stop.found is None else shown
 
 
 def rollout_ended() -> RefusedError:

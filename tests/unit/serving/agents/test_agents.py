@@ -175,7 +175,7 @@ def test_streams_are_answers_of_one_piece(gateway: Gateway) -> None:
         ({"temperature": 0.2}, "temperature 0.2: this rollout is sampled with 1"),
         ({"top_p": 0.9}, "top_p"),
         ({"seed": 1}, "seed"),
-        ({"stop": "."}, "stop"),
+        ({"stop": [""]}, "stop: give at most"),
         ({"n": 2}, "n:"),
         ({"logprobs": True}, "logprobs"),
         ({"presence_penalty": 1.0}, "presence_penalty"),
@@ -198,6 +198,55 @@ def test_what_would_be_lost_is_refused_by_name(gateway: Gateway, options: dict[s
     message = ask(gateway, refused)
     assert named in message
     assert "\n" not in message
+
+
+def test_another_sampling_is_ignored_and_counted_if_the_run_file_says_so(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        create = at(base_url).chat.completions.create
+        create(model="any", messages=[user("?")], temperature=0.2, seed=3, presence_penalty=1.0)
+        create(model="any", messages=[user("!")], temperature=1.0)
+        with pytest.raises(openai.BadRequestError, match="n: an agent"):
+            create(model="any", messages=[user("?")], n=2)
+        return 1.0
+
+    client = SamplingClient.saying(TOKENIZER, "one", "two")
+    rollout = asyncio.run(agent_of(solve, tmp_path, sampling="ignore").rollout(PROBLEM, client))
+    assert rollout.metrics["sampling_ignored"] == 1.0
+    assert rollout.metrics["turns"] == 2
+
+
+def test_a_stop_string_ends_an_answer_and_what_was_sampled_is_kept(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        messages: list[Any] = [user("Think.")]
+        answer = at(base_url).chat.completions.create(model="any", messages=messages, stop=["\nUser:", "END"])
+        choice = answer.choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("I think", "stop")
+        messages += [choice.message, user("Go on.")]
+        answer = at(base_url).chat.completions.create(model="any", messages=messages, stop="END")
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("done", "stop")
+        return 1.0
+
+    rollout = play(solve, tmp_path, "I think\nUser: what is unseen", "done")
+    (segment,) = join_turns(rollout.turns).segments  # the second turn continues the ids of the first
+    text = TOKENIZER.decode(segment.token_ids)
+    assert "assistant\nI think\nUser:<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>" in text
+    assert "unseen" not in text
+    first, second = (turn.completion for turn in rollout.turns)
+    assert TOKENIZER.decode(first.token_ids) == "I think\nUser:"
+    assert second.finish_reason == "stop"
+    assert rollout.turns[0].text == "I think"
+
+
+def test_a_stop_string_cancels_the_request_in_the_engine(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        answer = at(base_url).completions.create(model="any", prompt="?", stop="34")
+        return float(answer.choices[0].text)
+
+    (rollout,), engine = outcomes(solve, tmp_path, script=lambda _: [ord(digit) for digit in "12345678" * 5])
+    assert isinstance(rollout, Rollout)
+    assert rollout.reward == 12.0
+    assert rollout.turns[0].completion.token_ids == tuple(map(ord, "1234"))
+    assert engine.cancelled == ["r0.t0"]
 
 
 def test_what_asks_for_nothing_is_let_pass(gateway: Gateway) -> None:

@@ -6,7 +6,7 @@ supported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -91,6 +91,12 @@ def read_body(data: bytes, body_type: type[BodyT]) -> BodyT:
         if (value := decoded(bytes(raw), object)) is not None and value not in _HARMLESS[name]:
             raise RequestError(f"{name}: this server does not support it; leave it out")
     return body
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Raises RequestError for too many stop strings, or for one of the wrong length."""
+    if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_STRING for stop in stops):
+        raise RequestError(f"stop: give at most {MAX_STOPS} strings of 1 to {MAX_STOP_STRING} characters")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,8 +211,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises RequestError for values out of range.
         """
-        if len(self.stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_STRING for stop in self.stops):
-            raise RequestError(f"stop: give at most {MAX_STOPS} strings of 1 to {MAX_STOP_STRING} characters")
+        check_stops(self.stops)
         most = self.most_tokens
         sampling = SamplingParams(
             max_tokens=max(1, default) if most is None else most,
