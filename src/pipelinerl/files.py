@@ -19,6 +19,9 @@ import msgspec
 
 T = TypeVar("T")
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""A disk, a quota or a limit on the size of files is full, or the file system can only be read."""
+
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace the contents of the file at `path`, durably. Readers see the old or the new contents, never a mix.

@@ -261,7 +261,8 @@ def gather(session: Session, *, redis: bool) -> PipelineRLError | None:
     """
     from pipelinerl.launch.resume import join_rollouts  # noqa: PLC0415 - with torch
 
-    fence, problem = Fence.of(session), None
+    fence = Fence.of(session)
+    problem: PipelineRLError | None = None
     fence.check()
     try:
         if redis:

@@ -32,7 +32,7 @@ from pipelinerl.errors import (
     StalledError,
     StreamError,
 )
-from pipelinerl.files import JsonLines
+from pipelinerl.files import UNWRITABLE, JsonLines
 from pipelinerl.launch.hosts.host import Host, LocalHost, LocalWorker, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
@@ -111,6 +111,8 @@ class Processes:
         """Whether the error is that a process or a machine was lost, and not one that would only happen again."""
         if isinstance(error, CrashLoopError) or not isinstance(error, (StageDiedError, StalledError, StreamError)):
             return False
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in UNWRITABLE:
+            return False
         if isinstance(error, StalledError):
             trainer = trainer_progress(last_statuses(self.host.board).get(TRAINER))
             return trainer is not None and trainer.busy_s > 0  # it worked before
@@ -153,7 +155,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
             error = _watch(session.config, processes, healing, view=view, interrupts=interrupts)
             lost = processes.lost(error)
         except PipelineRLError as raised:
-            error = raised
+            error, lost = raised, processes.lost(raised)
         finally:
             error = _stop(session, processes.workers, view, interrupts, error)
             asked = interrupts.count

@@ -512,6 +512,8 @@ class RayHost:
         try:
             seat.call("clock", timeout_s=bound_s)
         except StageDiedError as error:
+            if isinstance(error.__cause__, exceptions.ActorDiedError):  # with its machine: Ray has just noticed
+                raise
             gpus = sum(len(self._places[role].gpus) for role in seat.roles)
             raise UserError(
                 f"{seat.name}: no agent could be started in {bound_s:.0f} s ({error}); it needs {gpus} of the machine's "

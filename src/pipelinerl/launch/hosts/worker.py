@@ -22,13 +22,11 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
+from pipelinerl.files import UNWRITABLE
 from pipelinerl.launch.roles import LOG_FORMAT, PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
 from pipelinerl.parent_pipe import take_stdin, when_closed
-
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""A disk, a quota or a limit on the size of files is full, or the file system can only be read."""
 
 
 def main(arguments: list[str]) -> int:
