@@ -6,14 +6,10 @@ import argparse
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, config_of_run, write
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
-
-if TYPE_CHECKING:
-    from pipelinerl.experiments.watch.beside import Beside
 
 
 def add_to(commands: Commands) -> None:
@@ -45,16 +41,8 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if not options.watch:
         train(config, resume=options.resume)
         return 0
-    with closing(_page(options)) as page:
+    from pipelinerl.cli.watch import page_beside  # noqa: PLC0415 - few runs have a page
+
+    with closing(page_beside(options.watch_port)) as page:
         train(config, resume=options.resume, began=page.begin)
     return 0
-
-
-def _page(options: argparse.Namespace) -> Beside:
-    """Raises UserError, before anything of the run exists, if it can have no page."""
-    from pipelinerl.cli.watch import PORT, checked_installation, checked_port  # noqa: PLC0415 - few runs have a page
-
-    checked_installation("pipelinerl train --watch")
-    from pipelinerl.experiments.watch.beside import Beside  # noqa: PLC0415 - needs the extra `serve`
-
-    return Beside(PORT if options.watch_port is None else checked_port("--watch-port", options.watch_port))

@@ -9,9 +9,13 @@ import socket
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import Commands, api_key_from, refuse_settings, say
 from pipelinerl.errors import MissingDependencyError, UserError
+
+if TYPE_CHECKING:
+    from pipelinerl.experiments.watch.beside import Beside
 
 PORT = 7117
 _NEEDED = ("uvicorn", "starlette")
@@ -48,6 +52,14 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         note = f"; its key is in {options.api_key_env}: {address}/?key=KEY" if options.api_key_env else ""
         say(f"watching at {address}{asked}{note} (Ctrl-C ends it)")
         return server.serve(runs, listening, key=key, end_note="The page's server was stopped.")
+
+
+def page_beside(port: int | None) -> Beside:
+    """The page of `train --watch`. Raises UserError, before anything of the run exists, if there can be none."""
+    checked_installation("pipelinerl train --watch")
+    from pipelinerl.experiments.watch.beside import Beside  # noqa: PLC0415 - needs the extra `serve`
+
+    return Beside(PORT if port is None else checked_port("--watch-port", port))
 
 
 def checked_port(flag: str, port: int) -> int:

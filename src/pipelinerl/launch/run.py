@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 
 Began = Callable[[Path], str | None]
-"""Called with the run directory when a session has written its files there. Returns a line for the user, if any."""
 
 
 def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambda _: None) -> dict[str, Any]:
     """Run `config` to its end and return the contents of `summary.json`.
 
     With `resume`, a run directory, that run continues from its latest checkpoint, or from the beginning if it has none.
-    `config.metrics.view` selects what the terminal shows. A session that loses a process which can't be replaced is followed
-    by another one, from the latest checkpoint. If the run did not reach its goal, raises the error that ended it (see
-    `errors`), after writing the summary.
+    `config.metrics.view` selects what the terminal shows. `began` is called with the run directory once a session has
+    written its files there; it may return a line for the user. A session that loses a process which can't be replaced is
+    followed by another one, from the latest checkpoint. If the run did not reach its goal, raises the error that ended it
+    (see `errors`), after writing the summary.
     """
     started_s = time.monotonic()
     config = validate(config)

@@ -25,9 +25,6 @@ def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
     engines = _all(statuses.values(), EngineProgress)
     if len(engines) < 2:
         return engines[0] if engines else None
-    begun: Counter[int] = Counter()
-    for engine in engines:
-        begun.update(engine.begun)
     by_latest_pause = sorted(engines, key=lambda engine: engine.pauses_s[-1:])
     return EngineProgress(
         version=min((engine.version for engine in engines if engine.slots), default=0),  # one that has ended has no slots
@@ -41,7 +38,7 @@ def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
         weight_updates=max(engine.weight_updates for engine in engines),
         pauses_s=tuple(pause_s for engine in by_latest_pause for pause_s in engine.pauses_s),
         runner=engines[0].runner,
-        begun=begun,
+        begun=sum((Counter(engine.begun) for engine in engines), Counter()),
     )
 
 

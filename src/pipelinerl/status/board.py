@@ -5,13 +5,11 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.errors import INVALID_DATA
 from pipelinerl.files import SharedRecord, map_file
 from pipelinerl.interfaces import Board
 from pipelinerl.types import StageStatus
@@ -19,7 +17,7 @@ from pipelinerl.types import StageStatus
 STATUS_BYTES = 64 * 1024
 """Room for one status in a status file, as JSON with a few bytes of header. The file has room for two statuses."""
 
-_SUFFIX = ".board"
+SUFFIX = ".board"
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -99,7 +97,7 @@ class MmapBoard:
 
     def stages(self) -> Sequence[str]:
         """Names of the stages that have a file, in alphabetical order."""
-        return sorted(path.name.removesuffix(_SUFFIX) for path in self._directory.glob("*" + _SUFFIX))
+        return sorted(path.name.removesuffix(SUFFIX) for path in self._directory.glob("*" + SUFFIX))
 
     def close(self) -> None:
         """Unmap the files. They keep the last statuses."""
@@ -115,28 +113,12 @@ class MmapBoard:
             return record
         if not _STAGE_NAME.fullmatch(stage):
             raise ValueError(f"not a stage name (letters, digits, '_', '-', '.'): {stage!r}")
-        path = self._directory / (stage + _SUFFIX)
+        path = self._directory / (stage + SUFFIX)
         if not create and not _has_room(path):  # the stage has not created it yet, or could not
             return None
         self._maps[stage] = map_file(path, 2 * STATUS_BYTES)
         self._records[stage] = SharedRecord(self._maps[stage], 0, 2 * STATUS_BYTES)
         return self._records[stage]
-
-
-def read_statuses(directory: Path) -> dict[str, StageStatus]:
-    """The last status of every stage of the `MmapBoard` in `directory`, for a process that must not write there.
-
-    Each call opens the files again, because a new session replaces them.
-    """
-    found = {}
-    for path in sorted(directory.glob("*" + _SUFFIX)):
-        # It may be deleted meanwhile, or not be complete yet.
-        with suppress(OSError, ValueError, *INVALID_DATA), path.open("rb") as file:
-            with mmap.mmap(file.fileno(), 2 * STATUS_BYTES, access=mmap.ACCESS_READ) as memory:
-                newest = SharedRecord(memory, 0, 2 * STATUS_BYTES).read()
-            if newest is not None:
-                found[path.name.removesuffix(_SUFFIX)] = msgspec.json.decode(newest[1], type=StageStatus)
-    return found
 
 
 def _has_room(path: Path) -> bool:

@@ -6,9 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -57,8 +56,12 @@ class Rate:
 SILENT_S = 15.0
 """A stage that has not reported for longer than this is shown as silent."""
 
+NARROW = 92
+"""Columns of a terminal below which a stage takes two lines."""
+NO_STAGE = "no stage has reported yet"
+
 _BARS = "▁▂▃▄▅▆▇█"
-_MARKS = {
+MARKS = {
     "starting": ("◌", "cyan"),
     "working": ("●", "green"),
     "waiting": ("◦", "yellow"),
@@ -110,34 +113,23 @@ def render(
     trends: Trends | None = None,
     elapsed_s: float | None = None,
     title: str = "pipelinerl",
+    width: int = 120,
 ) -> RenderableType:
     """The whole view at `now` (`time.monotonic`) of a run of `target` optimizer steps. Stages may be missing."""
-    trends = trends or Trends()
+    trends, progress, stages = trends or Trends(), _progress_line, _stages
+    if width < NARROW:
+        from pipelinerl.status.narrow import progress, stages  # noqa: PLC0415 - few terminals are narrow
     trainer = trainer_progress(statuses) or TrainerProgress()
     body = Group(
-        _progress_line(trainer.version, target, trends, elapsed_s),
+        progress(trainer.version, target, trends, elapsed_s),
         Text(),
         _learning_line(statuses, trends),
         Text(),
-        _ByWidth(_stages(statuses, trends, now), _narrow_stages(statuses, trends, now)),
+        stages(statuses, trends, now),
         Text(),
         _facts(statuses, now),
     )
     return Panel(body, title=escape(title), title_align="left", border_style="dim", padding=(0, 1))
-
-
-NARROW = 88
-"""Columns below which a stage takes two lines."""
-
-
-class _ByWidth:
-    """One of two layouts, by the columns that there are."""
-
-    def __init__(self, wide: RenderableType, narrow: RenderableType) -> None:
-        self._wide, self._narrow = wide, narrow
-
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._wide if options.max_width >= NARROW else self._narrow
 
 
 def runners_line(statuses: Mapping[str, StageStatus]) -> str | None:
@@ -243,12 +235,8 @@ def _progress_line(version: int, target: int, trends: Trends, elapsed_s: float |
     share = version / target if target else 0.0
     left = trends.remaining_s(max(0, target - version))
     times = f"{share:4.0%}   {duration(elapsed_s)} elapsed, {duration(left)} left"
-    step, bar = Text(f"step {version}/{target}", "bold"), ProgressBar(max(1, target), version)
-    line.add_row(step, bar, times)
-    narrow = Table.grid(expand=True)
-    for row in (step, bar, times.strip()):
-        narrow.add_row(row)
-    return _ByWidth(line, narrow)
+    line.add_row(Text(f"step {version}/{target}", "bold"), ProgressBar(max(1, target), version), times)
+    return line
 
 
 def _headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -289,38 +277,20 @@ def _stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> 
     table.add_column("busy", no_wrap=True, justify="right")
     table.add_column("throughput", no_wrap=True)
     for status in statuses.values():
-        mark, style = _MARKS[status.state]
+        mark, style = MARKS[status.state]
         since = duration(now - status.since_s)
         busy, rates = throughput(status, trends)
-        table.add_row(status.stage, Text(f"{mark} {status.state}", style), since, _detail(status, now), busy, rates)
+        table.add_row(status.stage, Text(f"{mark} {status.state}", style), since, detail_of(status, now), busy, rates)
     if not statuses:
-        table.add_row("-", Text("◌ starting", "cyan"), "", _NO_STAGE, "", "")
+        table.add_row("-", Text("◌ starting", "cyan"), "", NO_STAGE, "", "")
     return table
 
 
-def _narrow_stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> RenderableType:
-    table = Table.grid()
-    for status in statuses.values():
-        mark, style = _MARKS[status.state]
-        line = Text.assemble((mark, style), f" {status.stage} ", (f"{status.state} {duration(now - status.since_s)}", style))
-        for shown in throughput(status, trends):
-            line.append(f"  {shown}" if shown else "", "dim")
-        table.add_row(line)
-        if status.detail:
-            table.add_row(Padding(_detail(status, now), (0, 0, 0, 2)))
-    if not statuses:
-        table.add_row(_NO_STAGE)
-    return table
-
-
-_NO_STAGE = "no stage has reported yet"
-
-
-def _detail(status: StageStatus, now: float) -> Text:
+def detail_of(status: StageStatus, now: float) -> Text:
     silent_s = now - status.written_s
     if status.state in ("working", "waiting") and silent_s > SILENT_S:
         return Text(f"no report for {duration(silent_s)}; {status.detail}", "bold red")
-    return Text(status.detail, "" if status.state == "working" else _MARKS[status.state][1])
+    return Text(status.detail, "" if status.state == "working" else MARKS[status.state][1])
 
 
 def throughput(status: StageStatus, trends: Trends) -> tuple[str, str]:

@@ -92,7 +92,8 @@ class LiveView(View):
         self._drawn_s = now
         self._trends.observe(statuses, now)
         elapsed_s = now - self._first_s
-        screen = render(statuses, now, self._target, trends=self._trends, elapsed_s=elapsed_s, title=self._title)
+        width, title = self._live.console.width, self._title
+        screen = render(statuses, now, self._target, trends=self._trends, elapsed_s=elapsed_s, title=title, width=width)
         self._live.update(screen, refresh=True)
 
 

@@ -49,7 +49,7 @@ def statuses(now: float, version: int = 37) -> dict[str, StageStatus]:
 
 def drawn(*args: object, width: int = 120, **options: object) -> str:
     console = Console(file=StringIO(), width=width, height=50)
-    console.print(render(*args, **options))
+    console.print(render(*args, width=width, **options))
     return console.file.getvalue()
 
 
