@@ -1,6 +1,7 @@
 """The embedded engine against transformers' `generate` and continuous batching: same model, prompts, lengths, slots, thread.
 
     OMP_NUM_THREADS=1 python -m benchmarks.engine --model demo --slots 8 32 64 128
+    OMP_NUM_THREADS=1 python -m benchmarks.engine --lengths --slots 1 8 64  # only a decode step beside its products
 
 Every request asks for a given number of tokens; all systems ignore end-of-text tokens. Only requested tokens count: a
 static batch of `generate` runs until its longest sequence is done, and the extra tokens of the others are useless. Times
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks import common
 from benchmarks.common import Record
 from benchmarks.systems import SYSTEMS, make_jobs, requests, timed
 from pipelinerl.engine import LocalEngine
+from pipelinerl.engine.copies import PackedLinear
+from pipelinerl.engine.flat import PACK_FROM
 
 
 def compare(options: argparse.Namespace, slots: int, lengths: str) -> list[Record]:
@@ -48,9 +52,10 @@ def compare(options: argparse.Namespace, slots: int, lengths: str) -> list[Recor
 
 
 def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
-    """The part of a decode step not spent computing, with all slots decoding and no requests starting or ending.
+    """A decode step beside its matrix products alone, with all slots decoding and no requests starting or ending.
 
-    `share` is the time outside ModelRunner.forward and LocalEngine._draw.
+    `share` is the time outside ModelRunner.forward and LocalEngine._draw. `floor` is the time of a step over that of the
+    products of its linear layers, of the same shapes and weights; rounds of steps and of products alternate.
     """
     model = common.fresh_model(options.model, device=options.device, dtype=options.dtype)
     engine = LocalEngine(model, slots=slots, max_length=options.prompt_tokens + options.longest)
@@ -65,8 +70,9 @@ def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
     for _ in range(3):
         engine.step()
     records = []
-    steps = (options.longest - 8) // options.repetitions
+    steps = min(options.most_steps, (options.longest - 8) // options.repetitions)
     for repetition in range(options.repetitions):
+        floor_s = products_s(model, slots, steps)
         inside.update(dict.fromkeys(inside, 0.0))
         begin_s = time.perf_counter()
         for _ in range(steps):
@@ -80,11 +86,34 @@ def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
                 "system": "pipelinerl",
                 "repetition": repetition,
                 "step_ms": 1e3 * wall_s / steps,
+                "products_ms": 1e3 * floor_s,
+                "floor": wall_s / steps / floor_s,
                 "share": 1 - (inside["forward"] + inside["draw"]) / wall_s,
                 **{f"{part}_ms": 1e3 * part_s / steps for part, part_s in inside.items()},
             }
         )
     return records
+
+
+@torch.inference_mode()
+def products_s(model: Any, rows: int, times: int) -> float:
+    """Seconds for the products of all linear layers with `rows` rows: plain, or packed as in the engine if faster."""
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    rows_of = {width: torch.randn(1, rows, width, dtype=model.dtype) for width in {layer.in_features for layer in layers}}
+    plain = [(F.linear, rows_of[layer.in_features], layer.weight) for layer in layers]
+    ways = [plain]
+    if model.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        packed = {layer.weight: PackedLinear(layer.weight) for layer in layers if layer.weight.numel() >= PACK_FROM}
+        ways.append([(packed.get(weight, multiply), x, weight) for multiply, x, weight in plain])
+    seconds = []
+    for way in ways:
+        for repetition in range(times + 1):
+            if repetition == 1:  # the first is a warm-up
+                begin_s = time.perf_counter()
+            for multiply, x, weight in way:
+                multiply(x, weight)
+        seconds.append((time.perf_counter() - begin_s) / times)
+    return min(seconds)
 
 
 def _timer(call: Callable[..., Any], part: str, inside: dict[str, float]) -> Callable[..., Any]:
@@ -104,7 +133,9 @@ def table_of(records: Sequence[Record]) -> list[Record]:
         chosen = [r for r in records if (r["slots"], r["lengths"]) == (slots, lengths)]
         row: Record = {"model": chosen[0]["model"], "H": slots, "lengths": lengths}
         if lengths == "own_share":
-            row |= {name: statistics.median(r[name] for r in chosen) for name in ("step_ms", "share")}
+            row |= {
+                name: statistics.median(r[name] for r in chosen) for name in ("step_ms", "products_ms", "floor", "share")
+            }
         else:
             rates = common.medians(chosen, "tokens_per_s")
             row |= {f"{name} tok/s": rate for name, rate in rates.items()}
@@ -117,13 +148,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="`demo`, or a folder of a Hugging Face causal LM")
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 32, 64, 128])
-    parser.add_argument("--lengths", nargs="+", default=["equal", "long_tailed"], choices=["equal", "long_tailed"])
+    parser.add_argument("--lengths", nargs="*", default=["equal", "long_tailed"], choices=["equal", "long_tailed"])
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--longest", type=int, default=219, help="tokens of the longest completion")
     parser.add_argument("--prompt-tokens", type=int, default=6)
     parser.add_argument("--waves", type=int, default=8, help="long-tailed requests per slot")
     parser.add_argument("--equal-waves", type=int, default=4, help="requests per slot with equal lengths")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--most-steps", type=int, default=1000, help="decode steps per repetition beside the products")
     parser.add_argument("--device", default="cpu", help="torch device of all systems, such as cuda")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)

@@ -57,7 +57,7 @@ def matmul_peak(tokens: int, hidden: int, width: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder of a Hugging Face causal LM")
-    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--longest", type=int, default=219, help="tokens of the longest completion")
     parser.add_argument("--prompt-tokens", type=int, default=6)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
@@ -87,7 +87,8 @@ def main() -> None:
         learner.step(samples, version=0)  # makes the optimizer's state
         peaks_bytes[name] = common.peak_allocated(lambda learner=learner: learner.step(samples, version=0))
     measured = {name: step(learner, samples) for name, learner in learners.items()}
-    records = common.take_turns(measured, options.repetitions, scenario={"model": common.model_label(options.model)})
+    scenario = {"model": common.model_label(options.model)}
+    records = common.take_turns(measured, options.repetitions, scenario=scenario, warm_up=False)
     peak = matmul_peak(min(2048, options.micro_batch_tokens), model.hidden_size, model.intermediate_size)
     steps_s = common.medians(records, "wall_s")
     fastest_first = next(iter(steps_s.values()))

@@ -9,6 +9,9 @@ which behaviour is rewarded. Held-out pairs are never a prompt here (though they
 
 The schedule counts steps, not seconds, and runs on one thread, so the same library versions on the
 same kind of machine reproduce the weights.
+
+`--recurrent` makes a hybrid of the same size instead (Qwen3.5: a layer with a recurrent state, then one with attention), for
+`docs/kv_study.md`.
 """
 
 from __future__ import annotations
@@ -19,10 +22,19 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from pipelinerl.environments.tasks.gcd import (
     ALPHABET,
@@ -124,22 +136,32 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(layers: int, hidden: int, heads: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        pad_token_id=VOCABULARY[PAD],
-        eos_token_id=VOCABULARY[EOS],
-        bos_token_id=None,
+def make_model(layers: int, hidden: int, heads: int, *, recurrent: bool) -> PreTrainedModel:
+    shape: dict[str, Any] = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "pad_token_id": VOCABULARY[PAD],
+        "eos_token_id": VOCABULARY[EOS],
+        "bos_token_id": None,
+    }
+    if not recurrent:
+        return LlamaForCausalLM(LlamaConfig(**shape))
+    config = Qwen3_5TextConfig(
+        **shape,
+        layer_types=["full_attention" if layer % 2 else "linear_attention" for layer in range(layers)],
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
     )
-    return LlamaForCausalLM(config)
+    return Qwen3_5ForCausalLM(config)
 
 
 # ---- training
@@ -169,14 +191,14 @@ def batches_by_length(examples: list[Example], rng: random.Random, max_tokens: i
 
 
 def train(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     make_example: Callable[[random.Random, float], Example],
     *,
     seed: str,
     steps: int,
     first_rate: float,
     last_rate: float,
-    batch_tokens: int = 4096,
+    batch_tokens: int,
     pool_size: int = 1024,
 ) -> None:
     """Next-token training with AdamW. The learning rate warms up over 50 steps, then follows a cosine."""
@@ -213,12 +235,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--careful-steps", type=int, default=2500)
     parser.add_argument("--population-steps", type=int, default=500)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--recurrent", action="store_true", help="a hybrid with a recurrent state instead of a Llama")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(arguments.seed)
-    model = make_model(layers=2, hidden=96, heads=3)
+    model = make_model(layers=2, hidden=96, heads=3, recurrent=arguments.recurrent)
     train(
         model,
         careful_example,
@@ -226,6 +250,7 @@ def main() -> None:
         steps=arguments.careful_steps,
         first_rate=3e-3,
         last_rate=1e-4,
+        batch_tokens=arguments.batch_tokens,
     )
     train(
         model,
@@ -234,6 +259,7 @@ def main() -> None:
         steps=arguments.population_steps,
         first_rate=5e-4,
         last_rate=2e-5,
+        batch_tokens=arguments.batch_tokens,
     )
 
     model.generation_config = GenerationConfig(eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.serving.server.text import StopStrings, TextStream
+from pipelinerl.environments.chat.messages import parse_tool_calls
+from pipelinerl.serving.server.text import StopStrings, TextStream, ToolCallStream
 from tests.unit.server_parts import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -81,3 +83,42 @@ def test_a_stop_string_ends_the_text_however_it_comes(parts: list[str]) -> None:
     assert "".join(stop.feed(part) for part in parts) == "say "
     assert stop.found
     assert stop.rest() == ""
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": {"b": "}\\\\\\" {"}}}\n</tool_call>'
+WHOLE_CALL = '<tool_call>{"arguments": {"c": 1}, "name": "sub"}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Well. <b>{CALL}",
+        f"One.\n{CALL}\n{WHOLE_CALL}\n",
+        f"{CALL} and {CALL[: -len('</tool_call>')]}",
+        "No call: <tool_call>{}</tool_call> <tool_",
+        "<tool_call>not closed ",
+    ],
+)
+def test_streamed_calls_are_those_of_the_whole_answer(text: str) -> None:
+    parsed = parse_tool_calls(text)
+    for seed in range(20):
+        stream = ToolCallStream("x")
+        edges = list(pairwise(cuts(len(text), seed)))
+        deltas = [stream.feed(text[start:end], end=False) for start, end in edges] + [stream.feed("", end=True)]
+        calls: list[list[str]] = []
+        for part in [part for delta in deltas for part in delta.get("tool_calls", ())]:
+            if "id" in part:
+                calls.append([part["function"]["name"], ""])
+                assert part["index"] == len(calls) - 1
+            calls[part["index"]][1] += part["function"]["arguments"]
+        assert "".join(delta.get("content", "") for delta in deltas) == parsed.content
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == list(parsed.calls)
+        assert stream.called == bool(parsed.calls)
+
+
+def test_arguments_are_sent_before_their_end() -> None:
+    stream = ToolCallStream("x")
+    (first, part) = stream.feed('<tool_call>{"name": "f", "arguments": {"code": "a\\', end=False)["tool_calls"]
+    assert (first["function"], part["function"]) == ({"name": "f", "arguments": ""}, {"arguments": '{"code": "a'})
+    assert not stream.called
+    assert stream.feed("n", end=True)["tool_calls"] == [{"index": 0, "function": {"arguments": "\\n"}}]

@@ -46,7 +46,7 @@ from pipelinerl.serving.server.openai.bodies import (
     read_body,
 )
 from pipelinerl.serving.server.service import Service, ServiceHolder
-from pipelinerl.serving.server.text import StopStrings, TextStream
+from pipelinerl.serving.server.text import StopStrings, TextStream, ToolCallStream
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
 
 _COMPLETION_TOKENS = 16
@@ -137,6 +137,10 @@ def _check_choices(service: Service, count: int) -> None:
 def _check_ids(service: Service, ids: Sequence[int]) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < service.loaded.vocabulary:
         raise RequestError(f"token ids outside the model's vocabulary of {service.loaded.vocabulary}")
+
+
+def _call_prefix() -> str:
+    return f"call{secrets.token_hex(4)}"
 
 
 class _Prompt(NamedTuple):
@@ -295,14 +299,12 @@ class _Call:
             start = self._prompt_text(choice.prompt)
             logprobs = self._written(list(self._scored_prompt(choice)))
             yield self._writer.chunk([choice_of({"text": start}, None, logprobs, index=choice.index)], **no_usage)
+        calls = ToolCallStream(_call_prefix()) if self._tools else None
         async for piece in self._pieces(choice):
-            text = piece.text
-            if self._tools:  # calls can be parsed only when the answer is complete
-                text = choice.text + piece.text if piece.end else ""
             scored = self._scored(choice, piece.tokens, len(start) + len(choice.text))
             tokens = choice.tokens if piece.end else piece.tokens
-            written = self._choice(choice, tokens, text, scored, piece, chunk=True)
-            if text or piece.end or scored or self._shows_tokens:
+            written = self._choice(choice, tokens, piece.text, scored, piece, chunk=True, calls=calls)
+            if written["delta" if self._chat else "text"] or piece.end or scored or self._shows_tokens:
                 yield self._writer.chunk([written], **no_usage)
 
     def _choice(
@@ -314,14 +316,17 @@ class _Call:
         piece: Piece | None,
         *,
         chunk: bool = False,
+        calls: ToolCallStream | None = None,
     ) -> Json:
         """A choice, or the part of it in one chunk. If `piece` is the last one, `tokens` are all tokens."""
         last = piece if piece is not None and piece.end else None
         reason = last.end if last else None
-        if self._chat:
-            content, reason = self._message(text, reason, chunk=chunk)
+        if not self._chat:
+            content: Json = {"text": text}
+        elif chunk:
+            content, reason = self._delta(text, reason, calls)
         else:
-            content = {"text": text}
+            content, reason = self._message(text, reason)
         logprobs = self._written(scored) if scored or not chunk else None
         fields = choice_of(content, reason, logprobs, index=choice.index)
         if last and last.stop is not None and (isinstance(last.stop, str) or last.stop in (self._body.stop_token_ids or ())):
@@ -331,23 +336,22 @@ class _Call:
             provenance.pop("token_ids", None)  # already sent with the earlier chunks
         return fields | provenance
 
-    def _message(self, text: str, reason: str | None, *, chunk: bool) -> tuple[Json, str | None]:
-        """The message or delta with this text, and the finish reason, which differs if tools are called."""
-        parsed = ParsedText(text)
-        if self._tools and reason is not None:
-            parsed = parse_tool_calls(text)
-        message = answer_message(parsed, f"call{secrets.token_hex(4)}")
+    def _message(self, text: str, reason: str | None) -> tuple[Json, str | None]:
+        """The message with this text, and the finish reason, which differs if tools are called."""
+        parsed = parse_tool_calls(text) if self._tools else ParsedText(text)
+        message = answer_message(parsed, _call_prefix())
+        return {"message": message | {"refusal": None}}, self._reason(reason, called=bool(parsed.calls))
+
+    def _delta(self, text: str, reason: str | None, calls: ToolCallStream | None) -> tuple[Json, str | None]:
+        """The delta of a chunk with this text, and the finish reason."""
+        if calls is None:
+            return {"delta": {"content": text} if text else {}}, reason
+        delta = calls.feed(text, end=reason is not None)
+        return {"delta": delta}, self._reason(reason, called=calls.called)
+
+    def _reason(self, reason: str | None, *, called: bool) -> str | None:
         named = isinstance(self._body, ChatBody) and not isinstance(self._body.tool_choice, str | None)
-        if parsed.calls and reason == "stop" and not named:
-            reason = "tool_calls"
-        if not chunk:
-            return {"message": message | {"refusal": None}}, reason
-        del message["role"]
-        if parsed.calls:
-            message["tool_calls"] = [call | {"index": number} for number, call in enumerate(message["tool_calls"])]
-        if not message["content"]:
-            del message["content"]
-        return {"delta": message}, reason
+        return "tool_calls" if called and reason == "stop" and not named else reason
 
     def _usage(self, choices: Sequence[_Choice]) -> Json:
         return usage_of(sum(len(prompt.ids) for prompt in self._prompts), sum(len(choice.tokens) for choice in choices))
