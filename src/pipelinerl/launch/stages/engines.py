@@ -47,12 +47,13 @@ def make_engine(
 
 def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, LocalEngine]:
     """The run file's model and the embedded engine over it. Raises ModelLoadError and UnsupportedModelError."""
-    from pipelinerl.engine import LocalEngine  # noqa: PLC0415 - only the process that computes needs it
+    from pipelinerl.engine import make_engine  # noqa: PLC0415 - only the process that computes needs it
     from pipelinerl.models.loading import load_model, slot_length  # noqa: PLC0415 - as above
 
     model = load_model(config.model, config.engine.device)
-    engine = LocalEngine(
+    engine = make_engine(
         model,
+        decoding=config.engine.decoding,
         slots=config.engine.slots,
         max_length=slot_length(model, config.engine.max_length),
         prefill_tokens=config.engine.prefill_tokens,
