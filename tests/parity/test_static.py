@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from pipelinerl.engine import make_engine
+from pipelinerl.engine.static import engine_for
 from tests.parity import test_engine as parity
 from tests.parity.models import CONFIGS, THROUGH_CACHE
 
@@ -30,5 +30,5 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "check"), CASES)
 def test_static_steps_are_as_exact(family: str, check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "LocalEngine", partial(make_engine, decoding="static"))
+    monkeypatch.setattr(parity, "LocalEngine", partial(engine_for, decoding="static"))
     check(family)

@@ -13,9 +13,10 @@ Off a GPU, steps run as plain calls, and attention is a slow reference: that is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.interfaces import StepOutput
 from pipelinerl.models.transfers import to_device, to_host
 from pipelinerl.types import Completion, FinishReason, TokenEvent
+
+_log = logging.getLogger(__name__)
 
 _STOPS = 4
 """Stop tokens per row that there is room for at the start."""
@@ -269,3 +272,16 @@ class StaticEngine(LocalEngine):
         super()._recompute()
         for sequence, versions in zip(ended, before, strict=True):
             sequence.prompt_versions = versions
+
+
+def engine_for(model: nn.Module, *, decoding: Literal["auto", "packed", "static"] = "auto", **options: Any) -> LocalEngine:
+    """The embedded engine. `decoding`: see the run file's `engine.decoding`; `options`: see `LocalEngine`."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    if decoding == "static" or (decoding == "auto" and on_gpu):
+        try:
+            return StaticEngine(model, **options)
+        except UnsupportedModelError as reason:
+            if decoding == "static":
+                raise
+            _log.warning("%s runs without static decode steps: %s", type(model).__name__, reason)
+    return LocalEngine(model, **options)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipelinerl.engine import LocalEngine, device_sampler, make_engine
+from pipelinerl.engine import LocalEngine, device_sampler
 from pipelinerl.engine.sampler import invert, keep_likeliest
-from pipelinerl.engine.static import DeviceRows, StaticEngine
+from pipelinerl.engine.static import DeviceRows, StaticEngine, engine_for
 from pipelinerl.engine.varlen import VarlenBatch
 from pipelinerl.errors import LogitsError, UnsupportedModelError
 from pipelinerl.types import GenerationRequest, versions_from_spans
@@ -24,13 +24,13 @@ from tests.unit.engine.test_engine import drain, request, too_large, update_of
 
 def static(slots: int = 4, **options: Any) -> StaticEngine:
     settings = {"slots": slots, "max_length": 96, "prefill_tokens": 16, "flatten": False} | options
-    made = make_engine(make_model("llama"), decoding="static", **settings)
+    made = engine_for(make_model("llama"), decoding="static", **settings)
     assert isinstance(made, StaticEngine)
     return made
 
 
 def packed(slots: int = 4) -> LocalEngine:
-    made = make_engine(make_model("llama"), slots=slots, max_length=96, flatten=False)
+    made = engine_for(make_model("llama"), slots=slots, max_length=96, flatten=False)
     assert type(made) is LocalEngine
     return made
 
@@ -155,4 +155,4 @@ def test_broken_logits_are_found_before_their_tokens_are_passed_on() -> None:
 
 def test_a_model_that_needs_scores_is_refused_by_static_steps_only() -> None:
     with pytest.raises(UnsupportedModelError, match="soft caps"):
-        make_engine(make_model("gemma2"), decoding="static", slots=1, max_length=32)
+        engine_for(make_model("gemma2"), decoding="static", slots=1, max_length=32)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.config.schema import EngineConfig, RunConfig
@@ -47,13 +48,17 @@ def make_engine(
 
 def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, LocalEngine]:
     """The run file's model and the embedded engine over it. Raises ModelLoadError and UnsupportedModelError."""
-    from pipelinerl.engine import make_engine  # noqa: PLC0415 - only the process that computes needs it
+    from pipelinerl.engine import LocalEngine  # noqa: PLC0415 - only the process that computes needs it
     from pipelinerl.models.loading import load_model, slot_length  # noqa: PLC0415 - as above
 
     model = load_model(config.model, config.engine.device)
-    engine = make_engine(
+    make: Callable[..., LocalEngine] = LocalEngine
+    if config.engine.decoding == "static" or config.engine.device != "cpu":
+        from pipelinerl.engine.static import engine_for  # noqa: PLC0415 - as above
+
+        make = partial(engine_for, decoding=config.engine.decoding)
+    engine = make(
         model,
-        decoding=config.engine.decoding,
         slots=config.engine.slots,
         max_length=slot_length(model, config.engine.max_length),
         prefill_tokens=config.engine.prefill_tokens,
