@@ -52,6 +52,8 @@ SIZES: dict[str, dict[str, int]] = {
 """Those of Qwen2.5, and one for trying."""
 END_EVERY = 200
 """One of so many tokens ends a completion: lengths of random text are then geometric, with this mean."""
+ROUND = 4
+"""Optimizer steps of a round, and the pipeline's largest lag, in the two runs."""
 GOALS = {"bandwidth": 0.60, "mfu": 0.45}
 
 
@@ -107,51 +109,59 @@ def limits(options: argparse.Namespace) -> list[Record]:
 
 def decode(options: argparse.Namespace) -> list[Record]:
     """Steps with all slots decoding, at each number of slots and context, packed and static."""
-    records = []
-    steps = 8 if options.size == "tiny" else 40
-    for slots in options.slots:
-        for context in options.contexts:
-            for way in ("packed", "static"):
-                record: Record = {"size": options.size, "slots": slots, "context": context, "decoding": way}
-                try:
-                    records.append(record | _decode(options, slots, context, way, steps))
-                except Exception as error:  # noqa: BLE001 - the other cases are to be measured
-                    records.append(record | {"error": str(error).partition("\n")[0]})
-                print(records[-1], flush=True)
+    records: list[Record] = []
+    tokens = 8 if options.size == "tiny" else 40
+    for way in ("static", "packed"):
+        record: Record = {"size": options.size, "decoding": way}
+        try:
+            engine = new_engine(options, max(options.contexts) + 4 * tokens, way)
+            for slots in sorted(options.slots, reverse=True):
+                for context in options.contexts:
+                    records.append(record | _decode(options, engine, slots, context, tokens))
+                    save(options, records)
+        except Exception as error:  # noqa: BLE001 - the other way is to be measured
+            records.append(record | {"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
     return records
 
 
-def _decode(options: argparse.Namespace, slots: int, context: int, way: Any, steps: int) -> Record:
-    engine = loaded_engine(options, slots, context, way, steps + 8)
-    weights = named_weights(engine._runner.model)
-    unique = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in weights.values()}
+def _decode(options: argparse.Namespace, engine: LocalEngine, slots: int, context: int, tokens: int) -> Record:
+    names = fill(engine, slots, context, 3 * tokens)
     before = engine.progress().tokens_generated
-    step_s = seconds(options, engine.step, steps)
-    tokens = (engine.progress().tokens_generated - before) / (steps + 1)
-    heads = config_of(options.size)
-    key_bytes = 2 * heads.num_hidden_layers * heads.num_key_value_heads * heads.hidden_size // heads.num_attention_heads
-    read = sum(unique.values()) + slots * (context + steps // 2) * key_bytes * dtype_of(options).itemsize
+    step_s = seconds(options, engine.step, tokens)
+    sampled = (engine.progress().tokens_generated - before) / (tokens + 1)
+    for name in names:
+        engine.cancel(name)
+    engine.step()
+    weights = {tensor.data_ptr(): tensor for tensor in named_weights(engine._runner.model).values()}
+    sizes = config_of(options.size)
+    kv_numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.hidden_size // sizes.num_attention_heads
+    read = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    read += slots * (context + tokens // 2) * kv_numbers * dtype_of(options).itemsize
     return {
+        "slots": slots,
+        "context": context,
         "step_ms": 1e3 * step_s,
-        "tokens_per_s": tokens / step_s,
+        "tokens_per_s": sampled / step_s,
         "bytes_per_s": read / step_s,
         "runner": engine.progress().runner,
     }
 
 
-def loaded_engine(options: argparse.Namespace, slots: int, context: int, way: Any, tokens: int) -> LocalEngine:
-    """An engine with all slots decoding at `context` tokens; each may sample `tokens` more."""
-    room = context + tokens + 8
-    engine = engine_for(make_model(options), decoding=way, slots=slots, max_length=room, prefill_tokens=8192)
+def new_engine(options: argparse.Namespace, room: int, way: Any = "auto") -> LocalEngine:
+    return engine_for(make_model(options), decoding=way, slots=max(options.slots), max_length=room + 8, prefill_tokens=8192)
+
+
+def fill(engine: LocalEngine, slots: int, context: int, tokens: int) -> list[str]:
+    """Make `slots` sequences decode from `context` tokens on. Each may sample `tokens` more. Returns their ids."""
     generator = torch.Generator().manual_seed(0)
-    for i in range(slots):
+    names = [f"{engine.progress().decode_steps}/{i}" for i in range(slots)]
+    for name in names:
         prompt = torch.randint(engine._runner.vocabulary, (context,), generator=generator).tolist()
-        sampling = SamplingParams(max_tokens=tokens + 8, seed=i)
-        engine.submit(GenerationRequest(id=f"{i}", prompt_ids=tuple(prompt), sampling=sampling))
+        engine.submit(GenerationRequest(id=name, prompt_ids=tuple(prompt), sampling=SamplingParams(max_tokens=tokens)))
     while engine.queued or engine._prefills:
         engine.step()
     engine.step()
-    return engine
+    return names
 
 
 def train(options: argparse.Namespace) -> list[Record]:
@@ -171,12 +181,12 @@ def train(options: argparse.Namespace) -> list[Record]:
 
 
 def update(options: argparse.Namespace) -> list[Record]:
-    """An update through shared memory within one process: sending, verifying, and the engine's pause with all slots in use."""
-    slots = options.slots[-1]
+    """An update through shared memory, in one process: sending, verifying, the engine's pause with all slots in use."""
     trained = named_weights(make_model(options))
     sender_fd = create_shared_file()
     sender, receiver = SharedWeightSender(sender_fd, 1), SharedWeightReceiver(sender_fd, 0)
-    engine = loaded_engine(options, slots, options.contexts[0], "auto", 64)
+    engine = new_engine(options, options.contexts[0] + 64)
+    fill(engine, max(options.slots), options.contexts[0], 64)
     records = []
     for version in range(1, 5):
         engine.step()
@@ -199,19 +209,12 @@ def update(options: argparse.Namespace) -> list[Record]:
 def loop(options: argparse.Namespace) -> list[Record]:
     """One end for `options.seconds`: tokens/s of `decode` or `train`. Waits for a line of input when it is ready."""
     if options.end == "decode":
-        steps = 10**6
-        context = options.contexts[0]
-
-        def fresh() -> LocalEngine:
-            return loaded_engine(options, options.slots[-1], context, "auto", 64 if options.size == "tiny" else 400)
-
-        engine = fresh()
+        tokens, context = (64 if options.size == "tiny" else 400), options.contexts[0]
+        engine = new_engine(options, context + tokens)
 
         def work() -> None:
             if not engine.in_progress:
-                for i in range(options.slots[-1]):
-                    sampling = SamplingParams(max_tokens=64 if options.size == "tiny" else 400, seed=i)
-                    engine.submit(GenerationRequest(id=f"again{i}", prompt_ids=(3, 4, 5), sampling=sampling))
+                fill(engine, max(options.slots), context, tokens)
             engine.step()
 
         def done() -> int:
@@ -220,7 +223,6 @@ def loop(options: argparse.Namespace) -> list[Record]:
     else:
         model = make_model(options)
         learner = Learner(model, TrainerConfig(micro_batch_tokens=options.micro_batch_tokens), temperature=1.0, pack=pack)
-        steps = 10**6
         longest = 40 if options.size == "tiny" else 500
         samples = make_samples(16, longest, 6, model.config.vocab_size)
         trained = 0
@@ -238,10 +240,8 @@ def loop(options: argparse.Namespace) -> list[Record]:
     print("ready", flush=True)
     sys.stdin.readline()
     begin, begin_s = done(), time.perf_counter()
-    for _ in range(steps):
+    while time.perf_counter() - begin_s < options.seconds:
         work()
-        if time.perf_counter() - begin_s > options.seconds:
-            break
     _wait(options)
     rate = (done() - begin) / (time.perf_counter() - begin_s)
     print(json.dumps({"tokens_per_s": rate}), flush=True)
@@ -330,9 +330,9 @@ def vllm(options: argparse.Namespace) -> list[Record]:
 
 
 def runs(options: argparse.Namespace) -> list[Record]:
-    """`pipeline` and `conventional` on the same model and task, a few optimizer steps each: samples/s."""
+    """`pipeline` and `conventional` on the same model and task: when each of a few optimizer steps was taken."""
     records = []
-    steps = 3 if options.size == "tiny" else 12
+    steps = 2 * ROUND if options.size == "tiny" else 3 * ROUND
     for kind in ("pipeline", "conventional"):
         run_dir = options.out / f"run-{kind}"
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -341,7 +341,7 @@ def runs(options: argparse.Namespace) -> list[Record]:
             "model.path": options.out / "model",
             "model.dtype": "float32" if options.size == "tiny" else "bfloat16",
             "schedule.kind": kind,
-            "schedule.steps_per_round" if kind == "conventional" else "schedule.max_lag": 4,
+            "schedule.steps_per_round" if kind == "conventional" else "schedule.max_lag": ROUND,
             "engine.device": options.device,
             "trainer.device": options.device,
             "engine.slots": options.slots[-1],
@@ -361,7 +361,10 @@ def runs(options: argparse.Namespace) -> list[Record]:
         begin_s = time.perf_counter()
         subprocess.run([sys.executable, "-c", main_of_cli, "train", *arguments], check=True)
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        records.append({"schedule": kind, "wall_s": time.perf_counter() - begin_s, "lines": lines[-steps:]})
+        records.append(
+            {"schedule": kind, "wall_s": time.perf_counter() - begin_s, "times_s": [line["time_s"] for line in lines]}
+        )
+        save(options, records)
     return records
 
 
@@ -371,6 +374,15 @@ def runs(options: argparse.Namespace) -> list[Record]:
 STEPS: dict[str, Callable[[argparse.Namespace], list[Record]]] = {
     step.__name__: step for step in (limits, decode, train, update, both, folder, vllm, runs, loop)
 }
+
+
+def save(options: argparse.Namespace, records: Sequence[Record]) -> None:
+    name = f"{options.step}-mps" if options.mps else options.step
+    settings = common.settings_of(options)
+    shown = [{key: value for key, value in record.items() if key != "times_s"} for record in records]
+    common.write_results(
+        name, settings=settings, machine_before=common.machine(), records=records, table=shown, directory=options.out
+    )
 
 
 def read(out: Path, name: str) -> list[Record]:
@@ -385,10 +397,10 @@ def table(out: Path) -> list[Record]:
     rows: list[Record] = []
     theirs = {(r["slots"], r["context"]): r["tokens_per_s"] for r in read(out, "vllm")}
     for r in read(out, "decode"):
-        what = f"decode {r['decoding']}, {r['size']}, H={r['slots']}, context {r['context']}"
         if "error" in r:
-            rows.append({"what": what, "measured": f"failed: {r['error']}"})
+            rows.append({"what": f"decode {r['decoding']}", "measured": f"failed: {r['error']}"})
             continue
+        what = f"decode {r['decoding']}, {r['size']}, H={r['slots']}, context {r['context']}"
         share = r["bytes_per_s"] / limit["bytes_per_s"] if limit else None
         rows.append(_row(what, f"{r['tokens_per_s']:.0f} tok/s", share, "bandwidth"))
         if (r["slots"], r["context"]) in theirs:
@@ -396,17 +408,17 @@ def table(out: Path) -> list[Record]:
     for r in read(out, "train"):
         share = r["flop_per_s"] / limit["flop_per_s"] if limit else None
         rows.append(_row(f"training, {r['size']}", f"{r['tokens_per_s']:.0f} tok/s", share, "mfu"))
-    updates = read(out, "update")
-    for part in ("send_s", "poll_s", "pause_s") if updates else ():
-        rows.append({"what": f"update: {part[:-2]}", "measured": f"{min(r[part] for r in updates):.3f} s"})
+    if updates := read(out, "update"):
+        times_s = {part: min(r[part] for r in updates) for part in ("send_s", "poll_s", "pause_s")}
+        rows += [{"what": f"update: {part[:-2]}", "measured": f"{time_s:.3f} s"} for part, time_s in times_s.items()]
     for name in ("both", "both-mps"):
         for r in read(out, name):
             what = f"both ends on one GPU, {'with' if r['mps'] else 'without'} MPS: {r['end']}"
             rows.append({"what": what, "measured": f"{r['together']:.0f} tok/s", "share": r["kept"], "of": "alone"})
     for r in read(out, "runs"):
-        times = [line.get("time_s") for line in r["lines"]]
-        spent = times[-1] - times[0] if len(times) > 1 and None not in times else r["wall_s"]
-        rows.append({"what": f"run, {r['schedule']}", "measured": f"{spent / max(1, len(times) - 1):.2f} s a step"})
+        times_s = r["times_s"][ROUND - 1 :]  # without the first round, which has to fill the pipeline
+        step_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
+        rows.append({"what": f"run, {r['schedule']}", "measured": f"{step_s:.2f} s a step"})
     missing = [name for name in ("limits", "decode", "train", "update", "both", "runs") if not read(out, name)]
     return [*rows, *({"what": name, "measured": "no result: see its log"} for name in missing)]
 
@@ -434,16 +446,9 @@ def main() -> None:
         (options.out / "table.md").write_text(text + "\n")
         print(text)
         return
-    machine_before = common.machine()
     records = STEPS[options.step](options)
-    if options.step == "loop":
-        return
-    name = f"{options.step}-mps" if options.mps else options.step
-    settings = common.settings_of(options)
-    shown = [{key: value for key, value in record.items() if key != "lines"} for record in records]
-    common.write_results(
-        name, settings=settings, machine_before=machine_before, records=records, table=shown, directory=options.out
-    )
+    if options.step != "loop":
+        save(options, records)
 
 
 if __name__ == "__main__":

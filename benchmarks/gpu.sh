@@ -14,13 +14,15 @@ size=${SIZE:-1.5b}
 device=${DEVICE:-cuda}
 mkdir -p "$out"
 failed=0
+patience=1
 if [ "$size" = tiny ]; then
+    patience=10 # times are not looked at
     sizes=(--slots 2 4 --contexts 16 --micro-batch-tokens 2048 --seconds 2)
 else
     sizes=()
 fi
 step() { # NAME SECONDS COMMAND...: its output in a file
-    local name=$1 seconds=$2
+    local name=$1 seconds=$(($2 * patience))
     shift 2
     echo "== $name"
     if ! timeout --kill-after=10 "$seconds" "$@" > "$out/$name.log" 2>&1; then

@@ -129,25 +129,25 @@ class StepGraphs:
         if not self._on_gpu:
             self._step(rows, plain)
             return
-        if (rows, plain) not in self._graphs:
-            self._record(rows, plain)
-        self._graphs[rows, plain].replay()
+        with torch.cuda.device(self._rows.integers.device):
+            if (rows, plain) not in self._graphs:
+                self._record(rows, plain)
+            self._graphs[rows, plain].replay()
 
     def clear(self) -> None:
         """Must be called after a tensor of the state was replaced."""
         self._graphs.clear()
 
     def _record(self, rows: int, plain: bool) -> None:
-        device = self._rows.integers.device
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream()
         with self._rows.at_rest():
             # Libraries set themselves up at a first call, which a graph can't record.
-            stream.wait_stream(torch.cuda.current_stream(device))
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._step(rows, plain)
-            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(rows, plain)
         self._graphs[rows, plain] = graph
