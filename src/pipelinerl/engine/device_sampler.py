@@ -18,7 +18,7 @@ def device_uniforms(keys_n: Tensor, positions_n: Tensor) -> Tensor:
     """`sampler.uniforms` of int64 tensors; `keys_n` holds the bits of the 64-bit keys."""
     mixed_n = _finalize(keys_n + _GOLDEN * (positions_n + 1))
     mixed_n = _finalize(mixed_n ^ (keys_n * _MIX_1))
-    return _shifted(mixed_n, 11).double() * 2.0**-53
+    return _shifted(mixed_n, 11).double().mul_(2.0**-53)
 
 
 def draw(logits_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,8 @@ def draw_with(logits_nV: Tensor, rows: SamplingRows, uniforms_n: Tensor) -> tupl
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
     """`z >> bits` of the unsigned number: int64 shifts copy the sign."""
-    return (z >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (z >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 def _finalize(z: Tensor) -> Tensor:

@@ -78,8 +78,8 @@ class DeviceRows:
         if plain:
             new, logprobs = draw(logits_RV, uniforms_R)
         else:
-            parameters = SamplingRows(*self.reals[:, :rows].unbind(), top_k)
-            new, logprobs = draw_with(logits_RV, parameters, uniforms_R)
+            temperature, top_p = self.reals[:, :rows].unbind()
+            new, logprobs = draw_with(logits_RV, SamplingRows(temperature, top_p, top_k), uniforms_R)
         decodes = active.bool()
         counts.add_(active)
         positions.add_(active)
@@ -141,7 +141,7 @@ class StepGraphs:
     def _record(self, rows: int, plain: bool) -> None:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with self._rows.at_rest():
             # Libraries set themselves up at a first call, which a graph can't record.
             stream.wait_stream(torch.cuda.current_stream())

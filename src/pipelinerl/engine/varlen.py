@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def attention_of(parameter: Tensor) -> Attention:
     known = inspect.signature(varlen.varlen_attn).parameters
     if not {"seqused_k", "enable_gqa", "window_size"} <= known.keys():
         raise UnsupportedModelError(f"PyTorch {torch.__version__} has no attention over cache slots; 2.12 has")
-    return varlen.varlen_attn
+    return cast("Attention", varlen.varlen_attn)  # it returns more only if asked
 
 
 def varlen_reference(  # noqa: PLR0917 - the signature of `varlen_attn`
@@ -126,7 +126,7 @@ class SlotKV:
             if move.length and len(move.sources):
                 sources, targets = (to_device(rows, self._blocks[0].device) for rows in (move.sources, move.targets))
                 for block in self._blocks:
-                    part = block[:, :-1].unflatten(1, (self.rows, self.max_length))[:, :, : move.length]
+                    part = block[:, :-1].view(len(block), self.rows, self.max_length, *block.shape[2:])[:, :, : move.length]
                     work.append((part, targets, part[:, sources]))
         for part, targets, content in work:
             part[:, targets] = content

@@ -18,13 +18,13 @@ from pipelinerl.errors import UnsupportedModelError
 
 def multiplies_wide(weight: Tensor) -> bool:
     """Whether narrow matrices have a product in float32, which needs no float32 copies of them."""
-    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and "dtype" in torch.ops.aten.mm.overloads()
+    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.ops.aten.mm, "dtype")
 
 
 def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """The product of two narrow matrices in float32."""
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32, out=out)  # type: ignore[call-overload,no-any-return]
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
     return torch.mm(a.float(), b.float(), out=out)
 
 
@@ -54,15 +54,15 @@ class Float32Head(nn.Linear):
         self.bias = head.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.bias is None and multiplies_wide(self.weight):
-            narrow_TH = input.flatten(0, -2)
-            if torch.is_grad_enabled():
-                wide_TV: Tensor = _WideLinear.apply(narrow_TH, self.weight)  # type: ignore[no-untyped-call]
-            else:
-                wide_TV = wide_product(narrow_TH, self.weight.t())
-            return wide_TV.unflatten(0, input.shape[:-1])
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(input.float(), self.weight.float(), bias)
+        bias: Tensor | None = self.bias
+        if bias is not None or not multiplies_wide(self.weight):
+            return F.linear(input.float(), self.weight.float(), None if bias is None else bias.float())
+        narrow_TH = input.flatten(0, -2)
+        if torch.is_grad_enabled():
+            wide_TV: Tensor = _WideLinear.apply(narrow_TH, self.weight)  # type: ignore[no-untyped-call]
+        else:
+            wide_TV = wide_product(narrow_TH, self.weight.t())
+        return wide_TV.view(*input.shape[:-1], -1)
 
 
 def use_float32_head(model: Any) -> None:

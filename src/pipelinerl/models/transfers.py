@@ -27,7 +27,7 @@ def to_host(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
         copied = tensor.clone()
         return lambda: copied.numpy(force=True)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-    done = torch.cuda.Event()
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(torch.cuda.current_stream(tensor.device))
 
     def read() -> npt.NDArray[Any]:

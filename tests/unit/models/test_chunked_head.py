@@ -122,7 +122,8 @@ def test_a_float32_head_without_float32_copies_gives_the_same(monkeypatch: pytes
     expected = computed(model, forward, CHUNK)
     monkeypatch.setattr(chunked_head, "multiplies_wide", lambda _: True)
     found = computed(model, forward, CHUNK)
-    require_close(found, expected, 5e-3)
+    for name, tensor in expected.items():  # gradients by logits are rounded to bfloat16
+        assert (found[name] - tensor).norm() < 0.02 * tensor.norm(), name
     require_close(*({key: of[key] for key in ("logprobs", "entropy")} for of in (found, expected)), 1e-6)
 
 
