@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.common import Record
-from pipelinerl.engine import LocalEngine
+from pipelinerl.engine.static import engine_for
 from pipelinerl.types import GenerationRequest, SamplingParams
 
 PREFILL_TOKENS = 2048
@@ -37,7 +37,7 @@ class Pipelinerl:
     """This package's engine."""
 
     def __init__(self, model: Any, slots: int, longest: int) -> None:
-        self.engine = LocalEngine(model, slots=slots, max_length=longest, prefill_tokens=PREFILL_TOKENS)
+        self.engine = engine_for(model, slots=slots, max_length=longest, prefill_tokens=PREFILL_TOKENS)
 
     def run(self, jobs: Sequence[Job]) -> list[int]:
         return [len(completion.token_ids) for completion in self.engine.generate(requests(jobs))]

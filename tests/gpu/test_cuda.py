@@ -13,8 +13,12 @@ import torch
 
 import pipelinerl
 from pipelinerl.engine import LocalEngine
+from pipelinerl.engine.device_sampler import device_uniforms
+from pipelinerl.engine.static import StaticEngine
+from pipelinerl.engine.varlen import attention_of, varlen_reference
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.models.float32_head import Float32Head
+from pipelinerl.models.state import checksum, digests_of, named_weights
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode
 from tests.parity.models import CONFIGS, make_model
@@ -57,6 +61,70 @@ def test_an_update_from_cpu_tensors_is_whole_and_takes_effect_at_once() -> None:
         rows = full_forward_logprobs(models[version], (5, 6, 7), done.token_ids)[2:-1]
         expected = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
         assert (expected[part] - torch.tensor(done.logprobs)[part]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("counts", [[1] * 3, [1] * 64, [1, 5, 40, 1]], ids=["few rows", "rows", "rows and chunks"])
+def test_attention_over_slots_is_the_reference(counts: list[int], window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    slot, rows = 512, len(counts)
+    used = [max(count, int(torch.randint(1, slot, (), generator=generator))) for count in counts]
+    key, value = torch.randn(2, rows * slot + 1, 2, 64, generator=generator).to(torch.bfloat16)
+    query = torch.randn(sum(counts), 12, 64, generator=generator).to(torch.bfloat16)
+    order = torch.randperm(rows, generator=generator).tolist()
+    begins = torch.tensor([0, *counts]).cumsum(0).int()
+    places = torch.tensor([row * slot for row in [*order, rows]], dtype=torch.int32)
+    options = {"scale": 0.125, "window_size": (-1 if window is None else window - 1, 0), "enable_gqa": True}
+    given = (query, key, value, begins, places)
+    expected = varlen_reference(*given, max(counts), slot, seqused_k=torch.tensor(used, dtype=torch.int32), **options)
+    attention = attention_of(query.cuda())
+    on_gpu = (tensor.cuda() for tensor in given)
+    found = attention(*on_gpu, max(counts), slot, seqused_k=torch.tensor(used, dtype=torch.int32).cuda(), **options)
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_graphs_give_what_plain_calls_give() -> None:
+    wanted = requests(10, temperature=1.0)
+    engines = [StaticEngine(make_model("qwen3").bfloat16().cuda(), slots=16, max_length=128) for _ in range(2)]
+    engines[1]._launch = engines[1]._rows.step  # type: ignore[assignment]
+    replayed, called = (engine.generate(wanted) for engine in engines)
+    assert [completion.token_ids for completion in replayed] == [completion.token_ids for completion in called]
+    reference = make_model("qwen3").bfloat16()
+    for request, done in zip(wanted, replayed, strict=True):
+        rows = full_forward_logprobs(reference, request.prompt_ids, done.token_ids)[len(request.prompt_ids) - 1 : -1]
+        expected = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        assert (expected - torch.tensor(done.logprobs)).abs().max() < 0.3
+
+
+def test_graphs_compute_with_updated_weights() -> None:
+    models = {version: make_model("qwen3", seed=version).bfloat16() for version in range(2)}
+    engine = StaticEngine(make_model("qwen3").bfloat16().cuda(), slots=4, max_length=128, kv_on_update="recompute")
+    tensors = named_weights(models[1])
+    wanted = [GenerationRequest(id="x", prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=20, seed=1))]
+    done = run_with_updates(engine, wanted, {8: WeightUpdate(1, checksum(tensors), tensors)})["x"]
+    assert [(span.version, span.end) for span in done.weight_versions] == [(0, 8), (1, 20)]
+    for version, part in ((0, slice(0, 8)), (1, slice(8, 20))):
+        rows = full_forward_logprobs(models[version], (5, 6, 7), done.token_ids)[2:-1]
+        expected = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        assert (expected[part] - torch.tensor(done.logprobs)[part]).abs().max() < 0.3
+
+
+def test_sampling_and_digests_on_the_device_are_those_on_the_cpu() -> None:
+    keys, positions = torch.randint(-(2**62), 2**62, (1000,)), torch.randint(40_000, (1000,))
+    assert torch.equal(device_uniforms(keys.cuda(), positions.cuda()).cpu(), device_uniforms(keys, positions))
+    tensors = named_weights(make_model("qwen3").bfloat16())
+    assert digests_of({name: tensor.cuda() for name, tensor in tensors.items()}) == digests_of(tensors)
+
+
+def test_the_float32_head_needs_no_float32_copies() -> None:
+    head = torch.nn.Linear(64, 1000, bias=False).to(torch.bfloat16).cuda()
+    given = torch.randn(32, 64).to(torch.bfloat16).cuda().requires_grad_()
+    expected = given.float() @ head.weight.float().t()
+    found = Float32Head(head)(given)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    found.log_softmax(-1)[:, 3].sum().backward()
+    exact = torch.autograd.grad(expected.log_softmax(-1)[:, 3].sum(), given)[0]
+    torch.testing.assert_close(given.grad, exact, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.slow

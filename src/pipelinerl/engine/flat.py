@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from pipelinerl.engine.attention import LayerCall, StepBatch, attend_rows
+from pipelinerl.engine.attention import AttentionSite, LayerCall
 
 _ATEN = torch.ops.aten
 _CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.type_as.default)
@@ -55,7 +55,7 @@ class FlatForward:
         for copied in self._copies:
             copied.refresh()
 
-    def __call__(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor, batch: StepBatch) -> Tensor:
+    def __call__(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor, batch: AttentionSite) -> Tensor:
         return self._run(*self._inputs, ids_1T, positions_1T, keep_P, batch)[0]
 
 
@@ -85,7 +85,7 @@ class _Forward(nn.Module):
             input_ids=ids_1T,
             position_ids=positions_1T,
             # A dummy mask, which our attention ignores, keeps the model from building one.
-            attention_mask=torch.zeros(1, 1, 1, 1),
+            attention_mask=torch.zeros(1, 1, 1, 1, device=ids_1T.device),
             use_cache=False,
             logits_to_keep=keep_P,
             slot_batch=self._calls,
@@ -203,16 +203,18 @@ def _insert_attention(graph: fx.Graph, calls: _AttentionCalls) -> None:
 
 
 class _Attention:
-    """`attend_rows` of one layer. It has a `__name__` because the code generated from a graph calls functions by name."""
+    """Attention of one layer. It has a `__name__` because the code generated from a graph calls functions by name."""
 
     def __init__(self, call: LayerCall) -> None:
         self._call = call
         self.__name__ = self.__qualname__ = f"attention_{call.layer}"
         self.__module__ = __name__
 
-    def __call__(self, batch: StepBatch, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, batch: AttentionSite, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         call = self._call if sinks is None else self._call._replace(sinks=sinks)
-        return attend_rows(batch, call, query, key, value)
+        return batch.attend(call, query, key, value)
 
 
 def _use_python_functions(graph: fx.Graph) -> None:

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,10 @@ from pipelinerl.types import (
     VersionSpan,
 )
 
-_NOTHING = StepOutput((), ())
+if TYPE_CHECKING:
+    from pipelinerl.engine.runners import Runner
+
+NOTHING = StepOutput((), ())
 
 
 class LocalEngine:
@@ -45,6 +48,9 @@ class LocalEngine:
     version          version of the weights that `model` holds now
     flatten          run the model as an exported graph (`flat.py`), which is faster
     """
+
+    _left_to_decode = 0
+    """Tokens at the end of a prompt that a decode step computes, not the prefill."""
 
     def __init__(
         self,
@@ -61,12 +67,12 @@ class LocalEngine:
         self.name = name
         self.slots = slots
         self.max_length = max_length
-        self._runner = make_runner(model, slots, max_length, flatten=flatten)
+        self._runner = self._make_runner(model, flatten=flatten)
         self._weights = named_weights(self._runner.model)
         self._prefill_tokens = prefill_tokens
         self._recompute_kv = kv_on_update == "recompute"
         self._version = version
-        self._table = RowTable(slots, max_length)
+        self._table = self._make_table()
         self._waiting: deque[Sequence] = deque()
         self._prefills: list[Prefill] = []
         self._requests: dict[str, Sequence] = {}
@@ -82,6 +88,12 @@ class LocalEngine:
         self._busy_s = 0.0
         self._updates = 0
         self._pauses_s: deque[float] = deque(maxlen=512)
+
+    def _make_runner(self, model: nn.Module, *, flatten: bool) -> Runner:
+        return make_runner(model, self.slots, self.max_length, flatten=flatten)
+
+    def _make_table(self) -> RowTable:
+        return RowTable(self.slots, self.max_length)
 
     @property
     def version(self) -> int:
@@ -168,7 +180,7 @@ class LocalEngine:
         Raises LogitsError if the model's logits are not finite, before any token sampled from them is returned.
         """
         if not self._requests:
-            return _NOTHING
+            return NOTHING
         started_s = time.perf_counter()
         with self._inference:
             try:
@@ -193,7 +205,7 @@ class LocalEngine:
         if self._table.decoding or chunks:
             logits_PV = self._run(chunks)
             tokens = self._sample(logits_PV, [prefill for prefill, _ in chunks], finished)
-        return StepOutput(tokens, finished) if tokens or finished else _NOTHING
+        return StepOutput(tokens, finished) if tokens or finished else NOTHING
 
     def _logits_error(self) -> LogitsError:
         return LogitsError(
@@ -203,6 +215,7 @@ class LocalEngine:
 
     def _take_cancelled(self) -> list[Completion]:
         ended: list[Completion] = []
+        self._table.flush()
         for request_id in self._cancelled & self._requests.keys():
             sequence = self._requests[request_id]
             ended.append(self._end(sequence, "cancelled"))
@@ -230,6 +243,7 @@ class LocalEngine:
         by_prompt: dict[tuple[int, ...], Prefill] = {}
         for sequence in fresh:
             prompt_ids = sequence.request.prompt_ids
+            prompt_ids = prompt_ids[: len(prompt_ids) - self._left_to_decode]
             by_prompt.setdefault(prompt_ids, Prefill(prompt_ids, [])).members.append(sequence)
         self._prefills += by_prompt.values()
         return fresh
@@ -253,6 +267,7 @@ class LocalEngine:
         keep: list[int] | None = None
         packed: tuple[Chunk, ...] = ()
         if chunks:
+            self._table.flush()
             ids_T, positions_T, keep, packed = self._packed_inputs(chunks)
         else:
             ids_T, positions_T = self._decode_inputs()
@@ -279,7 +294,6 @@ class LocalEngine:
     ) -> tuple[torch.Tensor, torch.Tensor, list[int], tuple[Chunk, ...]]:
         """This step's packed batch: token ids and positions [T], the indices whose logits are needed, and the chunks."""
         table = self._table
-        table.flush()
         rows = begin = table.decoding
         ids, positions = [table.last[:rows]], [table.positions[:rows]]
         keep = list(range(rows))
@@ -336,7 +350,7 @@ class LocalEngine:
         leader, *others = prefill.members
         copies = Move([leader.row] * len(others), [other.row for other in others], len(prefill.prompt_ids))
         self._runner.kv.move([copies])
-        prompt_versions = prefill.versions.spans(prefill.done)
+        prompt_versions = prefill.versions.spans(len(leader.request.prompt_ids))
         for sequence in prefill.members:
             sequence.prompt_versions = prompt_versions
             sequence.versions.mark(self._version, 0)
@@ -365,9 +379,8 @@ class LocalEngine:
             finished.append(self._end(self._table.owner(row), "stop" if by_stop_token else "length"))
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
-        """Remove the request, free its row and return its completion."""
+        """Remove the request, free its row and return its completion. The table has been flushed."""
         table, row = self._table, sequence.row
-        table.flush()
         count = int(table.counts[row]) if row >= 0 else 0
         if row >= 0:
             table.release(sequence)

@@ -84,7 +84,7 @@ Reals = npt.NDArray[np.float32]
 
 # Attention lengths are rounded up to a multiple of this, so that tensor shapes repeat from step to step.
 _ROUND = 16
-_FREE, _PREFILLING, _DECODING = 0, 1, 2
+FREE, PREFILLING, DECODING = 0, 1, 2
 _NONE: Ints = np.arange(0)
 
 
@@ -172,13 +172,13 @@ class RowTable:
 
     def release(self, sequence: Sequence) -> None:
         """Free the row of a sequence that has ended."""
-        self._kinds[sequence.row] = _FREE
+        self._kinds[sequence.row] = FREE
         self._owners[sequence.row] = None
         self._used -= 1
 
     def start_decoding(self, sequence: Sequence) -> None:
         """Mark the sequence as decoding: its prompt is in the cache."""
-        self._kinds[sequence.row] = _DECODING
+        self._kinds[sequence.row] = DECODING
 
     def compact(self, fresh: Seq[Sequence] = ()) -> list[Move]:
         """Sort rows into contiguous buckets and give `fresh` sequences, whose prompts are still to be processed, a row each.
@@ -189,7 +189,7 @@ class RowTable:
         alive = np.flatnonzero(self._kinds)
         buckets = np.searchsorted(self._limits, self.positions[alive] + 1)
         last_region = len(self._limits)
-        regions = np.where(self._kinds[alive] == _DECODING, last_region - 1 - buckets, last_region)
+        regions = np.where(self._kinds[alive] == DECODING, last_region - 1 - buckets, last_region)
         sizes = np.bincount(regions, minlength=last_region + 1)
         self.decoding = int(sizes[:last_region].sum())
         sizes[last_region] += len(fresh)
@@ -218,7 +218,7 @@ class RowTable:
             vacant = vacant[len(movers) :]
         moves = self._move(np.concatenate(sources), np.concatenate(targets))
         self._used = int(starts[-1])
-        self._kinds[self._used :] = _FREE
+        self._kinds[self._used :] = FREE
         self._owners[self._used :] = [None] * (len(self._owners) - self._used)
         for row, sequence in zip(vacant.tolist(), fresh, strict=True):
             self._admit(sequence, row)
@@ -256,7 +256,7 @@ class RowTable:
             return
         ids_SR, logprobs_SR = (torch.stack(tensors).numpy(force=True) for tensors in zip(*self._buffered, strict=True))
         self._buffered.clear()
-        _require_finite(logprobs_SR)
+        require_finite(logprobs_SR)
         rows, steps = slice(0, self.decoding), len(ids_SR)
         places_SR = self._row_starts[rows] + self.counts[rows] + np.arange(steps)[:, None]
         self.tokens.reshape(-1)[places_SR] = ids_SR
@@ -268,7 +268,7 @@ class RowTable:
     def record(self, rows_n: Ints, ids_n: Ints, logprobs_n: Reals) -> None:
         """Add one token for each of `rows_n`: all decoding rows and those whose prompt this step completed."""
         self.flush()
-        _require_finite(logprobs_n)
+        require_finite(logprobs_n)
         self._age += 1
         self.positions[: self.decoding] += 1
         places_n = self._row_starts[rows_n] + self.counts[rows_n]
@@ -319,11 +319,11 @@ class RowTable:
             self.stops = wider
         self.stops[row] = -1
         self.stops[row, : len(stops)] = stops
-        self._kinds[row] = _PREFILLING
+        self._kinds[row] = PREFILLING
         self._owners[row] = sequence
         sequence.row = row
 
 
-def _require_finite(logprobs: Reals) -> None:
+def require_finite(logprobs: Reals) -> None:
     if not np.isfinite(logprobs).all():
         raise FloatingPointError

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipelinerl.engine.attention import (
     ATTENTION_NAME,
+    AttentionSite,
     Chunk,
     KVCache,
     LayerShape,
@@ -40,12 +41,7 @@ def make_runner(model: Any, rows: int, max_length: int, *, flatten: bool = True)
 
     Raises UnsupportedModelError if there is none, or if the model's positions can't be right up to `max_length`.
     """
-    name, limit = type(model).__name__, rope_limit(model)
-    if limit is not None and max_length > limit:
-        raise UnsupportedModelError(
-            f"{name} changes its position encoding beyond {limit} tokens, which sequences that share a batch can't follow; "
-            f"set engine.max_length to {limit}"
-        )
+    refuse_longer(model, max_length)
     own = model.config._attn_implementation
     try:
         return ModelRunner(model, rows, max_length, flatten=flatten)
@@ -53,6 +49,16 @@ def make_runner(model: Any, rows: int, max_length: int, *, flatten: bool = True)
         from pipelinerl.engine.cache_runner import instead_of_packed  # noqa: PLC0415 - most models don't need it
 
         return instead_of_packed(model, rows, max_length, own_attention=own, reason=reason)
+
+
+def refuse_longer(model: Any, max_length: int) -> None:
+    """Raise UnsupportedModelError if the model's positions can't be right up to `max_length`."""
+    limit = rope_limit(model)
+    if limit is not None and max_length > limit:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changes its position encoding beyond {limit} tokens, which sequences that share a "
+            f"batch can't follow; set engine.max_length to {limit}"
+        )
 
 
 class ModelRunner:
@@ -78,12 +84,20 @@ class ModelRunner:
         self._flat: FlatForward | None = None
         with unsupported(f"{type(model).__name__} fails on the probe that the embedded engine checks models with"):
             self._check(flatten)
-        self.kv = KVCache(self._shapes, rows, max_length, self.dtype, self.device)
+        self.kv = self._make_kv(rows, max_length)
         self.description = "over packed batches" + (", as an exported graph" if self.flat else "")
 
     @property
     def flat(self) -> bool:
         return self._flat is not None
+
+    @property
+    def checked(self) -> bool:
+        """Whether the model's attention features have been checked."""
+        return self._mask is not None
+
+    def _make_kv(self, rows: int, max_length: int) -> Any:
+        return KVCache(self._shapes, rows, max_length, self.dtype, self.device)
 
     def weights_changed(self) -> None:
         """Must be called after every write to the model's parameters."""
@@ -92,7 +106,7 @@ class ModelRunner:
 
     def forward(
         self,
-        kv: KVCache,
+        kv: Any,
         token_ids: Sequence[int] | Tensor,
         positions: Sequence[int] | Tensor,
         *,
@@ -114,10 +128,15 @@ class ModelRunner:
             buckets=buckets,
             chunks=batch_chunks(chunks, self.device),
             longest=self._max_length,
-            checked=self._mask is not None,
+            checked=self.checked,
         )
+        keep_P = None if keep is None else torch.as_tensor(keep, dtype=torch.long, device=self.device)
+        return self.run(ids_T, positions_T, keep_P, batch)
+
+    def run(self, ids_T: Tensor, positions_T: Tensor, keep_P: Tensor | None, batch: AttentionSite) -> Tensor:
+        """Logits of the packed batch at the indices `keep_P` (None: all, if all tokens are decoding rows)."""
         if self._flat is not None:
-            keep_P = batch.rows_R if keep is None else torch.as_tensor(keep, dtype=torch.long, device=self.device)
+            keep_P = self._rows[: len(ids_T)] if keep_P is None else keep_P
             return self._flat(ids_T[None], positions_T[None], keep_P, batch)
         out = self.model(
             input_ids=ids_T[None],
@@ -125,7 +144,7 @@ class ModelRunner:
             attention_mask=self._mask,
             use_cache=False,
             # 0 means all: the model then does not copy its hidden states.
-            logits_to_keep=0 if keep is None else torch.as_tensor(keep, dtype=torch.long, device=self.device),
+            logits_to_keep=0 if keep_P is None else keep_P,
             slot_batch=batch,
         )
         logits: Tensor = out.logits[0]
@@ -165,7 +184,7 @@ class ModelRunner:
 
     def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
         """Raise UnsupportedModelError if logits computed over slots differ from the model's own."""
-        kv = KVCache(self._shapes, 2, len(ids_T), self.dtype, self.device)
+        kv = self._make_kv(2, len(ids_T))
         errors_T = differences(self._slot_logits(kv, ids_T), reference_TV)
         self.error = float(errors_T.max())
         if not self.error <= TOLERANCE:
@@ -173,7 +192,7 @@ class ModelRunner:
 
             require_exact(errors_T, rounding_limit(self.model, ids_T, reference_TV), self.model)
 
-    def _slot_logits(self, kv: KVCache, ids_T: Tensor) -> Tensor:
+    def _slot_logits(self, kv: Any, ids_T: Tensor) -> Tensor:
         """Logits [T, V] of `ids_T`, processed as two prompt chunks and then token by token, over two rows."""
         length = int(ids_T.shape[0])
         split, prompt = length // 3, 2 * length // 3

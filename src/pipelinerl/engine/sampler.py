@@ -60,19 +60,24 @@ def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor) -> Tensor:
     if not bool(cut_n.any()):
         return logprobs_nV
     rows_m = cut_n.nonzero()[:, 0]
-    sorted_mV, order_mV = logprobs_nV[rows_m].sort(-1, descending=True)
+    kept = logprobs_nV.clone()
+    kept[rows_m] = keep_likeliest(logprobs_nV[rows_m], top_p_n[rows_m], top_k_n[rows_m])
+    return kept
+
+
+def keep_likeliest(logprobs_mV: Tensor, top_p_m: Tensor, top_k_m: Tensor) -> Tensor:
+    """`truncate`, with a sort of every row."""
+    sorted_mV, order_mV = logprobs_mV.sort(-1, descending=True)
     vocabulary = sorted_mV.shape[-1]
-    limit_m = torch.where(top_k_n[rows_m] > 0, top_k_n[rows_m], torch.full_like(top_k_n[rows_m], vocabulary))
-    rank_V = torch.arange(vocabulary, device=logprobs_nV.device)
+    limit_m = torch.where(top_k_m > 0, top_k_m, torch.full_like(top_k_m, vocabulary))
+    rank_V = torch.arange(vocabulary, device=logprobs_mV.device)
     sorted_mV = sorted_mV.masked_fill(rank_V >= limit_m[:, None], float("-inf")).log_softmax(-1)
     probabilities_mV = sorted_mV.exp()
     mass_before_mV = probabilities_mV.cumsum(-1) - probabilities_mV
     # The first token is always kept, despite rounding errors in the sums.
-    beyond_mV = (mass_before_mV >= top_p_n[rows_m, None]) & (rank_V > 0)
+    beyond_mV = (mass_before_mV >= top_p_m[:, None]) & (rank_V > 0)
     sorted_mV = sorted_mV.masked_fill(beyond_mV, float("-inf")).log_softmax(-1)
-    kept = logprobs_nV.clone()
-    kept[rows_m] = torch.empty_like(sorted_mV).scatter_(1, order_mV, sorted_mV)
-    return kept
+    return torch.empty_like(sorted_mV).scatter_(1, order_mV, sorted_mV)
 
 
 def _draw(logits_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:

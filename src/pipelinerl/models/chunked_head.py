@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipelinerl.models.float32_head import Float32Head
+from pipelinerl.models.float32_head import Float32Head, multiplies_wide, wide_product
 from pipelinerl.models.packed import PackedRow, TrainingForward
 from pipelinerl.types import Segment
 
@@ -230,17 +230,21 @@ class _Chunks:
 
     def __init__(self, hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, how: _How) -> None:
         self.dtype = torch.promote_types(weight_VH.dtype, torch.float32)
-        computed = self.dtype if how.wide else weight_VH.dtype
+        self._narrow = how.wide and bias_V is None and multiplies_wide(weight_VH)
+        computed = self.dtype if how.wide and not self._narrow else weight_VH.dtype
         self.hidden_PH, self.weight_VH = hidden_PH.to(computed), weight_VH.to(computed)
         self._bias_V = None if bias_V is None else bias_V.to(computed)
         self._how = how
-        self._logits_cV = self.hidden_PH.new_empty(min(how.chunk, len(hidden_PH)), len(weight_VH))
+        logits_dtype = self.dtype if how.wide else computed
+        self._logits_cV = hidden_PH.new_empty(min(how.chunk, len(hidden_PH)), len(weight_VH), dtype=logits_dtype)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         for start in range(0, len(self.hidden_PH), self._how.chunk):
             rows = slice(start, min(start + self._how.chunk, len(self.hidden_PH)))
             logits_cV = self._logits_cV[: rows.stop - start]
-            if self._bias_V is None:
+            if self._narrow:
+                wide_product(self.hidden_PH[rows], self.weight_VH.t(), out=logits_cV)
+            elif self._bias_V is None:
                 torch.mm(self.hidden_PH[rows], self.weight_VH.t(), out=logits_cV)
             else:
                 torch.addmm(self._bias_V, self.hidden_PH[rows], self.weight_VH.t(), out=logits_cV)
@@ -253,4 +257,4 @@ class _Chunks:
         """The gradient by the head's logits. `shares_cV`: probabilities (overwritten); `slope_c1`: by log-probabilities."""
         slope_c1 = slope_c1 / self._how.temperature
         shares_cV.mul_(-slope_c1).scatter_add_(1, ids_c1, slope_c1)
-        return self._how.transform.chain_(shares_cV, capped_cV).to(self._logits_cV.dtype)
+        return self._how.transform.chain_(shares_cV, capped_cV).to(self.weight_VH.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import xxhash
@@ -69,13 +70,20 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     Tensors on other devices are copied to the CPU one at a time; a tied tensor is read once.
     """
     firsts = first_names(tensors)
-    digests = {name: _digest(tensors[name]) for name in dict.fromkeys(firsts.values())}
+    owners = list(dict.fromkeys(firsts.values()))
+    if any(tensors[name].is_cuda for name in owners):
+        from pipelinerl.models.transfers import arriving  # noqa: PLC0415 - only from a GPU
+
+        bytes_by_name: Iterable[tuple[str, Any]] = arriving({name: _bytes_of(tensors[name]) for name in owners})
+    else:
+        bytes_by_name = ((name, _bytes_of(tensors[name].cpu()).numpy()) for name in owners)
+    digests = {name: xxhash.xxh3_128_hexdigest(array.data) for name, array in bytes_by_name}
     return {name: digests[first] for name, first in firsts.items()}
 
 
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)  # Viewed as bytes: NumPy has no bfloat16.
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's bytes, flat: NumPy has no bfloat16."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -17,6 +17,7 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.errors import ConfigError
 from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models import float32_head
 from pipelinerl.models.float32_head import Float32Head, use_float32_head
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
@@ -68,6 +69,23 @@ def test_models_in_float32_are_as_they_were() -> None:
     made = model(head=True, dtype=torch.float32)
     assert not isinstance(made.get_output_embeddings(), Float32Head)
     assert gaps(lambda: model(head=True, dtype=torch.float32)).max() < 1e-4
+
+
+def test_the_narrow_product_gives_the_same_logits_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: bfloat16 in, float32 out. Its gradients are computed in bfloat16."""
+    head = torch.nn.Linear(24, 50, bias=False).to(torch.bfloat16)
+    exact = Float32Head(head)
+    given = torch.randn(2, 7, 24).to(torch.bfloat16).requires_grad_()
+    found = []
+    for narrow in (False, True):
+        monkeypatch.setattr(float32_head, "multiplies_wide", lambda _, narrow=narrow: narrow)
+        logits = exact(given)
+        with torch.no_grad():
+            assert torch.equal(exact(given), logits)
+        found.append((logits, *torch.autograd.grad(logits.log_softmax(-1)[..., 3].sum(), (given, head.weight))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert found[1][0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.config.schema import EngineConfig, RunConfig
@@ -51,7 +52,12 @@ def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, Local
     from pipelinerl.models.loading import load_model, slot_length  # noqa: PLC0415 - as above
 
     model = load_model(config.model, config.engine.device)
-    engine = LocalEngine(
+    make: Callable[..., LocalEngine] = LocalEngine
+    if config.engine.decoding == "static" or config.engine.device != "cpu":
+        from pipelinerl.engine.static import engine_for  # noqa: PLC0415 - as above
+
+        make = partial(engine_for, decoding=config.engine.decoding)
+    engine = make(
         model,
         slots=config.engine.slots,
         max_length=slot_length(model, config.engine.max_length),

@@ -1,0 +1,287 @@
+"""The engine for GPUs: decode steps of fixed shapes that never wait for the host, each replayed as one CUDA graph.
+
+    host     admit, prefill ─▶ launch step n ─▶ read the results of step n - 1 ─▶ ends
+    device                  step n - 1 ─▶ step n ─▶ ...
+
+Everything that a step needs of the one before stays on the device: ids, positions, counts, random keys, and which rows still
+decode. A sequence that has ended computes one token more, which is thrown away. An update of the weights waits for the
+launched steps, which costs nothing, as the checksum of its receipt waits for the device anyway: so the version of a token
+is that of the weights when its step was launched.
+
+Off a GPU, steps run as plain calls, and attention is a slow reference: that is for tests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.engine.device_sampler import device_uniforms, draw, draw_with
+from pipelinerl.engine.local import NOTHING, LocalEngine
+from pipelinerl.engine.rows import Prefill, Sequence
+from pipelinerl.engine.runner import refuse_longer
+from pipelinerl.engine.sampler import SamplingRows
+from pipelinerl.engine.slot_table import RowState, SlotTable
+from pipelinerl.engine.varlen import VarlenBatch, VarlenRunner, row_buckets
+from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.interfaces import StepOutput
+from pipelinerl.models.transfers import to_device, to_host
+from pipelinerl.types import Completion, FinishReason, TokenEvent
+
+_log = logging.getLogger(__name__)
+
+_STOPS = 4
+"""Stop tokens per row that there is room for at the start."""
+
+
+class DeviceRows:
+    """The state of all rows on the device, and the decode step that advances it.
+
+    integers    positions, ids, counts, budgets, top_k, keys, active [7, H]: see `RowTable`; `active` is 1 for decoding rows
+    reals       temperature, top_p [2, H]
+    stops       stop tokens, padded with -1 [H, S]
+    results     of the last step: `slot_table.Results`
+    """
+
+    def __init__(self, runner: VarlenRunner, rows: int, max_length: int) -> None:
+        self._runner = runner
+        self._max_length = max_length
+        device = runner.device
+        self.integers = torch.zeros((7, rows), dtype=torch.long, device=device)
+        self.reals = torch.ones((2, rows), device=device)
+        self.stops = torch.full((rows, _STOPS), -1, device=device)
+        self.results = torch.zeros((rows, 2), dtype=torch.double, device=device)
+        self._bases = torch.arange(rows + 1, device=device) * max_length
+        self._begins = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._cu_k = self._bases.int()
+
+    def write(self, rows_n: Tensor, integers: Tensor, reals: Tensor, stops: Tensor) -> None:
+        """Set the state of some rows."""
+        self.integers.index_copy_(1, rows_n, integers)
+        self.reals.index_copy_(1, rows_n, reals)
+        self.stops.index_fill_(0, rows_n, -1)
+        self.stops[:, : stops.shape[1]].index_copy_(0, rows_n, stops)
+
+    def step(self, rows: int, plain: bool) -> None:
+        """Sample one token for each active row below `rows`. `plain`: all sample at temperature 1, without truncation.
+
+        Reads nothing back to the host, and its shapes depend on nothing but `rows`.
+        """
+        positions, ids, counts, budgets, top_k, keys, active = self.integers[:, :rows].unbind()
+        logits_RV = self._runner.run(ids, positions, None, self._batch(rows, positions, active))
+        uniforms_R = device_uniforms(keys, counts)
+        if plain:
+            new, logprobs = draw(logits_RV, uniforms_R)
+        else:
+            temperature, top_p = self.reals[:, :rows].unbind()
+            new, logprobs = draw_with(logits_RV, SamplingRows(temperature, top_p, top_k), uniforms_R)
+        decodes = active.bool()
+        counts.add_(active)
+        positions.add_(active)
+        ids.copy_(torch.where(decodes, new, ids))
+        self.results[:rows, 0].copy_(torch.where(decodes, new, -1))
+        self.results[:rows, 1].copy_(logprobs)
+        ended = (new[:, None] == self.stops[:rows]).any(1) | (counts >= budgets)
+        active.mul_(~ended)
+
+    def _batch(self, rows: int, positions: Tensor, active: Tensor) -> VarlenBatch:
+        kv = self._runner.kv
+        return VarlenBatch(
+            kv=kv,
+            attention=self._runner.attention,
+            # Rows that don't decode must not write to their places, which a prompt may be using.
+            places_T=torch.where(active.bool(), self._bases[:rows] + positions, kv.spare),
+            cu_q=self._begins[: rows + 1],
+            cu_k=self._cu_k[: rows + 1],
+            used=(positions + 1).int(),
+            max_q=1,
+            max_k=self._max_length,
+            longest=self._max_length,
+            checked=True,
+        )
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Inside, no row is active, and all state is restored at the end."""
+        before = self.integers.clone()
+        self.integers[-1].zero_()
+        try:
+            yield
+        finally:
+            self.integers.copy_(before)
+
+
+class StepGraphs:
+    """Calls `step`: on a GPU by replaying a CUDA graph, recorded at the first call with the same arguments."""
+
+    def __init__(self, step: Callable[[int, bool], None], rows: DeviceRows) -> None:
+        self._step, self._rows = step, rows
+        self._on_gpu = rows.integers.device.type == "cuda"
+        self._graphs: dict[tuple[int, bool], Any] = {}
+        self._pool: Any = None
+
+    def __call__(self, rows: int, plain: bool) -> None:
+        if not self._on_gpu:
+            self._step(rows, plain)
+            return
+        with torch.cuda.device(self._rows.integers.device):
+            if (rows, plain) not in self._graphs:
+                self._record(rows, plain)
+            self._graphs[rows, plain].replay()
+
+    def clear(self) -> None:
+        """Must be called after a tensor of the state was replaced."""
+        self._graphs.clear()
+
+    def _record(self, rows: int, plain: bool) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with self._rows.at_rest():
+            # Libraries set themselves up at a first call, which a graph can't record.
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step(rows, plain)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._step(rows, plain)
+        self._graphs[rows, plain] = graph
+
+
+class StaticEngine(LocalEngine):
+    """`LocalEngine` with static decode steps. Raises UnsupportedModelError for a model or a PyTorch that can't have them."""
+
+    _runner: VarlenRunner
+    _table: SlotTable
+    _left_to_decode = 1
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._streamed: dict[str, int] = {}
+        self._buckets = row_buckets(self.slots)
+        self._rows = DeviceRows(self._runner, self.slots, self.max_length)
+        self._launch = StepGraphs(self._rows.step, self._rows)
+        with self._inference:
+            for rows in self._buckets if self._runner.device.type == "cuda" else ():
+                self._try_step(rows)
+        steps = "one CUDA graph each" if self._runner.device.type == "cuda" else "plain calls"
+        self._runner.description = f"in static decode steps ({steps}), {self._runner.description}"
+
+    def _try_step(self, rows: int) -> None:
+        try:
+            with self._rows.at_rest():
+                self._launch(rows, True)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise UnsupportedModelError(f"its decode step can't be recorded as a CUDA graph ({reason})") from error
+
+    def _make_runner(self, model: nn.Module, *, flatten: bool) -> VarlenRunner:
+        refuse_longer(model, self.max_length)
+        return VarlenRunner(model, self.slots, self.max_length, flatten=flatten)
+
+    def _make_table(self) -> SlotTable:
+        return SlotTable(self.slots, self.max_length)
+
+    def _step(self) -> StepOutput:
+        table = self._table
+        events: list[TokenEvent] = []
+        finished: list[Completion] = []
+        sparse = not self._waiting and self._bucket(table.used) < self._bucket(table.highest())
+        if self._cancelled or sparse:
+            table.flush()
+            finished += self._take_cancelled()
+            self._pass_on(events, finished)
+            self._runner.kv.move(table.gather_below(self._bucket(table.used)))
+        if self._waiting:
+            table.admit(self._admit())
+        if self._prefills:
+            self._run_prefills()
+        launched = bool(len(table.decoding_rows()))
+        if launched:
+            self._write_changes()
+            rows = self._bucket(table.highest())
+            self._launch(rows, table.plain)
+            table.expect(to_host(self._rows.results[:rows]))
+            self._decode_steps += 1
+        while table.pending > launched:
+            table.read_oldest()
+        self._pass_on(events, finished)
+        self._tokens_generated = table.sampled
+        return StepOutput(events, finished) if events or finished else NOTHING
+
+    def _bucket(self, rows: int) -> int:
+        return next(size for size in self._buckets if size >= rows)
+
+    def _run_prefills(self) -> None:
+        """Advance the prompts, except for the last token of each, and start to decode those that are complete."""
+        chunks = sorted(self._next_chunks(), key=lambda chunk: chunk[0].row)
+        ids_T, positions_T, _, packed = self._packed_inputs(chunks)
+        if len(ids_T):
+            packed = tuple(chunk for chunk in packed if chunk.count)
+            self._runner.forward(self._runner.kv, ids_T, positions_T, keep=[], chunks=packed)
+        for prefill, _ in chunks:
+            if prefill.done == len(prefill.prompt_ids):
+                self._finish_prefill(prefill)
+
+    def _finish_prefill(self, prefill: Prefill) -> None:
+        prefill.versions.mark(self._version, prefill.done)  # the last token is processed by the next decode step
+        super()._finish_prefill(prefill)
+
+    def _write_changes(self) -> None:
+        """Tell the device which rows started or stopped decoding."""
+        changes = self._table.take_changes()
+        if changes is None:
+            return
+        rows_n, state = changes
+        if state.stops.shape[1] > self._rows.stops.shape[1]:
+            self._widen_stops(state)
+        device = self._runner.device
+        self._rows.write(to_device(rows_n, device), *(to_device(part, device) for part in state))
+
+    def _widen_stops(self, state: RowState) -> None:
+        missing = state.stops.shape[1] - self._rows.stops.shape[1]
+        self._rows.stops = nn.functional.pad(self._rows.stops, (0, missing), value=-1)
+        self._launch.clear()
+
+    def _pass_on(self, events: list[TokenEvent], finished: list[Completion]) -> None:
+        """Append what has been read: new tokens of streams, and the requests that ended."""
+        table = self._table
+        for request_id in self._streaming:
+            sequence = self._requests[request_id]
+            count = int(table.counts[sequence.row]) if sequence.row >= 0 else 0
+            for i in range(self._streamed.get(request_id, 0), count):
+                token_id, logprob = int(table.tokens[sequence.row, i]), float(table.logprobs[sequence.row, i])
+                version = sequence.versions.spans(i + 1)[-1].version
+                events.append(TokenEvent(request_id, i, token_id, logprob, version))
+            self._streamed[request_id] = count
+        for row, by_stop_token in table.ended_rows():
+            finished.append(self._end(table.owner(row), "stop" if by_stop_token else "length"))
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
+        self._streamed.pop(sequence.request.id, None)
+        return super()._end(sequence, reason)
+
+    def _recompute(self) -> None:
+        ended = [self._table.owner(row) for row, _ in self._table.ended_rows()]  # with the weights before the update
+        before = [sequence.prompt_versions for sequence in ended]
+        super()._recompute()
+        for sequence, versions in zip(ended, before, strict=True):
+            sequence.prompt_versions = versions
+
+
+def engine_for(model: nn.Module, *, decoding: Literal["auto", "packed", "static"] = "auto", **options: Any) -> LocalEngine:
+    """The embedded engine. `decoding`: see the run file's `engine.decoding`; `options`: see `LocalEngine`."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    if decoding == "static" or (decoding == "auto" and on_gpu):
+        try:
+            return StaticEngine(model, **options)
+        except UnsupportedModelError as reason:
+            if decoding == "static":
+                raise
+            _log.warning("%s runs without static decode steps: %s", type(model).__name__, reason)
+    return LocalEngine(model, **options)

@@ -1,0 +1,248 @@
+"""Attention over slots in one call per layer, whatever the lengths: for devices where a call costs more than its padding.
+
+The keys of a row lie one after the other, position by position, so decoding rows and chunks of prompts are all sequences of
+one call: a decoding row has one query, a chunk has several. There are no masks and no length buckets. On a GPU, PyTorch's
+`varlen_attn` computes it; elsewhere `varlen_reference`, which is for tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipelinerl.engine.attention import Chunk, LayerCall, LayerShape, LengthBucket, Move
+from pipelinerl.engine.runner import ModelRunner
+from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.transfers import to_device
+
+Attention = Callable[..., Tensor]
+
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
+"""Head sizes that the kernel on GPUs has."""
+
+
+def attention_of(parameter: Tensor) -> Attention:
+    """The implementation for the device of `parameter`. Raises UnsupportedModelError if there is none."""
+    if parameter.device.type != "cuda":
+        return varlen_reference
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedModelError(f"PyTorch has no attention with variable lengths in {parameter.dtype}")
+    from torch.nn.attention import varlen  # noqa: PLC0415 - PyTorch has it for GPUs only
+
+    known = inspect.signature(varlen.varlen_attn).parameters
+    if not {"seqused_k", "enable_gqa", "window_size"} <= known.keys():
+        raise UnsupportedModelError(f"PyTorch {torch.__version__} has no attention over cache slots; 2.12 has")
+    return cast("Attention", varlen.varlen_attn)  # it returns more only if asked
+
+
+def varlen_reference(  # noqa: PLR0917 - the signature of `varlen_attn`
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+) -> Tensor:
+    """What `torch.nn.attention.varlen.varlen_attn` computes, for any device: query [T, Hq, D], key [K, Hk, D] -> [T, Hq, D].
+
+    Sequence i has queries `cu_seq_q[i] <= t < cu_seq_q[i + 1]`, at most `max_q`, and `seqused_k[i]` keys, at most `max_k`,
+    from `cu_seq_k[i]` on (without `seqused_k`, those up to `cu_seq_k[i + 1]`). Its last query is at the position of its last
+    key. A query sees keys from `window_size[0]` positions before its own to `window_size[1]` after it; -1 means no limit.
+    The output of a query that sees no key is 0.
+    """
+    if query.shape[1] % key.shape[1] or (not enable_gqa and query.shape[1] != key.shape[1]):
+        raise ValueError(f"{query.shape[1]} query heads can't share {key.shape[1]} key heads (enable_gqa={enable_gqa})")
+    device = query.device
+    begin_N, end_N = cu_seq_q[:-1].long(), cu_seq_q[1:].long()
+    used_N = (cu_seq_k[1:] - cu_seq_k[:-1] if seqused_k is None else seqused_k).long()
+    column_q, column_k = torch.arange(max_q, device=device), torch.arange(max_k, device=device)
+    # Every sequence is padded to max_q queries and max_k keys: places beyond its own hold other sequences' tokens.
+    query_Nq = (begin_N[:, None] + column_q).clamp(max=query.shape[0] - 1)
+    key_Nk = (cu_seq_k[:-1].long()[:, None] + column_k).clamp(max=key.shape[0] - 1)
+    position_Nq1 = (column_q + (used_N - (end_N - begin_N))[:, None])[:, :, None]
+    visible_Nqk = (column_k < used_N[:, None])[:, None, :].expand(-1, max_q, -1)
+    before, after = window_size
+    if before >= 0:
+        visible_Nqk = visible_Nqk & (column_k >= position_Nq1 - before)
+    if after >= 0:
+        visible_Nqk = visible_Nqk & (column_k <= position_Nq1 + after)
+    groups = query.shape[1] // key.shape[1]
+    queries, keys, values = query[query_Nq].transpose(1, 2), key[key_Nk].transpose(1, 2), value[key_Nk].transpose(1, 2)
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    sees_Nq1 = visible_Nqk.any(-1, keepdim=True)
+    mask_N1qk = (visible_Nqk | ~sees_Nq1)[:, None]
+    attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask_N1qk, scale=scale)
+    attended = (attended * sees_Nq1[:, None]).transpose(1, 2)
+    token_T = torch.arange(query.shape[0], device=device)
+    sequence_T = torch.searchsorted(end_N, token_T, right=True).clamp(max=len(begin_N) - 1)
+    return attended[sequence_T, token_T - begin_N[sequence_T]]
+
+
+class SlotKV:
+    """Keys [layers, H * max_length + 1, heads, dim] and values likewise. The last place is for tokens that nobody reads."""
+
+    def __init__(
+        self, shapes: Mapping[int, LayerShape], rows: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.rows, self.max_length, self.spare = rows, max_length, rows * max_length
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._blocks: list[Tensor] = []
+        by_shape: dict[LayerShape, list[int]] = {}
+        for layer, shape in shapes.items():
+            by_shape.setdefault(shape, []).append(layer)
+        for shape, layers in by_shape.items():
+            _require_kernel(shape, device)
+            size = (len(layers), self.spare + 1, shape.heads, shape.key_dim)
+            keys, values = torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device)
+            self._blocks += [keys, values]
+            self._layers |= {layer: (keys[i], values[i]) for i, layer in enumerate(layers)}
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(block.numel() * block.element_size() for block in self._blocks)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H * max_length + 1, heads, dim] of one layer, to read and write."""
+        return self._layers[index]
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy rows, as if all at once."""
+        work = []
+        for move in moves:
+            if move.length and len(move.sources):
+                sources, targets = (to_device(rows, self._blocks[0].device) for rows in (move.sources, move.targets))
+                for block in self._blocks:
+                    part = block[:, :-1].view(len(block), self.rows, self.max_length, *block.shape[2:])[:, :, : move.length]
+                    work.append((part, targets, part[:, sources]))
+        for part, targets, content in work:
+            part[:, targets] = content
+
+
+def _require_kernel(shape: LayerShape, device: torch.device) -> None:
+    if shape.key_dim != shape.value_dim:
+        raise UnsupportedModelError(f"keys of {shape.key_dim} numbers and values of {shape.value_dim} can't share a cache")
+    if device.type == "cuda" and (shape.key_dim > _LARGEST_HEAD or shape.key_dim % _HEAD_MULTIPLE):
+        raise UnsupportedModelError(f"PyTorch has no attention with variable lengths for heads of {shape.key_dim} numbers")
+
+
+@dataclass(slots=True)
+class VarlenBatch:
+    """The slots and positions of one forward: an `AttentionSite`.
+
+    places_T             places in the cache of the forward's tokens
+    cu_q, cu_k           begin of each sequence's tokens in the packed batch, and of its keys in the cache (int32)
+    used                 number of keys of each sequence, this forward's included (int32)
+    longest              length that a sequence may grow to
+    """
+
+    kv: SlotKV
+    attention: Attention
+    places_T: Tensor
+    cu_q: Tensor
+    cu_k: Tensor
+    used: Tensor
+    max_q: int
+    max_k: int
+    longest: int
+    checked: bool
+
+    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the tokens' keys and values to the cache and attend. Shapes as in `attention.slot_attention`."""
+        if call.softcap is not None or call.sinks is not None:
+            raise UnsupportedModelError("soft caps and sinks need scores, which attention with variable lengths has not")
+        query, key, value = (projected[0].transpose(0, 1) for projected in (query, key, value))
+        keys, values = self.kv.layer(call.layer)
+        keys.index_copy_(0, self.places_T, key)
+        values.index_copy_(0, self.places_T, value)
+        attended = self.attention(
+            query,
+            keys,
+            values,
+            self.cu_q,
+            self.cu_k,
+            self.max_q,
+            self.max_k,
+            scale=call.scale,
+            window_size=(-1 if call.window is None else call.window - 1, 0),
+            enable_gqa=True,
+            seqused_k=self.used,
+        )
+        return attended[None]
+
+
+class VarlenRunner(ModelRunner):
+    """`ModelRunner` over a `SlotKV`. The same check at load time compares it with the model's own forward."""
+
+    kv: SlotKV
+
+    def __init__(self, model: Any, rows: int, max_length: int, *, flatten: bool = True) -> None:
+        self.attention = attention_of(next(model.parameters()))
+        super().__init__(model, rows, max_length, flatten=flatten)
+
+    def _make_kv(self, rows: int, max_length: int) -> SlotKV:
+        return SlotKV(self._shapes, rows, max_length, self.dtype, self.device)
+
+    def forward(
+        self,
+        kv: Any,
+        token_ids: Sequence[int] | Tensor,
+        positions: Sequence[int] | Tensor,
+        *,
+        keep: Sequence[int] | Tensor | None,
+        decoding: int = 0,
+        buckets: tuple[LengthBucket, ...] = (),  # noqa: ARG002 - not needed
+        chunks: tuple[Chunk, ...] = (),
+    ) -> Tensor:
+        """As in `ModelRunner`, for tokens that the host knows."""
+        positions = np.asarray(positions).tolist()
+        rows = [*range(decoding), *(chunk.row for chunk in chunks)]
+        counts = [*[1] * decoding, *(chunk.count for chunk in chunks)]
+        used = [*(position + 1 for position in positions[:decoding]), *(chunk.offset + chunk.count for chunk in chunks)]
+        row_T = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+        begins = [0]
+        for count in counts:
+            begins.append(begins[-1] + count)
+        integers = (
+            [row * kv.max_length + position for row, position in zip(row_T, positions, strict=True)],
+            begins,
+            [row * kv.max_length for row in [*rows, rows[-1] + 1]],
+            used,
+        )
+        places_T, cu_q, cu_k, used_N = (to_device(part, self.device) for part in integers)
+        batch = VarlenBatch(
+            kv=kv,
+            attention=self.attention,
+            places_T=places_T,
+            cu_q=cu_q.int(),
+            cu_k=cu_k.int(),
+            used=used_N.int(),
+            max_q=max(counts),
+            max_k=max(used),
+            longest=self._max_length,
+            checked=self.checked,
+        )
+        ids_T, positions_T = to_device(token_ids, self.device), to_device(positions, self.device)
+        keep_P = None if keep is None else to_device(keep, self.device).long()
+        return self.run(ids_T, positions_T, keep_P, batch)
+
+
+def row_buckets(rows: int, smallest: int = 8) -> tuple[int, ...]:
+    """Numbers of rows that a decode step may compute, ascending: `rows`, and its halves down to `smallest`."""
+    sizes = [rows]
+    while sizes[0] > smallest:
+        sizes.insert(0, max(smallest, math.ceil(sizes[0] / 2)))
+    return tuple(sizes)

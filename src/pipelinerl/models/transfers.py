@@ -1,0 +1,49 @@
+"""Transfers between host and device that do not block: through pinned memory, in the order of the device's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def to_device(array: npt.ArrayLike | Tensor, device: torch.device) -> Tensor:
+    """A copy of `array` on the device, unless it is there. The host does not wait for the transfer."""
+    if isinstance(array, Tensor) and array.device == device:
+        return array
+    host = torch.from_numpy(np.array(array))
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
+    """Start to copy `tensor`, as it is after all work enqueued so far. The returned function waits for the copy."""
+    if tensor.device.type != "cuda":
+        copied = tensor.clone()
+        return lambda: copied.numpy(force=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> npt.NDArray[Any]:
+        done.synchronize()
+        return host.numpy()
+
+    return read
+
+
+def arriving(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """The tensors as arrays, in order. The next one is copied while the caller uses one."""
+    before: tuple[str, Callable[[], npt.NDArray[Any]]] | None = None
+    for name, tensor in tensors.items():
+        started = name, to_host(tensor)
+        if before is not None:
+            yield before[0], before[1]()
+        before = started
+    if before is not None:
+        yield before[0], before[1]()

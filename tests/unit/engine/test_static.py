@@ -1,0 +1,158 @@
+"""Static decode steps: nothing in them waits, results come one step late, and requests notice nothing of either."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipelinerl.engine import LocalEngine, device_sampler
+from pipelinerl.engine.sampler import invert, keep_likeliest
+from pipelinerl.engine.static import DeviceRows, StaticEngine, engine_for
+from pipelinerl.engine.varlen import VarlenBatch
+from pipelinerl.errors import LogitsError, UnsupportedModelError
+from pipelinerl.types import GenerationRequest, versions_from_spans
+from tests.parity.models import VOCABULARY, make_model
+from tests.parity.test_engine import full_forward_logprobs
+from tests.unit.engine.test_engine import drain, request, too_large, update_of
+
+
+def static(slots: int = 4, **options: Any) -> StaticEngine:
+    settings = {"slots": slots, "max_length": 96, "prefill_tokens": 16, "flatten": False} | options
+    made = engine_for(make_model("llama"), decoding="static", **settings)
+    assert isinstance(made, StaticEngine)
+    return made
+
+
+def packed(slots: int = 4) -> LocalEngine:
+    made = engine_for(make_model("llama"), slots=slots, max_length=96, flatten=False)
+    assert type(made) is LocalEngine
+    return made
+
+
+@pytest.mark.parametrize(
+    ("plain", "flatten"), [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.exhaustive)]
+)
+def test_a_step_neither_waits_for_the_device_nor_depends_on_what_it_computes(plain: bool, flatten: bool) -> None:
+    served = static(flatten=flatten)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        served._rows.step(4, plain)  # .item(), nonzero() and indexing by a mask raise here
+
+
+def test_nothing_in_a_step_moves_values_to_the_host() -> None:
+    for part in (DeviceRows, VarlenBatch, device_sampler, invert, keep_likeliest):
+        source = inspect.getsource(part)
+        assert not any(word in source for word in (".tolist(", ".numpy(", ".cpu(", ".item(", "float(logits", "bool(("))
+
+
+def mixed(count: int, seed: int) -> list[GenerationRequest]:
+    generator = random.Random(seed)
+    ways = [{}, {}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3}, {"temperature": 0.0}]
+    return [
+        request(
+            f"r{i}",
+            tuple(generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, 40))),
+            generator.randint(1, 40),
+            stop_token_ids=tuple(generator.sample(range(VOCABULARY), generator.choice([0, 1, 6]))),
+            stream=generator.random() < 0.3,
+            **generator.choice(ways),
+        )
+        for i in range(count)
+    ]
+
+
+def test_requests_of_all_kinds_get_the_tokens_that_packed_steps_give_them() -> None:
+    wanted = mixed(16, seed=0)
+    assert max(len(request.sampling.stop_token_ids) for request in wanted) > 4  # more than there is room for at first
+    for found, expected in zip(static(5).generate(wanted), packed(5).generate(wanted), strict=True):
+        assert (found.token_ids, found.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 6))])
+def test_streams_cancellations_and_updates_at_any_step_leave_every_token_and_version_right(seed: int) -> None:
+    """With recomputed entries each token's log-prob is that of a full forward with the weights of its version."""
+    generator = random.Random(seed)
+    models = {version: make_model("llama", version) for version in range(3)}
+    served = static(10, kv_on_update="recompute")
+    wanted = {request.id: request for request in mixed(16, seed + 1)}
+    for asked in wanted.values():
+        served.submit(asked)
+    updates, cancelled = dict(zip(sorted(generator.sample(range(1, 40), 2)), (1, 2), strict=True)), set()
+    done, events = {}, defaultdict(list)
+    for step in range(400):
+        if step in updates:
+            served.update_weights(update_of(updates[step], version=updates[step]))
+        if generator.random() < 0.1:
+            name = generator.choice(sorted(wanted))
+            served.cancel(name)
+            cancelled.add(name)
+        output = served.step()
+        for event in output.tokens:
+            events[event.request_id].append(event)
+        done |= {completion.request_id: completion for completion in output.finished}
+        if len(done) == len(wanted):
+            break
+    assert len(done) == len(wanted)
+    assert {name for name, completion in done.items() if completion.finish_reason == "cancelled"} <= cancelled
+    for name, asked in wanted.items():
+        found = done[name]
+        versions = versions_from_spans(found.weight_versions, len(found.token_ids))
+        if asked.stream:
+            told = [(event.token_id, event.version) for event in events[name]]
+            whole = list(zip(found.token_ids, versions, strict=True))
+            assert told == whole[: len(told)]
+            assert found.finish_reason == "cancelled" or len(told) == len(whole)
+        if asked.sampling.temperature == 1 and not asked.sampling.top_k:
+            for version in set(versions):
+                rows = full_forward_logprobs(models[version], asked.prompt_ids, found.token_ids)
+                for i, token in enumerate(found.token_ids):
+                    if versions[i] == version:
+                        expected = float(rows[len(asked.prompt_ids) - 1 + i, token])
+                        assert abs(expected - found.logprobs[i]) < 1e-4
+
+
+def test_rows_gather_when_most_have_ended() -> None:
+    wanted = [request(f"r{i}", (3 + i, 4, 5), 60 if i >= 18 else 5 + i % 3) for i in range(20)]
+    served = static(20)
+    for asked in wanted:
+        served.submit(asked)
+    done = drain(served)
+    assert served._table.highest() == 0
+    assert served._rows.integers[0][:8].max() > 40  # one of the two long sequences, which began in the last rows
+    expected = packed(20).generate(wanted)
+    assert all(done[one.request_id].token_ids == one.token_ids for one in expected)
+
+
+def test_a_row_that_ended_before_an_update_keeps_the_versions_it_was_made_with() -> None:
+    served = static(kv_on_update="recompute")
+    served.submit(request("short", max_tokens=2))
+    served.submit(request("long", max_tokens=9))
+    for _ in range(2):
+        served.step()  # the second token of "short" has been sampled, but not been read
+    served.update_weights(update_of(1, version=1))
+    done = drain(served)
+    spans = {name: [(span.version, span.end) for span in completion.weight_versions] for name, completion in done.items()}
+    assert spans == {"short": [(0, 2)], "long": [(0, 2), (1, 9)]}
+    assert [span.version for span in done["short"].prompt_versions] == [0]
+    assert [span.version for span in done["long"].prompt_versions] == [1]
+
+
+def test_broken_logits_are_found_before_their_tokens_are_passed_on() -> None:
+    served = static()
+    served.submit(request("x", max_tokens=30, stream=True))
+    for _ in range(5):
+        served.step()
+    served.update_weights(too_large(1))
+    with pytest.raises(LogitsError, match="weights of version 1"):
+        drain(served)
+
+
+def test_a_model_that_needs_scores_is_refused_by_static_steps_only() -> None:
+    with pytest.raises(UnsupportedModelError, match="soft caps"):
+        engine_for(make_model("gemma2"), decoding="static", slots=1, max_length=32)
