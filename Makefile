@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install install-ray install-docs demo chaos test test-all test-models test-fast test-wild test-ray test-vllm docs docs-serve check format clean
+.PHONY: install install-ray install-docs demo chaos test test-all test-models test-fast test-wild test-ray test-vllm
+.PHONY: docs docs-serve check format clean
 
 install: $(STAMP)
 

@@ -16,10 +16,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipelinerl.cli.main import MODULES
-from pipelinerl.cli.parser import Commands, Parser
+from pipelinerl.cli.parser import Commands, Parser, Run
 from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import run_keys, run_sections, spell
 from pipelinerl.errors import PipelineRLError
@@ -30,10 +30,8 @@ LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 LIST_ITEM = re.compile(r"(?:[-*]|\d+\.) +")
 FENCE = re.compile(r" *(`{3,})(\w*)")
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
-PROGRAMS = {
-    "bash", "cd", "export", "make", "pip", "pipelinerl", "python", "python3", "ray", "scripts/install_vllm_cpu.sh", "sqlite3", "tar"
-}  # fmt: skip
-"""What begins a line of shell commands, after variables and the folder of a virtual environment."""
+PROGRAM = re.compile(r"(?:\S*bin/)?(?:bash|cd|export|make|pip|pipelinerl|python3?|ray|sqlite3|tar|scripts/\S+)$")
+"""The first word of a line of shell commands, after variables."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".txt": "text"}
 SHOWN = {
     "pipelinerl.types": ("Problem", "Rollout", "Turn", "Completion", "VersionSpan"),
@@ -92,8 +90,8 @@ def parse(text: str) -> list[Block | Line]:
             found.append(_block(lines, number, end + 1, fence[2]))
             number = end + 1
         elif line.strip() and blank_before and depth >= indent + 4:
-            end = next((end for end in range(number, len(lines)) if lines[end].strip() and _depth(lines[end]) < indent + 4), None)
-            end = len(lines) if end is None else end
+            rest = range(number, len(lines))
+            end = next((end for end in rest if lines[end].strip() and _depth(lines[end]) < indent + 4), len(lines))
             while not lines[end - 1].strip():
                 end -= 1
             found.append(_block(lines, number, end, None, indent))
@@ -145,7 +143,7 @@ def guess(code: str) -> str:
     """The language of a block that does not name it."""
     first = next((line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
     words = [word for word in first.split() if "=" not in word]
-    if words and words[0].rpartition("bin/")[2] in PROGRAMS and not first.startswith(" "):
+    if words and PROGRAM.match(words[0]) and not first.startswith(" "):
         return "bash"
     try:
         value = yaml_text.parse(code, "block").value
@@ -192,9 +190,8 @@ class Site:
             line = LINK.sub(lambda found: found[1] + self._target(page, found[2]) + found[3], part.text)
             if part.indent:
                 line = "    " + line[part.indent :] if line.strip() else ""
-            elif LIST_ITEM.match(line) and out and out[-1].strip() and not out[-1].startswith(" " * 4):
-                if not LIST_ITEM.match(out[-1]):
-                    out.append("")
+            elif LIST_ITEM.match(line) and out and not (out[-1].startswith(" " * 4) or LIST_ITEM.match(out[-1])):
+                out += [""] if out[-1] else []
             out.append(line)
         return "\n".join(out) + "\n"
 
@@ -252,8 +249,8 @@ class AllCommands(Commands):
         for module in MODULES:
             importlib.import_module(f"pipelinerl.cli.{module}").add_to(self)
 
-    def add(self, name: str, *arguments: Any, **options: Any) -> Parser:
-        self.by_name[name] = super().add(name, *arguments, **options)
+    def add(self, name: str, text: str, epilog: str | None = None, *, run: Run) -> Parser:
+        self.by_name[name] = super().add(name, text, epilog, run=run)
         return self.by_name[name]
 
 
@@ -297,7 +294,7 @@ def main() -> None:
     site = Site(PAGES)
     for page in pages():
         site.add_page(page)
-    for asset in (path for path in (ROOT / "docs").iterdir() if path.suffix in (".svg", ".png")):
+    for asset in (path for path in (ROOT / "docs").iterdir() if path.suffix in (".css", ".png", ".svg")):
         shutil.copyfile(asset, PAGES / asset.name)
     site.write("run_file.md", run_file_page())
     site.write("commands.md", commands_page())
