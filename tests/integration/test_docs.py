@@ -97,9 +97,7 @@ def test_the_pages_of_the_site_are_written(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_page_is_converted_for_the_site(tmp_path: Path) -> None:
-    text = (
-        "Text:\n- one,\n  goes on\n\n      pipelinerl config\n\nSee [it](../examples/agent.py), [x](cluster.md#slurm).\n"
-    )
+    text = "Text:\n- one,\n  goes on\n\n      pipelinerl config\n\nSee [it](../examples/agent.py), [x](cluster.md#slurm).\n"
     assert Site(tmp_path).converted(DOCS / "running.md", text) == (
         "Text:\n\n- one,\n    goes on\n\n    ```bash\n    pipelinerl config\n    ```\n\n"
         "See [it](files/examples/agent.py.md), [x](cluster.md#slurm).\n"
