@@ -31,7 +31,7 @@ def test_config_prints_a_run_file(capsys: Capture, tmp_path: Path) -> None:
     for arguments in orders:
         assert main(arguments) == 0
         assert config_from_yaml(capsys.readouterr().out) == load_config(Path(path), ["--seed", "7"])
-    assert main(["config", "--metrics.tensorboard", "--trainer.betas", "[0.8, 0.9]"]) == 0
+    assert main(["config", "--metrics.plot", "--trainer.betas", "[0.8, 0.9]"]) == 0
     assert "betas: [0.8, 0.9]" in capsys.readouterr().out
 
 
