@@ -65,6 +65,7 @@ def test_mlflow_in_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     pytest.importorskip("alembic")
     address = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.chdir(tmp_path)  # its artifacts are in the working directory
     name = trained_twice(tmp_path / "run", "mlflow")
     client = mlflow.MlflowClient(address)
     run = client.get_run(name)
