@@ -9,6 +9,7 @@ The engine can be used on its own: `pipelinerl.engine.LocalEngine`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,5 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from pipelinerl import api  # noqa: PLC0415 - a run's processes start no run
-
-        return getattr(api, name)
+        return getattr(importlib.import_module("pipelinerl.api"), name)  # a run's processes start no run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def test_a_function_and_a_list_are_trained_on(trained: tuple[pipelinerl.Run, lis
     run, seen = trained
     assert run.summary["status"] == "finished"
     assert run.config.environment.kind == "function"
-    assert run.config.environment.args["reward"] == "tests.integration.test_python_api:reward"
+    assert run.config.environment.args["reward"] == f"{Path(__file__).resolve()}:reward"
     assert [record.version for record in seen if isinstance(record, StepRecord)] == [1, 2, 3]
     assert len(seen) == 5, "and two evaluations"
 
@@ -125,9 +124,7 @@ def test_a_notebook_draws_a_run_while_it_trains(tmp_path: Path, monkeypatch: pyt
     path = Path(__file__).parents[2] / "examples" / "live_plot.ipynb"
     monkeypatch.chdir(tmp_path)
     notebook = nbformat.read(path, as_version=4)
-    started = time.monotonic()
     nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
-    assert time.monotonic() > started
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs), "the plot"
     (written,) = tmp_path.glob("runs/*/inputs/*.py")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import os
 import symtable
 import sys
+import sysconfig
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -39,14 +41,23 @@ def name_by_file(found: object, folder: Path) -> str:
         raise UserError(f"{name} is defined inside a function or class; define it at the top of a file or cell")
     module = sys.modules.get(found.__module__)
     dotted = getattr(getattr(module, "__spec__", None), "name", "")
-    if "." in dotted:  # a file of a package can't be imported alone
-        return f"{dotted}:{name}"
     if file := getattr(module, "__file__", None):
-        return f"{Path(file).resolve()}:{name}"
+        path = Path(file).resolve()
+        return f"{dotted}:{name}" if "." in dotted and _is_installed(path) else f"{path}:{name}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.py"
     write_atomically(path, _Written(found).text().encode())
     return f"{path.resolve()}:{name}"
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether other processes find the file's module by its name."""
+    places = [
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]
+    return any(place and file.is_relative_to(Path(place).resolve()) for place in places)
 
 
 def _file_of(found: Named) -> str:
